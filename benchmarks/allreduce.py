@@ -97,7 +97,7 @@ def arena_zeros(elements: int) -> tuple[torch.Tensor, bool]:
 
 def torchs() -> Any:
     """Create a ProcessGroupGloo with torch's defaults."""
-    c10d: Any = distributed  # its stubs lack what is used here
+    c10d: Any = distributed  # the stubs lack functions that this benchmark uses
     rank, size = distributed.get_rank(), distributed.get_world_size()
     store = c10d.PrefixStore("plainly", c10d.distributed_c10d._get_default_store())
     return c10d.ProcessGroupGloo(store, rank, size, timedelta(minutes=5))

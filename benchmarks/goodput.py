@@ -153,7 +153,8 @@ def play(machines: Machines, moments: Sequence[Moment], ahead_s: float) -> list[
     for moment in moments:
         while (left := begin + moment.at - time.monotonic()) > 0:
             if played and not machines.slots:
-                machines.kill(0)  # an empty list stops no worker by itself: here no machine exists
+                # an empty list stops no worker, but in this benchmark no machine exists
+                machines.kill(0)
             time.sleep(min(left, 0.2))
         fewer = moment.slots < machines.slots
         if fewer and not ahead_s:

@@ -170,7 +170,7 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> None:
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed:
-            time.sleep(1.0)  # lets the others report their errors
+            time.sleep(1.0)  # gives the other ranks time to report their errors
             raise SystemExit(f"rank {failed[0]} failed: see above")
         if time.monotonic() > deadline:
             raise SystemExit(f"the ranks have not ended within {LONGEST_S:g} s")

@@ -47,7 +47,7 @@ def main(directory: str, steps: int, width: int) -> None:
 
     gradients_of, update = jax.jit(jax.grad(loss_of)), jax.jit(updated)
     state = elastic.jax.JaxState(params=params, opt_state=optimizer.init(params), step=0)
-    # A worker that joins compiles before the others wait for it.
+    # A joining worker compiles before other workers wait for it.
     update(params, state.opt_state, gradients_of(params, np.zeros((16, 64), "float32")))
     stop, log = Path(directory, "stop"), StepLog(directory)
 

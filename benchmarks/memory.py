@@ -38,7 +38,7 @@ class Taken:
 
     before: float  # memory with all modules, the world and torch's group, without a model
     trained: float
-    snapshot: int  # 0: none
+    snapshot: int  # size of the snapshot in bytes, or 0 without a snapshot
 
 
 @dataclass(frozen=True)

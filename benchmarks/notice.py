@@ -77,7 +77,7 @@ def main() -> None:
                 told_at.append((heard_at, others))
                 goes.unlink()
             job.finish()
-        # only once: there may be millions
+        # only once, because millions of objects may exist
         broke, steps = len(job.actions("BreakWorld")), job.steps()
     stayed = set().union(*(others for _, others in told_at))
     again = repeated(step for step in steps if step.pid in stayed)

@@ -30,7 +30,7 @@ def _bare_worker(orders: Connection) -> None:
     import torch
     from torch import distributed
 
-    c10d: Any = distributed  # its stubs lack what is used here
+    c10d: Any = distributed  # the stubs lack functions that this benchmark uses
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     torch.set_num_threads(1)
     group: Any = None

@@ -32,7 +32,8 @@ from harness.step_lines import Step, StepFiles, committed_lost, repeated
 from measurements import Mark
 
 WITHIN_S = 1.0  # limit
-START_S, CHANGE_S = 90.0, 120.0  # deadlines; a newcomer imports torch beside others
+# deadlines in seconds; a new worker imports torch next to running workers
+START_S, CHANGE_S = 90.0, 120.0
 SETTLED = 5  # steps of each member before the next command
 ONE_MACHINE, ETCD, RAY = "one machine", "agents and etcd", "Ray"
 CONSOLE = results_output.console()

@@ -47,13 +47,13 @@ FSDP_MARK = 0.75  # of a step
 ZERO = "ZeRO-1"
 ZERO_MARK = 1.05  # limit for a step
 SHARE_MARK = 1.2  # limit relative to the mean of all ranks' shares of the optimizer's bytes
-distributed: Any = torch.distributed  # its stubs lack what is used here
+distributed: Any = torch.distributed  # the stubs lack functions that this benchmark uses
 
 
 @dataclass(frozen=True)
 class Answer:
     what: str
-    size: int  # bytes; 0: a step
+    size: int  # in bytes, or 0 for a whole step
     ranks: int
     ms: dict[str, Spread]  # "ours", "gloo"
     to_gloo: Spread

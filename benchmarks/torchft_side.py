@@ -53,7 +53,7 @@ class Torchft:
             )
             address = [_by_number(self._lighthouse.address())]
         distributed.broadcast_object_list(address, 0)
-        c10d: Any = distributed  # its stubs lack what is used here
+        c10d: Any = distributed  # the stubs lack functions that this benchmark uses
         self._store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.manager: Any = torchft.Manager(
             pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=START_S)),

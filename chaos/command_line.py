@@ -29,7 +29,7 @@ class CommandLine:
 
     program: str
     purpose: str
-    commands: Mapping[str, tuple[str, str]]  # by name: module and description
+    commands: Mapping[str, tuple[str, str]]  # module and description of each command, by name
     examples: Sequence[str] = ()
 
     def main(self, arguments: Sequence[str] | None = None) -> int:

@@ -252,7 +252,7 @@ class WorkerRaised(Event):
     traceback: str
     hardware: bool = False  # a GPU or NCCL failed, not the script
     final: bool = False  # a retry would fail in the same way
-    # At the start of training: no member of its world had a commit, and it has made none.
+    # Training started without a commit: no member of the world had one, and the world has made none.
     beginning: bool = False
     code: int = 1  # exit code of the job, if final
     calls: tuple[Called, ...] = ()  # incompatible calls, which all ranks received

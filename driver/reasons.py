@@ -34,7 +34,7 @@ class ReasonKind(enum.Enum):
     FIRST_START = "first start"
     SLOT_IS_FREE = "slot is free"
     TO_STAND_BY = "to stand by"
-    # A worker is fenced: it holds up the others, or would corrupt their results.
+    # A worker is fenced because it holds up other workers or would corrupt their results.
     FROZEN = "frozen"
     CUT_OFF = "cut off"
     IDLE = "idle"
@@ -119,7 +119,7 @@ class ReasonKind(enum.Enum):
     RETURNED = "returned"
     RETURNED_MEANWHILE = "returned meanwhile"
     RECONNECTED = "reconnected"
-    # The job ends: it succeeded ...
+    # The job ends, because it succeeded ...
     ALL_RETURNED = "all returned"
     ALL_EXITED = "all exited"
     NO_TRAINING = "no training"

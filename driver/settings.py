@@ -10,7 +10,7 @@ from elastic.errors import Invalid
 
 UNBOUNDED = 2**31 - 1  # value of workers_max if only the slots limit the size
 
-# The flag that sets each field; the other fields have no flag.
+# The flag of each field. Other fields have no flag.
 FLAGS = {
     "np": "-np",
     "workers_min": "--min-np",
@@ -66,12 +66,12 @@ class Settings:
     standbys: int = 0  # number of standbys: workers beyond workers_max that wait for a place
     start_timeout_s: float = 120.0  # time from a worker's start to its init()
     elastic_timeout_s: float = 600.0  # waiting for enough workers, or for survivors to gather
-    reset_limit: int | None = None  # maximum number of failures; planned changes do not count
+    reset_limit: int | None = None  # maximum number of failures, without planned changes
     cooldown_min_s: float = 1.0  # time before a failed slot is used again; doubles ...
     cooldown_max_s: float = 60.0  # ... up to this time
     # A slot is given up after this many consecutive incarnations that exited before training.
     slot_attempts: int = 5
-    # A host is given up when this many of its slots are given up; None: never.
+    # Number of given-up slots after which a host is given up. None means never.
     host_attempts: int | None = None
     settle_s: float = 0.3  # how long a ready newcomer waits for others that are starting
     prepare_s: float = 5.0  # time for all members to answer a planned change
@@ -82,28 +82,32 @@ class Settings:
     stranded_failures: int = 3
     # Liveness timeout: a worker that was not observed able to run for this long is frozen.
     lease_s: float = 2.0
-    # A host that others wait for and that does not answer for this long is lost; 0: disabled.
+    # Seconds until a host counts as lost if others wait for it and it does not respond. 0 disables this.
     silence_s: float = 0.0
-    # A worker that is idle for this long while others wait for it is stuck; 0: disabled.
+    # Seconds until a worker counts as stuck if it is idle while other workers wait. 0 disables this.
     idle_s: float = 30.0
-    busy_warning_s: float = 60.0  # the same for a busy worker: log a warning; 0: disabled
-    busy_s: float = 600.0  # ... and before it is treated as stuck; 0: disabled
-    gpu_hang_s: float = 10.0  # a GPU this far behind the others in launched work hangs; 0: disabled
+    # Seconds until a busy worker is logged while other workers wait. 0 disables this.
+    busy_warning_s: float = 60.0
+    busy_s: float = 600.0  # Seconds until a busy worker counts as stuck. 0 disables this.
+    # Seconds of delay in launched work after which a GPU counts as hung. 0 disables this.
+    gpu_hang_s: float = 10.0
     # Limit for a collective that all have launched, if the cause is unclear.
     gpu_limit_s: float = 180.0
     dump_s: float = 0.5  # time for writing the stacks of a stuck worker before it is killed
     kill_s: float = 1.0  # time from a kill to the exit; a worker that lives longer cannot be killed
-    starting_max: int | None = None  # newcomers that start at the same time while a world trains
-    # Restarts from one checkpoint without a newer one; None: the job makes no checkpoints.
+    # maximum number of new workers that start at the same time while a world trains
+    starting_max: int | None = None
+    # Maximum number of restarts from one checkpoint without a newer one, or None without checkpoints.
     restarts: int | None = None
-    # End a job whose script fails again in the same way, and name the workers that are missing because theirs failed.
+    # End the job if its script fails again in the same way. The log names the workers that are missing because of this.
     judge_scripts: bool = False
     strict: bool = False  # fail a job that lacks such workers at its end
     durable: bool = False  # commits are made durable in a checkpoint folder
-    # Command that checks a slot before its worker is admitted; "auto": the built-in check; None: no check.
+    # Command that checks a slot before its worker is admitted. "auto" selects the built-in check, and None disables
+    # checks.
     health_check: str | None = None
     health_check_s: float = 60.0  # time for it
-    # Not used again after a worker has computed wrongly: its "slot", its "host", or "off".
+    # Unit of quarantine after a worker computed wrong results, "slot", "host" or "off".
     quarantine: str = "slot"
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
     env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker

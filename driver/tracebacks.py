@@ -20,7 +20,7 @@ _GROUP_HEADER = f"  + Exception Group {_HEADER}"
 _GROUP_EDGE = "  | "
 _RANK = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch.distributed prefixes each line with it
 _FRAME = '  File "'
-# Of a script that does not compile: no header is printed.
+# A script with a syntax error prints no header.
 _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 

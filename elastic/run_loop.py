@@ -142,7 +142,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except DeviceLost as lost:
             _end_now(rt, lost)
         except ShardLost as lost:
-            # Every worker finds the same error; the driver ends the job with this message.
+            # Every worker finds the same error. The driver ends the job with this message.
             rt.training.lost_shards(str(lost))
             sys.exit(1)
         except Interrupted:
@@ -246,10 +246,10 @@ def _train_in_worlds(
             departure.ignore_children()
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
-                # Raised by user code, which the driver does not know about; treated as a failure.
+                # Raised by user code without the driver's knowledge. Treated as a failure.
                 rt.training.gave_up(summary_of(error))
             if rt.alone and rt.broken:
-                raise  # fixed size without a driver: no further world is possible
+                raise  # fixed size without a driver, so no further world is possible
             _return_to_commit(rt, state, alone=kept)
             if observer is not None:
                 observer.recovered()

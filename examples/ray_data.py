@@ -137,7 +137,7 @@ def train(config: dict[str, Any]) -> dict[str, float]:
     def loop(state: elastic.TorchState) -> dict[str, float]:
         requested: dict[
             Position, Any
-        ] = {}  # one block ahead; the numbers are valid in this world only
+        ] = {}  # one block ahead; the numbers are valid only in this world
 
         def ask(number: int) -> Any:
             at = (state.epoch, number)
@@ -223,7 +223,7 @@ def main() -> None:
         return dataset_of(epoch, args.rows)
 
     name = f"feed-{uuid.uuid4().hex[:8]}"
-    # Held here, so that it ends with this program. Several workers call it concurrently.
+    # Held here so that the actor ends with this program. Several workers call it concurrently.
     feed: Any = (
         ray.remote(Feed)
         .options(name=name, num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=64)

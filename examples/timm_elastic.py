@@ -67,7 +67,7 @@ average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffer
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-# For float16; bfloat16 does not need it.
+# Needed for float16, but not for bfloat16.
 scaler = torch.amp.GradScaler(options.device, growth_interval=50)
 random = torch.Generator().manual_seed(0)
 kinds = torch.randint(4, (options.samples,), generator=random)

@@ -12,7 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"
-# A flip after the reduction affects only this rank; an earlier one would change the sums of all ranks in the same way.
+# A flip after the reduction affects only this rank. A flip before it would change the sums of all ranks equally.
 PLACES = {"weights": "commit", "moments": "commit", "gradients": "optimizer-step"}
 
 

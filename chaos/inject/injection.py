@@ -21,7 +21,7 @@ from elastic.chaos.inject.resume_guard import Guard
 from elastic.driver.processes.prepared_processes import PREPARED
 from elastic.protocol.messages import Worker
 
-MARK = "ELASTIC_CHAOS"  # environment variable whose value is unique for each job
+MARK = "ELASTIC_CHAOS"  # environment variable with a unique value for each job
 # How long a slowed worker runs between pauses: longer than the agent's sampling interval.
 RUN_S = 0.3
 # how long a worker with a flipped bit counts as a victim, since the flip may have no visible effect
@@ -248,8 +248,8 @@ class Injector:
         except OSError:
             raise NotOurs(f"{worker} has exited (process {pid})") from None
         process = _Process(pid, pidfd)
-        # A preloaded process keeps the environment of the worker for which it was created, although it becomes another
-        # one.
+        # A preloaded process keeps the environment of the worker for which it was created, even if it becomes another
+        # worker.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
         if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()

@@ -101,7 +101,7 @@ class Chance:
     kinds: tuple[str, ...] = ("kill", "freeze")
     seed: int | None = None
     duration_s: float | None = None
-    for_s: tuple[float, float] | None = None  # None: see LASTING
+    for_s: tuple[float, float] | None = None  # None selects the default in LASTING
     factor: float = FACTOR
     spare: tuple[str, ...] = ()  # host:slot, never a victim of drawn faults
 

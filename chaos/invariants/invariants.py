@@ -231,7 +231,7 @@ class Invariants:
             ) if isinstance(self.job.event, WorkerReconnected) and members == [
                 self.job.event.worker
             ]:
-                pass  # already holds; repeated
+                pass  # a repeated message
             case BreakWorld(generation, members):
                 self._concerns(action, generation, members)
                 self._recoveries += 1

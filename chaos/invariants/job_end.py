@@ -83,7 +83,7 @@ class JobEnd:
         for worker, known in self.job.workers.items():
             what = f"all workers are reported to have ended, but {worker} has not"
             self.job.must(bool(known.going), "THE END", what)
-        # Workers that are about to leave do not count, and only the driver knows whether their departure was withdrawn.
+        # Workers that are about to leave do not count. Only the driver knows if their departure was withdrawn.
         sure = [s for s, k in self.job.ended_well.items() if self._ran(s, k)]
         what = f"{number} workers are reported to have ended with exit code 0, expected {len(self.job.ended_well)}"
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)

@@ -32,7 +32,7 @@ class LiveWorker:
     said_at_first: int = 0  # ... on its first connection
     resumed: int = 0
     readies: int = 0  # number of its latest Ready
-    # Its connection was replaced, so it may repeat messages in another order.
+    # The worker's connection was replaced, so its messages may be repeated in another order.
     reconnected: bool = False
     overtaken_in: int = 0  # newest generation in which messages may be reordered
     digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
@@ -40,7 +40,7 @@ class LiveWorker:
     finished: bool = False  # and it was notified that all have returned
     dismissed: bool = False  # the driver does not consider it a member
     running: bool = False  # inside elastic.run at its last Ready
-    ready: bool = False  # it has reported Ready since its last world
+    ready: bool = False  # the worker has reported Ready since its last world
     commit: Commit | None = None  # commit of its last Ready
     kept: list[Commit] = field(default_factory=list)  # older commits, from its last Ready
     trained_in: int = 0  # first world of elastic.run that it was a member of
@@ -49,7 +49,7 @@ class LiveWorker:
     stranded: bool = False  # its world broke outside elastic.run
     asked_to_leave: bool = False
     noticed: bool = False  # the end of its machine was announced during its life
-    healthy: bool | None = None  # result of its first health check; None: it is pending
+    healthy: bool | None = None  # result of the first health check, or None while it is pending
     silent: bool = False  # a sign of life was requested and has not arrived yet
 
 

@@ -41,7 +41,7 @@ class SampleHistory:
     string."""
 
     def __init__(self, samples: int = 0) -> None:
-        # Number of samples in the dataset; 0: the number of reported samples.
+        # Number of samples in the dataset; 0 means the number of reported samples.
         self._samples = samples
         self._sizes: dict[int, int] = {}
         self._kept: dict[int, int] = {}  # generation -> number of its last commit in the chain

@@ -204,8 +204,8 @@ class WorkerRecords:
 
     def _speaks_of(self, worker: Worker, known: LiveWorker, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        # The message belongs to a lost connection; 0: it was sent before the first world. Messages of one connection
-        # arrive in order.
+        # A message of a lost connection, or a message from before the first world, may be late. Messages of one
+        # connection arrive in order.
         was_there = known.first <= generation or not (generation or known.said_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
@@ -219,7 +219,8 @@ class WorkerRecords:
     def _ready(self, worker: Worker, known: LiveWorker, event: events.WorkerReady) -> None:
         known.readies = event.number
         if known.going or (worker in self.job.members and event.generation != self.job.generation):
-            return  # its Ready was not considered yet, or it has not received its new world yet
+            # the worker's Ready was not processed yet, or the worker has not received its new world
+            return
         if event.commit is not None and known.holds is not None and event.commit < known.holds:
             what = f"{worker} is ready with commit {event.commit}, expected at least {known.holds}"
             self.job.broken("NEVER BACK", what)

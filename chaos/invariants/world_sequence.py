@@ -26,7 +26,7 @@ class WorldSequence:
         self._includes_all_ready(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
-        # If no worker holds a commit, they continue from the newest durable one.
+        # If no worker holds a commit, the workers continue from the newest durable commit.
         durable = self.job.durable
         back_to = None
         if self.job.settings.restarts is not None:

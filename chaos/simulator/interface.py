@@ -40,7 +40,7 @@ class SimulatedJob(Protocol):
     listed: dict[str, int]  # hosts in the current host list
     fixed_hosts: bool  # the list does not grow; see `HostsChanged`
     steps: int
-    step_s: float  # if positive: interval at which all members make a step in one event
+    step_s: float  # If positive, all members make a step in one event at this interval.
     mild: bool  # faults spare the last holder of the state
     calmed: bool  # the faults have ended
     aimed: int  # kills to carry out at the next commits

@@ -140,7 +140,7 @@ def stick(sim: SimulatedJob) -> None:
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
         if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
-            return  # no other worker would wait for it, so it could not be detected
+            return  # undetectable, because no other worker would wait for it
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True
         sim.note(f"{process.trouble} {process.worker}")

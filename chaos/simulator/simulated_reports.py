@@ -55,7 +55,7 @@ class SimulatedReports:
         if not worker.alive or worker.frozen:
             return
         rank = worker.recovery.place.rank
-        # Repeated only on GPUs, whose state may change meanwhile.
+        # Repeated only on GPUs, where the state may change in the meantime.
         due = self._sim.training.on_gpus and now - self._said_at >= REPEAT_S
         if rank not in collective.told or due:
             collective.told.add(rank)

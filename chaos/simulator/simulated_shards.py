@@ -117,7 +117,7 @@ class ShardedWorker(SimulatedWorker):
         self._placed: ShardsPlaced | None = None  # in this world
         self._count = 0  # commits of this generation
         self._exchanges = 0
-        self._transfer: Mirroring | None = None  # of the newest commit; None: it is sealed
+        self._transfer: Mirroring | None = None  # of the newest commit, or None if it is sealed
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 

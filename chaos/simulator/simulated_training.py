@@ -101,12 +101,13 @@ class Training:
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
-        # Samples; not divisible by any world's size.
+        # Number of samples. No world size divides it.
         self.epoch = 61 if sim.workers < 30 else 8 * sim.workers + 1
         self.worlds: dict[int, PublishWorld] = {}
         self.ranks: dict[int, dict[Worker, int]] = {}
         self._runs: dict[int, WorldRun] = {}
-        self.cut_off: set[str] = set()  # hosts whose workers cannot reach other hosts' workers
+        # hosts with workers that cannot reach workers of other hosts
+        self.cut_off: set[str] = set()
         self._collectives: dict[tuple[int, str, int], Collective] = {}
         self._stalled: list[Collective] = []
         self._copying: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -337,7 +338,7 @@ class WorldRun:
         before = first.state
         for process in self.joined:
             if process.frozen or not process.alive:
-                # The world makes no progress; the others will be notified that it is over.
+                # The world makes no progress. The other workers will be notified that the world is over.
                 self._due = True
                 clock.after(self.step_s, self._step)
                 return

@@ -62,14 +62,15 @@ class SimulatedWorker:
         self.frozen = False
         self.doomed = False  # an injected fault may cause its kill
         self.point = "start"  # name of the place at which its training thread has yielded control
-        self.will_raise = ""  # one of a few texts, so that several workers raise the same exception
+        # one of a few texts, so that several workers may raise the same exception
+        self.will_raise = ""
         self.trouble = ""  # trouble in its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
         self.gpu_hangs = False  # it enters no more collectives
         self.innocent = False  # slow, or in a long phase, for which it must not be killed
         # To be killed, or frozen for a time, at the n-th such place or the one of that name.
         self.strike: tuple[int | str, float] | None = None
-        self.wrong = 0.0  # share of its passes whose gradients are wrong
+        self.wrong = 0.0  # fraction of passes with wrong gradients
         self.wrong_passes = 0  # such passes
         self.wrong_steps = 0  # steps of this world while all of its passes were wrong
         self.wrong_shards: set[int] = set()  # own shards of the present step with wrong gradients

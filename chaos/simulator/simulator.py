@@ -135,7 +135,7 @@ class Simulation:
         self.workers = workers
         self.steps = steps
         self.mild = mild
-        self.step_s = step_s  # if positive: interval at which all members make a step in one event
+        self.step_s = step_s  # If positive, all members make a step in one event at this interval.
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)

@@ -64,7 +64,7 @@ from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 
 ARRIVE_S = 30.0  # seconds from the start of an agent to its connection
-CALL_S = 3.0  # seconds for a running agent to connect; it retries every second
+CALL_S = 3.0  # connection timeout of a running agent, which retries every second
 RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects immediately
 BEATS = 4  # beats per liveness timeout
 REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data

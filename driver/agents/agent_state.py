@@ -25,7 +25,7 @@ EXITS_LIMIT = 4096  # maximum number of exits of a job on one host; the oldest a
 class AttachOutcome:
     """Result of an `Attach`."""
 
-    refused: str = ""  # why this driver is not served; empty: it is served
+    refused: str = ""  # why this driver is not served, or empty if it is served
     kill: bool = False  # the running workers belong to a job that is over
 
 
@@ -33,7 +33,7 @@ class AttachOutcome:
 class AgentState:
     """State of one agent. `HostAgent` reads the fields, and only this class modifies them."""
 
-    job: str = ""  # empty: no current job
+    job: str = ""  # empty means no current job
     term: int = 0  # greatest term served in the last job
     generation: int = 0  # greatest generation sent to workers here
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)

@@ -64,7 +64,7 @@ from elastic.rendezvous import nccl_settings
 from elastic.version import __version__
 
 LOOPBACK = "127.0.0.1"
-CLEARED_S = 12.0  # seconds for killed workers to exit; the agent reports those that do not
+CLEARED_S = 12.0  # seconds for killed workers to exit; the agent reports the remaining workers
 MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
 HERE_S = 2.0  # interval between two answers to beats
 ANOTHER_REASON_S = 3.0  # ... and the interval if the reason changes
@@ -107,7 +107,7 @@ class HostAgent:
         self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._connected: set[Worker] = set()
         self._workers_of = ""  # job of the workers here
-        self._stale: set[Worker] = set()  # workers of a job that is over; their names may be reused
+        self._stale: set[Worker] = set()  # workers of an ended job; their names may be reused
         self._missing_said_at = float("-inf")
         self._missing_said = ""
         self._said_here_at = float("-inf")

@@ -12,7 +12,7 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-# Seconds before the expected SIGKILL at which an agent exits by itself; half of the remaining time if there is less.
+# The agent exits this many seconds before the expected SIGKILL, or after half of a shorter remaining time.
 LAST_S = 5.0
 
 

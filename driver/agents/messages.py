@@ -58,7 +58,7 @@ class Registered(AgentMessage):
     addresses: list[str]  # all addresses of the host, as 10.0.0.5/24
     running: list[Worker]
     exits: list[WorkerExited]  # exits of workers of this job, latest last
-    job: str = ""  # job of its workers; empty: none yet
+    job: str = ""  # job of its workers; empty means none yet
     release: str = ""  # release of this package
     notice: Notice | None = None  # preemption notice in effect, if any
     ends: bool = False  # the agent exits when dismissed; otherwise it waits for the next job

@@ -106,7 +106,7 @@ class Uplink:
         if not self.backlog:
             self._connection.patience = 0
         if isinstance(message, Heard) and isinstance(message.message, SendResult):
-            # Each worker has one, which may be large: no sign of a stuck driver.
+            # Each worker sends one result, which may be large, so a full buffer does not indicate a stuck driver.
             self._connection.patience += len(body)
         return self._connection.write(body)
 

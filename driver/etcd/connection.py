@@ -22,8 +22,8 @@ OPTIONS = [
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),
 ]
-# Read once, when gRPC starts: without the first it writes a line to stderr at each fork of a worker, without the second
-# it logs errors that are reported here.
+# gRPC reads these variables once, at its start. Without the first one, gRPC writes a line to stderr at each fork.
+# Without the second one, it logs errors that are also reported here.
 QUIET = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
 
 

@@ -62,7 +62,7 @@ class EtcdArchive:
         self._etcd = etcd
         self._leader = leader
         self._folder = f"{root}journal/"
-        self._next: int | None = None  # None: unknown
+        self._next: int | None = None  # None if unknown
         self._obsolete: list[int] = []  # records before the valid ones
         self._counting: list[int] = []
 

@@ -29,7 +29,7 @@ class HostRecord(msgspec.Struct, frozen=True):
 
 class LeaderRecord(msgspec.Struct, frozen=True):
     term: int
-    address: str = ""  # empty: not known yet
+    address: str = ""  # empty means not known yet
     port: int = 0
 
 

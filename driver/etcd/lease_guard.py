@@ -70,7 +70,7 @@ class LeaseGuard:
 
     def _write(self, line: bytes) -> None:
         if self._popen is not None and self._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # it has exited: the lease expires by itself
+            with contextlib.suppress(OSError):  # the process has exited, so the lease expires
                 os.write(self._popen.stdin.fileno(), line + b"\n")
 
 

@@ -64,7 +64,7 @@ class CheckpointFailed:
     number: int
     who: Worker
     reason: str
-    # False: the cause is a late message or an unfinished previous checkpoint.
+    # False if the cause is a late message or an unfinished previous checkpoint.
     unusual: bool
 
 
@@ -163,7 +163,8 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                if again:  # this rank has waited for long: repeat the request to the others
+                # this rank has waited for long, so it repeats the request to the other ranks
+                if again:
                     silent = [each for each in self._members if each not in written]
                     return [SendToRanks(silent, MakeDurable(self._generation, number))]
             case ShareDropped(reason=reason):

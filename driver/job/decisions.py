@@ -56,7 +56,7 @@ class JobDecisions:
         running: Collection[Worker] = (),
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
-        self.running = set(running)  # started workers whose exit was not reported
+        self.running = set(running)  # started workers without a reported exit
         self.members = dict(members or {})  # members of the last world
         self.stop_code: int | None = None  # set by the first request to stop
         self.ending: Shutdown | None = None  # once the outcome is known
@@ -65,7 +65,8 @@ class JobDecisions:
         self._leave_s = leave_s
         self._idle_s = idle_s  # see `Shutdown`
         self._failed: dict[Worker, Reason] = {}  # see `Shutdown`
-        self._let_go: set[Worker] = set()  # released workers whose exit has not been handled yet
+        # released workers with an exit that has not been handled yet
+        self._let_go: set[Worker] = set()
 
     @property
     def over(self) -> bool:

@@ -321,7 +321,7 @@ class Driver:
             async for hosts in self._discovery.watch():
                 self._post(events.HostsChanged(dict(hosts), self.job.fixed_hosts))
                 if listed:
-                    # A hint for scripts that wait for hosts; no worker has to stop.
+                    # Only a hint for scripts that wait for hosts. No worker has to stop.
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
@@ -418,7 +418,7 @@ class Driver:
             yield
         finally:
             for number, handler in before.items():
-                # None: the handler was not set from Python and cannot be restored.
+                # None if the handler was not set from Python and cannot be restored.
                 if handler is not None:
                     signal.signal(number, handler)
 

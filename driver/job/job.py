@@ -50,7 +50,7 @@ class Job:
     # Called with each report of a worker, in the loop's thread.
     reported: Callable[[Report], object] | None = None
     preemption: str = "off"  # source of preemption notices; see `preemption.watch`
-    # Modules that the process for the next worker imports in advance; see `processes.prepared`.
+    # Modules that the preloaded process for the next worker imports. See `processes.prepared`.
     preload: str = ""
     stdin_rank: int | None = None  # rank of the worker that inherits standard input
     begun: Callable[[Stoppable], object] | None = None  # called with the driver once it exists

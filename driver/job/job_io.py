@@ -79,7 +79,7 @@ class JobIO:
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
-    # Difference between the view's clock and the journal's; None: no event yet.
+    # Difference between the clocks of the view and the journal, or None before the first event.
     epoch: float | None = None
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
@@ -186,7 +186,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         heard=page.said,
     )
     metrics: MetricsServer | None = None
-    wait_s: float | None = STOPPED_S  # applies also if an exception ends it
+    wait_s: float | None = STOPPED_S  # also called after an exception
     try:
         for note_level, line in job.notes:
             console(note_level, line)

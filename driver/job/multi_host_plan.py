@@ -34,7 +34,7 @@ class PodSource:
     selector: str
     namespace: str | None  # None: that of this pod
     slots: int | None
-    # address of this pod, where the driver listens; empty: the address that other hosts use
+    # address of this pod, where the driver listens; empty means the address that other hosts use
     address: str
 
 
@@ -48,7 +48,7 @@ class MultiHostPlan:
 
     name: str  # name of the job
     secret: bytes = field(repr=False)
-    given_secret: bool  # the user specified the secret, so other processes know it too
+    given_secret: bool  # the user specified the secret, so other processes know the secret too
     etcd: EtcdAccess | None
     tls: TlsFiles | None
     ssh: SshOptions

@@ -167,6 +167,6 @@ async def _alone(
         job.begun(driver)
     code = await driver.run()
     if code:
-        # by workers whose state does not fit a checkpoint, before they wrote one themselves
+        # reported by workers with a state that does not fit the checkpoint, before their own first checkpoint
         job.refused()
     return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

@@ -58,7 +58,7 @@ from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Report
 
 ASKED = 16  # host names resolved to determine where to listen
-DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver continues the job
+DEPOSED_CODE = 75  # EX_TEMPFAIL. Another driver continues the job.
 
 Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 

@@ -357,7 +357,7 @@ def _in_use(path: Path) -> Invalid:
             else:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
-        pass  # the other driver has only just started
+        pass  # the other driver has just started
     owner = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
         f"{owner} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"

@@ -30,7 +30,7 @@ class Head(msgspec.Struct, omit_defaults=True):
 
     piece: int
     of: int
-    begins: bool = False  # nothing before it is valid
+    begins: bool = False  # no earlier record is valid
     after: Place | None = None  # set in the first record of a chapter that continues another
 
 

@@ -26,7 +26,7 @@ def make_folder() -> tuple[Path, int]:
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
         where = "/tmp"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
-    # Locked before it gets its final name, so that `sweep` never finds it unlocked.
+    # Locked before the rename, so that `sweep` never finds the folder unlocked.
     lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "new").rename(folder / LOCK)

@@ -64,7 +64,7 @@ class ChildProcess:
             OSError: the program cannot be started.
         """
         self._loop = asyncio.get_running_loop()
-        # None: it will not become ready
+        # None if it will not become ready
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.ended = asyncio.Event()
         self.code: int | None = None
@@ -235,7 +235,7 @@ class ChildProcesses:
         self._close_s = close_s
         self._all: set[ChildProcess] = set()
         self._left: set[ChildProcess] = set()  # ready processes that outlive this one
-        # By host: ready processes that end with this one.
+        # Ready processes that end together with this process, by host.
         self._serving: dict[str, ChildProcess] = {}
         self._closed = False
 

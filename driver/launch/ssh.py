@@ -29,7 +29,7 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 
-AT_ONCE = 32  # maximum number of concurrent logins; ssh processes that have logged in do not count
+AT_ONCE = 32  # maximum number of concurrent logins; logged-in ssh processes do not count
 CLOSE_S = 10.0
 
 

@@ -37,13 +37,13 @@ class Bootstrap(msgspec.Struct, frozen=True):
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
     slots: int = 0  # 0: the number of GPUs, or of cores if there are none
-    # Names of interfaces or networks. Workers use the first one that this host has. Empty: any.
+    # Names of interfaces or networks. Workers use the first one that this host has. Empty means any.
     interfaces: list[str] = []
     outlives: bool = False  # continues after the process that started it has exited
-    folder: str = ""  # working directory of workers; empty: the one that the driver specifies
+    folder: str = ""  # working directory of workers; empty means the one that the driver specifies
     log_level: str = "info"
     grace_s: float = 30.0  # seconds from SIGTERM to SIGKILL; the default of Kubernetes and Slurm
-    ready_file: str = ""  # exists while the agent serves a driver; empty: none
+    ready_file: str = ""  # exists while the agent serves a driver, or empty if there is none
 
     def __repr__(self) -> str:
         return f"Bootstrap({self.job!r}, {self.host!r})"

@@ -53,7 +53,7 @@ class Failures(Part):
         if not (self.settings.elastic or self.worlds.stopping or self.worlds.all_go):
             self._record_complaint(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
-            # Many workers report the same failure; only the first report of a generation is handled here.
+            # Many workers report the same failure. Only the first report of a generation is handled.
             worker, text = str(event.worker), event.reason
             broke = because(ReasonKind.COLLECTIVE_BROKE, worker=worker, text=text)
             if event.calls:
@@ -149,7 +149,7 @@ class Failures(Part):
         if event.generation != self.worlds.generation or record.stage not in AT_STAKE:
             return
         if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
-            return  # no worker waits for it, so it has time to exit; its exit ends the job
+            return  # no worker waits for this worker, so it has time to exit; its exit ends the job
         self.staff.dismiss(record, because(ReasonKind.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=ended)

@@ -70,7 +70,7 @@ class Notices(Part):
         self._ask_at: list[float] = []
         self._all_go = False
         self._last_asked = False
-        # Generation that received the request; None once it has answered.
+        # Generation that received the request, or None after its answer.
         self._asked_in: int | None = None
         self._earlier = False  # the next answer belongs to the previous request
         # Announced end for which the last checkpoint is scheduled.

@@ -43,7 +43,7 @@ class Reconnects(Part):
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
         if record is None:
-            # It was reported dead but is still alive: no other worker trains with it.
+            # The worker was reported dead, but is still alive. No other worker trains with it.
             self.actions.add(LetGo(event.worker, because(ReasonKind.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:

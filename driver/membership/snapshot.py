@@ -383,7 +383,7 @@ class _Making:
                     setattr(made, name, PASSING[kind, name]())
             del values[: len(names)]
         if isinstance(made, dict):
-            # The roster's own method would update its indexes again; OrderedDict has only its own method.
+            # The roster's method would update its indexes a second time.
             put: Callable[..., None] = (dict if kind in OBJECTS else type(made)).__setitem__
             for key, item in zip(values[::2], values[1::2], strict=True):
                 put(made, key, item)

@@ -72,11 +72,11 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
-                # The driver gave it up because the kill did not reach it, and it runs again.
+                # The driver gave up the worker because the kill did not reach it, but the worker runs again.
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
-            return  # it has not received the world that it belongs to yet
+            return  # the worker has not received its world yet
         if 0 < event.number < record.readies:
             return  # the message belongs to an earlier wait
         record.readies = event.number
@@ -220,7 +220,7 @@ class WorkerReports(Part):
         if self.worlds.phase is Phase.STOPPING and any(
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
-            # It returned while other members stopped: only a new world can include all of them.
+            # The worker returned while other members stopped. Only a new world can include all of them.
             returned = because(ReasonKind.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return

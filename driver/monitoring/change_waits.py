@@ -67,7 +67,7 @@ class ChangeWaits(ViewReader):
         self.view = view
         self.past: deque[ChangeWait] = deque(maxlen=KEPT)
         self.count = 0
-        self._since: float | None = None  # time of the request; None: no change is planned
+        self._since: float | None = None  # time of the request, or None if no change is planned
         self._leaving = 0
         self._joining: dict[Worker, None] = {}  # as of the last event of the change
         view.follow(self)
@@ -85,7 +85,7 @@ class ChangeWaits(ViewReader):
             return
         if isinstance(event, events.WorkerReady):
             if event.worker in self.view.ranks:
-                self._over(now, reached=True)  # if others do not, this is a stall
+                self._over(now, reached=True)  # if the other members reach none, this is a stall
             else:
                 self._add(self.view.workers.get(event.worker))
         for worker in self.view.exited:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 HEAD_LIMIT = 8 * 1024  # bytes
-SAME_SITE = ("same-origin", "")  # Sec-Fetch-Site values; older browsers do not send the header
+SAME_SITE = ("same-origin", "")  # Sec-Fetch-Site values. Older browsers do not send this header.
 
 
 @dataclass(frozen=True)

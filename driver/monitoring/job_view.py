@@ -30,13 +30,13 @@ class Stage(enum.Enum):
 
     STARTING = "starting"  # it was ordered, and has not called init()
     CONNECTED = "connected"  # it has called init()
-    READY = "ready"  # it waits for a world; a member waits for the next one
+    READY = "ready"  # the worker waits for a world; a member waits for the next world
     STANDBY = "standby"
     # It computes in the newest world, or announced its end in an earlier world.
     IN_WORLD = "training"
     RETURNED = "returned"  # its function returned
-    LEAVING = "leaving"  # it was asked to leave; late reports do not change this
-    KILLED = "killed"  # its kill was ordered; final
+    LEAVING = "leaving"  # the worker was asked to leave; late reports do not change this
+    KILLED = "killed"  # the kill of the worker was ordered; final
 
     __hash__ = object.__hash__  # an enum's own hash is computed in Python
 
@@ -46,7 +46,8 @@ class Failure:
     """Failure that a worker reported. It is either an exception of the script or an exit with an error."""
 
     raised: bool
-    what: str  # summary of the exception, otherwise the call that ended it; empty if its state differs
+    # summary of the exception, or the call that ended the worker; empty if its state differs
+    what: str
 
 
 @dataclass(eq=False, slots=True)
@@ -55,17 +56,20 @@ class WorkerView:
 
     worker: Worker
     stage: Stage = Stage.STARTING
-    pid: int = 0  # 0: unknown
-    connected_at: float | None = None  # time of its init(); None if it was not observed
-    member: bool = False  # it is in `JobView.ranks`; true for IN_WORLD until its end is announced
-    rank: int | None = None  # rank in its last world; None if it was never in one
-    recovering: bool = False  # its world broke, and no other was published since; implies `member`
+    pid: int = 0  # 0 if unknown
+    connected_at: float | None = None  # time of init(), or None if init() was not observed
+    # the worker is in `JobView.ranks`; true for IN_WORLD until the worker's end is announced
+    member: bool = False
+    rank: int | None = None  # rank in the worker's last world, or None without one
+    # the worker's world broke, and no other world was published since; implies `member`
+    recovering: bool = False
     running: bool = False  # it was in elastic.run at its last Ready
-    frozen: str | None = None  # why it cannot run, empty if unknown; None: it can run
+    # reason why the worker cannot run, empty if unknown, or None if the worker can run
+    frozen: str | None = None
     why: Reason | None = None  # None unless its stage is LEAVING or KILLED
     dismissed: bool = False  # it was asked to leave, perhaps after its kill was ordered
     failure: Failure | None = None
-    code: int | None = None  # exit code; None: it runs or was lost with its host
+    code: int | None = None  # exit code, or None if the worker runs or was lost with its host
 
 
 class ViewReader:
@@ -87,7 +91,7 @@ class JobView:
     def __init__(self) -> None:
         # Ordered processes that are not known to have exited, in the order of their first mention.
         self.workers: dict[Worker, WorkerView] = {}
-        # Processes ended by the event of the current decision; `workers` does not contain them.
+        # Processes that the current event ended. They are no longer in `workers`.
         self.exited: dict[Worker, WorkerView] = {}
         # Running processes that the last event or action may have changed.
         self.touched: list[WorkerView] = []
@@ -96,26 +100,26 @@ class JobView:
         # driver. Replaced, never modified.
         self.ranks: Mapping[Worker, int] = {}
         self.before: Mapping[Worker, int] = {}  # the same for the previous world
-        self.generation = 0  # generation of the newest world; 0: there was none
-        self.world: events.PublishWorld | None = None  # None if the newest world is over
+        self.generation = 0  # generation of the newest world, or 0 if there was none
+        self.world: events.PublishWorld | None = None  # None after the end of the newest world
         self.broken = False  # the newest world broke
         self.trains = False  # a member of the newest world has entered elastic.run
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time of that report
         self.commits = 0  # number of commits in all generations
-        # Commit of the newest checkpoint; never newer than `newest`.
+        # Commit of the newest checkpoint. Never newer than `newest`.
         self.durable: Commit | None = None
         self.checkpoints = 0
-        # Time of the last checkpoint; None if there was none.
+        # Time of the last checkpoint, or None if there was none.
         self.checkpoint_at: float | None = None
-        # Slots whose last health check failed, with its result.
+        # Slots with a failed last health check, and its result.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
         # By slot: number of failed health checks, and the last failure.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
-        # Slots that are not used because their worker computed wrongly, with the reason of its fence.
+        # Quarantined slots with a worker that computed wrong results, and the reason of its fence.
         self.quarantined: dict[tuple[str, int], Reason] = {}
         self.end: events.EndJob | None = None  # the first decision to end the job
-        # Incarnation of the last process that exited in each slot; its later reports are ignored.
+        # Incarnation of the last exited process of each slot. Its later reports are ignored.
         self._last: dict[tuple[str, int], int] = {}
         self._of_events: list[Callable[[events.Event, Sequence[events.Action], float], None]] = []
         self._of_actions: list[Callable[[events.Action, float], None]] = []

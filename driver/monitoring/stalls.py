@@ -56,7 +56,8 @@ class Culprit:
     worker: Worker
     rank: int
     line: str = ""
-    frozen: str = ""  # why it cannot run, according to its agent; empty: it can run
+    # reason why the worker cannot run, according to its agent; empty if it can run
+    frozen: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Stalls(ViewReader):
 
     def __init__(self, view: JobView) -> None:
         self.view = view
-        self._ranks: Mapping[Worker, int] = {}  # generation of the world whose members may wait
+        self._ranks: Mapping[Worker, int] = {}  # generation of the world with members that may wait
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
         self._whole = False  # the world has several members and has not broken, as far as known
@@ -210,7 +211,7 @@ class Stalls(ViewReader):
 
     def _paced(self, event: events.WorkerPaced, now: float) -> None:
         since = now - event.over_s
-        # These collectives do not involve the waiting members; they may belong to another process set.
+        # These collectives do not include the waiting members. They may belong to another process set.
         self._progressed_at[event.worker] = max(since, self._progressed_at.get(event.worker, since))
         if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
             self._intervals.append(event.over_s / event.collectives)
@@ -381,7 +382,7 @@ class Stalls(ViewReader):
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
         if last is not None and stall.since < last.until and last.culprits == stall.culprits:
-            # The same ranks also hold up another process set.
+            # The same ranks hold up another process set too.
             self.past[-1] = replace(stall, since=min(last.since, stall.since))
         else:
             self.past.append(stall)

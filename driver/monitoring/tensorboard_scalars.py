@@ -145,7 +145,7 @@ class TensorBoard(ViewReader):
             self._log("warning", text)
 
     def _write(self) -> None:
-        flush_at: float | None = None  # None: nothing to flush
+        flush_at: float | None = None  # None means nothing to flush
         while True:
             try:
                 left_s = None if flush_at is None else max(0.0, flush_at - time.monotonic())

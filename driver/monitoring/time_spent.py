@@ -70,11 +70,11 @@ class Spent:
     generation: int = 0  # generation of the last world that it was in
     joined: int = 0  # generation of the first world in which it trains
     trains_since: float | None = None  # time when that world was published
-    lost: float = 0.0  # lost seconds in addition to those it reported itself
+    lost: float = 0.0  # lost seconds in addition to the worker's own report
     # stalled seconds by its reported activity
     stalled: dict[str, float] = field(default_factory=dict)
     stalled_last: float = 0.0  # stalled seconds since its last report in its last world
-    stalled_to: float = math.inf  # time up to which stalls are counted; inf: it is in no world
+    stalled_to: float = math.inf  # time up to which stalls are counted; inf outside a world
     steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
 
     def counts(self, report: Times, seconds: float) -> None:
@@ -87,7 +87,7 @@ class Spent:
             return
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(report)
         parts = {part: after[part] - before[part] for part in after}
-        # it returned to an earlier commit: the stall counts as lost
+        # the worker returned to an earlier commit, so the stall counts as lost time
         for part, more in parts.items():
             moved = min(self.stalled.get(part, 0.0), max(0.0, -more))
             if moved:
@@ -186,7 +186,7 @@ class TimeSpent(ViewReader):
         self._since: float | None = None
         self._trained = False  # any worker was in elastic.run
         self._steps: Mapping[str, float] | None = None  # from the last worker that reported them
-        self._died: list[Spent] = []  # dead workers whose lost time is not known yet
+        self._died: list[Spent] = []  # dead workers with a lost time that is not known yet
         view.follow(self)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:

@@ -29,7 +29,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 from elastic.protocol.trace_file import TraceFile, is_free
 
-END_S = 2.0  # seconds for workers to send remaining records; a stopped one sends none
+END_S = 2.0  # seconds for workers to send remaining records; a stopped worker sends none
 CLOSE_S = 10.0  # seconds for the last write
 WAITING_LIMIT = 500_000  # records that may wait to be written
 AT_ONCE = 64  # messages in one write
@@ -56,7 +56,7 @@ class Tracing(ViewReader):
         self._send: Send = lambda worker, message: None
         self._workers: set[Worker] = set()  # connected workers
         self._number = 0  # number of the newest timeline
-        self._path = ""  # file of the current timeline; empty if none is recorded
+        self._path = ""  # file of the current timeline, or empty if none is recorded
         self._mark_cycles = False
         self._ending: _Ending | None = None
         self._waiting = 0  # records waiting to be written
@@ -121,7 +121,7 @@ class Tracing(ViewReader):
 
     def _traced(self, worker: Worker, message: messages.Traced) -> None:
         if message.timeline != self._number or not self._path or self._writer is None:
-            return  # a previous timeline: no answer is expected
+            return  # for a previous timeline no answer is expected
         if self._waiting > WAITING_LIMIT:
             lost = message.dropped + len(message.records)
             message = messages.Traced(message.timeline, message.offset_ns, [], lost)

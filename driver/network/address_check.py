@@ -28,7 +28,7 @@ class AddressCheck:
         self._used: Counter[_Network] = Counter()
         # Addresses from which hosts with this bind address connect.
         self._callers: dict[_Address, Counter[str]] = {}
-        # Hosts that use loopback, and those of them that connect from another machine.
+        # Hosts with loopback addresses, and the subset that connects from another machine.
         self._inside = self._afar = 0
         self._having: Counter[_Network] = Counter()  # number of hosts in each network
         self._held: dict[_Network, Counter[_Address]] = {}

@@ -20,7 +20,8 @@ from elastic.protocol.tls import FLAGS, TlsEndpoint
 
 HANDSHAKE_S = 5.0
 TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, including the caller's certificates
-BACKLOG_LIMIT = 64 * 1024 * 1024  # bytes; a peer that does not read is disconnected
+# limit in bytes, after which a peer that does not read is disconnected
+BACKLOG_LIMIT = 64 * 1024 * 1024
 KEEPALIVE_S = 1  # the kernel's minimum
 DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
 
@@ -99,7 +100,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Those of other event loops, such as uvloop's, do not inherit from asyncio.Transport.
+        # Transports of other event loops, such as uvloop, do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -74,7 +74,7 @@ class Callers(Generic[Who]):
 
     role: str  # role in their proof
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of their messages
-    answer: type[Any]  # their answer to the challenge; has ``nonce``, ``proof`` and ``version``
+    answer: type[Any]  # their answer to the challenge, with ``nonce``, ``proof`` and ``version``
     who: Callable[[Any], Who]  # identity in an answer
     # A new connection replaces an open one, which the caller may have lost although this end has not noticed.
     replaces: bool = False

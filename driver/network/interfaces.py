@@ -21,7 +21,7 @@ from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
 ASKED = 4  # hosts tried until a route is found
-# Reserved for documentation: only the route to them is looked up.
+# Addresses reserved for documentation. Nothing is sent to them, because only the route is looked up.
 _OUTWARD = ("192.0.2.1", "2001:db8::1")
 _PORT = 9
 

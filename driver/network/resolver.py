@@ -18,7 +18,7 @@ from elastic.errors import Invalid
 LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family and numeric address, in order of preference
 
-# A name server that hangs then blocks only one thread.
+# A hung name server then blocks only one thread.
 _under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 

@@ -18,7 +18,7 @@ HOST_VARIABLE = "GCE_METADATA_HOST"  # name used by Google's own libraries
 HEADERS = {"Metadata-Flavor": "Google"}
 WAIT_S = 20  # how long the server waits for a change
 PREEMPTED_S = 30.0  # seconds from the notice to the end
-# The same for maintenance; with a GPU it is an hour, but the server does not report this.
+# Seconds from a maintenance notice to the end. With a GPU they are an hour, but the server does not report this.
 MAINTENANCE_S = 60.0
 
 

@@ -29,7 +29,7 @@ RUN_AUTO = (
 )
 KEPT_BYTES = 4096  # number of bytes kept from the end of its output
 LINE = 200  # number of characters kept from its last line
-# Variables of the worker only: its secret, its life lock, and the pipe for its exceptions.
+# Variables for the worker only, such as its secret, its life lock, and the pipe for its exceptions.
 WITHHELD = frozenset(
     {"ELASTIC_SECRET", "ELASTIC_TLS_KEY", "ELASTIC_LIFE_LOCK", "ELASTIC_DIAGNOSTICS"}
 )

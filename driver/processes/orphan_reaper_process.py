@@ -24,7 +24,7 @@ class OrphanReaper:
     ``groups`` returns all groups, for a new reaper.
     """
 
-    QUICK_S = 1.0  # seconds; a reaper that dies sooner after its start counts as a failure ...
+    QUICK_S = 1.0  # in seconds; a reaper that exits sooner after its start counts as a failure ...
     ATTEMPTS = 3  # ... and no more are started after this many consecutive failures
 
     def __init__(

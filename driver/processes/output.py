@@ -86,7 +86,7 @@ class Output:
         self._verbose = verbose
         self._asked = asked
         self._stacks: dict[Worker, list[str]] = {}  # stacks that are being received
-        self.sent: set[Worker] = set()  # workers whose exception has arrived
+        self.sent: set[Worker] = set()  # workers with an exception that has arrived
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:

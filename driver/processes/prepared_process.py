@@ -150,7 +150,7 @@ def become(
     if oom_score is not None:
         with contextlib.suppress(OSError):
             Path(OOM_SCORE).write_text(oom_score)
-    coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set it: PEP 538
+    coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set this variable (PEP 538)
     os.environ.clear()
     os.environ.update(environ)
     if coerced is not None:

@@ -43,7 +43,7 @@ DEATH_S = 10.0
 REAP_S = 0.005
 LOOK_S = 0.05
 
-# Arguments: command, environment, folder, and descriptors to keep open; raises like `spawning.spawn`.
+# Arguments are the command, environment, folder and inherited descriptors. Raises like `spawning.spawn`.
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
 ]

@@ -207,7 +207,7 @@ def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
-        # A debugger stops the process that it inspects, which does not count as frozen.
+        # A debugger stops the process that it inspects. Such a process does not count as frozen.
         return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):

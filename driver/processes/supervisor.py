@@ -88,7 +88,7 @@ class ProcessSupervisor:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
-        self._dying: set[_Process] = set()  # processes whose exit was reported early
+        self._dying: set[_Process] = set()  # processes with an exit that was reported early
         # starts that wait for the end of one of these
         self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
@@ -414,7 +414,7 @@ class ProcessSupervisor:
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
-        # Otherwise its DataLoader workers would keep its sockets open.
+        # Otherwise DataLoader workers of the process would keep its sockets open.
         orphan_reaper.kill_group(process.pid)
         for pipe in list(process.pipes):
             pipe.drain()
@@ -492,7 +492,7 @@ class _Process:
         self.reported = False  # its exit was reported
         self.overdue: asyncio.TimerHandle | None = None
         self.stat: proc_stats.Stat | None = None  # state at the last check
-        self.hindrance = ""  # why it could not run at that check
+        self.hindrance = ""  # reason why the process could not run at that check
         self.frozen_said_at: float | None = None
 
     def status(self) -> tuple[int, str]:

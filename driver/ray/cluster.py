@@ -24,7 +24,7 @@ class Group(NamedTuple):
     name: str
     state: str  # PENDING, PREPARED, CREATED, RESCHEDULING or REMOVED
     bundles: dict[int, dict[str, float]]
-    nodes: dict[int, str]  # node of each bundle; "" if not placed
+    nodes: dict[int, str]  # node of each bundle, or "" if not placed
     infeasible: bool = False  # no node is large enough
 
 

@@ -100,7 +100,7 @@ class RayDiscovery:
         self._names: dict[str, str] = {}  # host by node, for all nodes ever seen
         self._nodes: dict[str, str] = {}  # node by host
         self._gpus: dict[str, list[str]] = {}  # last known GPU ids of each slot, by host
-        self._known: dict[tuple[int, str], str] = {}  # ids by claim and node; these never change
+        self._known: dict[tuple[int, str], str] = {}  # IDs by claim and node; these never change
         self._trouble = ""
         self._silent = False  # no draining nodes are reported
         self._closing = False
@@ -167,7 +167,7 @@ class RayDiscovery:
             if list(hosts.items()) != last and (last is not None or whole):
                 last = list(hosts.items())
                 yield dict(hosts)
-            # Only now, so that the list without a claim precedes its removal.
+            # Placed here so that the list without the claim precedes the removal of the claim.
             await self._act(self._remove)
             await self._pause()
 

@@ -127,7 +127,7 @@ class PlacementGroupPool:
         self._drained: set[str] = set()
         self._next = 0
         self._some = False  # there was a claim at the previous check
-        self._used: Mapping[str, int] | None = None  # None: all slots may be in use
+        self._used: Mapping[str, int] | None = None  # None if all slots may be in use
         self._last = Decision()
 
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:

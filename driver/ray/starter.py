@@ -45,7 +45,7 @@ class _Held:
         self.host = host
         self.outlives = outlives
         self.actor: Any = None
-        self.unwanted = False  # it must be killed as soon as it is created
+        self.unwanted = False  # the actor must be killed as soon as it exists
         self.listening: asyncio.Task[None] | None = None
         self.ranks: list[int] = []  # ranks of its persistent workers, according to its last answer
 
@@ -87,7 +87,7 @@ class RayStarter:
         self._start_s = start_s
         self._close_s = close_s
         self._turns = asyncio.Semaphore(at_once)
-        self._held: dict[str, _Held] = {}  # actors whose agents are ready, by host
+        self._held: dict[str, _Held] = {}  # actors with ready agents, by host
         self._closed = False
 
     # ---- interface of a starter --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def to_torch(array: Array) -> torch.Tensor:
         if array.dtype.name == "bfloat16":  # from ml_dtypes; numpy itself has no bfloat16
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # ValueError: another byte order
+    except (TypeError, ValueError):  # numpy raises ValueError for another byte order
         raise UnsupportedType(
             f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
         ) from None

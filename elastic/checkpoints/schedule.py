@@ -53,7 +53,7 @@ class Schedule:
         self._wanted: int | None = None  # number of the commit that the script has requested
         # Number of a due commit that was begun and is not known to be durable.
         self._owed: int | None = None
-        # Rank 0's unanswered request: its number and when it was sent.
+        # Number and time of the unanswered request of rank 0.
         self._asked: tuple[int, float] | None = None
         self._stretch = 1  # current lead, in units of LEAD_S
         self._last_at: float | None = None

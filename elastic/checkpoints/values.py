@@ -18,7 +18,7 @@ from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.snapshot import as_bytes
 from elastic.state.snapshots.state_structure import plain
 
-INLINE = 1 << 16  # bytes; a larger tensor among Python values makes them not plain
+INLINE = 1 << 16  # limit in bytes; values with a larger tensor are not plain
 
 
 def to_plain(value: Any) -> Any:

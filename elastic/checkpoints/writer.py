@@ -103,7 +103,7 @@ class CheckpointWriter:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._away = False  # a storage failure was reported
-        self._commits = 0  # counted here if there is no driver
+        self._commits = 0  # counted here without a driver
         self._changed = threading.Condition()  # guards the fields below
         # By request, with the time of the last message.
         self._worlds = 0  # number of worlds in which this worker has trained

@@ -209,7 +209,8 @@ class Counts(NamedTuple):
     launched: int
     arrived: int
     done: int
-    took_s: float  # longest time from a launch until the GPU had reached it; 0 if shorter than the polling interval
+    # longest time from a launch until the GPU had reached it, or 0 if shorter than the polling interval
+    took_s: float
     failed: bool  # the device returns an error
 
 

@@ -82,7 +82,7 @@ class NcclCollectives:
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
         self._launched = 0
-        self._spare: list[torch.cuda.Event] = []  # reused events, so that a step allocates none
+        self._spare: list[torch.cuda.Event] = []  # reused events avoid an allocation per step
         # The first collective that the GPU had not reached, and since when.
         self._looked_at: tuple[int, float] | None = None
         self._took_s = 0.0
@@ -413,7 +413,7 @@ class NcclCollectives:
         return self._freed.wait(timeout_s)
 
     def close_in_forked_child(self) -> None:
-        # CUDA does not support forks, so the child cannot use the group; its sockets are opened close-on-exec.
+        # CUDA does not support forks, so the child cannot use the group. The sockets are opened close-on-exec.
         self._failed = "process groups can't be used in a forked child"
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:
@@ -584,7 +584,7 @@ class NcclWork:
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)
         self._group._heed_error()
-        # An aborted communicator's kernels end without an error; only the flag shows the failure.
+        # The kernels of an aborted communicator end without an error. Only the flag shows the failure.
         self._group._raise_if_failed()
 
     def wait(self) -> None:

@@ -141,9 +141,7 @@ class DataLoader:
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
-        self._handed: list[
-            tuple[Position, int, list[int]]
-        ] = []  # samples not reported yet; for tests
+        self._handed: list[tuple[Position, int, list[int]]] = []  # unreported samples, for tests
         optimizer_steps.watch()
         loaders.add(self)
 
@@ -300,7 +298,7 @@ class DataLoader:
             self._handed_some
             and self._awaits_steps
             and not progress.by_steps
-            # A rank whose shards have no samples has no gradients, but must agree with the other ranks.
+            # A rank with empty shards has no gradients, but must agree with the other ranks.
             and (self.arguments.shards is not None or self._gradients.new)
         )
 

@@ -89,8 +89,7 @@ class ShardedFiles(Dataset[Any]):
         return torch.cat(pieces).numpy()
 
     def _opened(self, number: int) -> Any:
-        # Restores the generators, so that a sample draws the same numbers no matter which process opens its file or
-        # skips samples.
+        # Restores the generators. A sample then draws the same numbers in every process, regardless of skipped samples.
         with kept():
             return self._read(self.files[number])
 

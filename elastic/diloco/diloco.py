@@ -120,7 +120,7 @@ class DiLoCo:
             self._residuals = [
                 torch.zeros(n, dtype=torch.float32, device=self.inner[0].device) for n in elements
             ]
-        # The fragment that was sent last, and its errors, which become its residual when it is merged.
+        # The last sent fragment and its errors, which become its residual at the merge.
         self._sent_residual: tuple[int, torch.Tensor] | None = None
         self._in_flight: tuple[int, torch.Tensor] | None = (
             None  # handle, and the mean once it is complete

@@ -74,7 +74,7 @@ class WatchedParameter:
         self._place, self._version = self._now()
 
     def _now(self) -> tuple[int, int]:
-        # On GPUs, LSTMs move their weights together in a forward pass: the same values at another address.
+        # On GPUs, an LSTM moves its weights together in a forward pass. The values stay the same at another address.
         return 0 if self._tensor.is_cuda else self._tensor.data_ptr(), self._tensor._version
 
     def changed(self) -> bool:

@@ -72,7 +72,7 @@ class Verifier:
         self._arithmetic = arithmetic
         self._step: ShardStep | None = None
         self._checks: tuple[ShardCheck, ...] = ()
-        self._generation: int | None = None  # whose ranks have compared their arithmetic
+        self._generation: int | None = None  # generation with compared arithmetic
         self._begins = False  # first step of a world
         self._deterministic = False  # this process has computed a shard twice with equal bits
         self._agreed: dict[int, int] = {}  # the last step in which a rank's gradients were equal

@@ -57,7 +57,7 @@ from elastic.rendezvous import environment
 _text = environment.failpoints()
 _lock = threading.Lock()
 _rules: list[Rule] = []
-_read: object = None  # source of the rules; None: not read yet
+_read: object = None  # source of the rules; None means not read yet
 _met: dict[Rule, int] = {}
 _step = ""
 

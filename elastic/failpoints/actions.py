@@ -154,7 +154,7 @@ def _wait(name: str) -> None:
         time.sleep(LOOK_S)
 
 
-# flips a bit of one kind of tensor; returns a description, empty if there is none
+# flips a bit of one kind of tensor and returns a description, or an empty text without such a tensor
 flippers: dict[str, Callable[[int], str]] = {}
 
 

@@ -16,7 +16,7 @@ from elastic.errors import Invalid
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-_raised: deque[BaseException] = deque(maxlen=8)  # errors of callbacks, which JAX reports as its own
+_raised: deque[BaseException] = deque(maxlen=8)  # errors of callbacks, which JAX wraps
 
 
 def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:

@@ -196,7 +196,7 @@ class JaxState(HandledState):
         values = {n: Tree(v) if trees.has_arrays(v) else v for n, v in kwargs.items()}
         super().__init__(values, rng)
         for name in (each for each, value in values.items() if isinstance(value, Tree)):
-            del self.__dict__[name]  # so that `__getattr__` returns the tree, not its holder
+            del self.__dict__[name]  # makes `__getattr__` return the tree instead of its holder
 
     def _tree(self, name: str) -> TreePart | None:
         part = self.__dict__.get("_handlers", {}).get(name)

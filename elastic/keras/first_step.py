@@ -82,7 +82,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         nonlocal sent
         rt = lifecycle.active()
         if not sent and rt is not None and rt.session.recovery.running:
-            sent = True  # once, even if it fails: this is called at every step
+            sent = True  # only once, even after a failure, because this is called at every step
             rt.worlds.report_step_input(_step_input(iterator))
         return step(iterator)
 

@@ -19,7 +19,7 @@ class ReducesLegacyGradients:
     """Mixin of distributed optimizers."""
 
     _elastic: GradientOptions
-    _elastic_local: set[int]  # ids of variables
+    _elastic_local: set[int]  # IDs of variables
     _elastic_passes: GradientAggregation | None
 
     def register_local_var(self, variable: Any) -> None:
@@ -66,7 +66,7 @@ class ReducesLegacyGradients:
 
 def distribute(optimizer: Any, options: GradientOptions, passes: int, average: bool) -> Any:
     """Make an optimizer reduce from now on; for a loss scale, pass the optimizer in it."""
-    # Bypasses Keras's tracking, so that they are not saved.
+    # Bypasses the tracking of Keras, so that the attributes are not saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())
     kind: Any = type(optimizer)

@@ -34,7 +34,7 @@ class KerasSteps:
         self._stepped: Callable[[object], None] | None = None
         self._thread = 0
         self._world = (0, 1)
-        # Optimizers and their steps so far; None: part of a graph that has not run yet.
+        # Optimizers and their step counts. None belongs to a graph that has not run yet.
         self._known: dict[int, tuple[Any, int | None]] = {}
         self._used: dict[int, Any] = {}  # optimizers that have made a step
         # variables, of optimizers that don't store them
@@ -147,7 +147,7 @@ class KerasSteps:
         for optimizer in self._used.values():
             trained = self._trained(optimizer)
             missing = [each for each in trained if id(tensors.held(each)) not in covered]
-            # Counts and the learning rate are scalars; state of a variable is not.
+            # Step counts and the learning rate are scalars. The state of a variable is not.
             slots = [each for each in reducing.variables_of(optimizer) if len(each.shape)]
             held = all(id(tensors.held(each)) in covered for each in slots)
             yield Trained(

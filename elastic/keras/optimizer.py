@@ -26,7 +26,7 @@ class ReducesGradients:
     """
 
     _elastic: GradientOptions
-    _elastic_local: set[int]  # ids of variables
+    _elastic_local: set[int]  # IDs of variables
     _elastic_outer: bool  # reduced by an enclosing loss scale
     _elastic_factor: float  # factor for accumulated gradients, which Keras averages
     _elastic_applied: list[bool]  # which of the applied gradients are local ones
@@ -172,7 +172,7 @@ def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> A
 
 def _mark(optimizer: Any, options: GradientOptions, local: set[int], factor: float) -> None:
     kind: Any = type(optimizer)
-    # Bypasses Keras's tracking, so that it is not saved.
+    # Bypasses the tracking of Keras, so that the attribute is not saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", local)
     object.__setattr__(optimizer, "_elastic_factor", factor)

@@ -9,7 +9,7 @@ import torch
 
 SPARSE = sys.maxsize  # marks a sparse gradient, of which only some rows are sent
 
-largest: int | None = None  # elements of the largest tensor; None: not observed
+largest: int | None = None  # elements of the largest tensor; None means not observed
 
 
 def observe() -> None:

@@ -45,7 +45,7 @@ class Reporting:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._queue = ReportQueue()
-        self._changed = threading.Condition()  # guards the queue; held only briefly
+        self._changed = threading.Condition()  # guards the queue; held only for short operations
         self._sending = threading.Lock()  # one sender at a time, in order
         self._lost = False
 

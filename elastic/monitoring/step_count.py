@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-steps: int | None = None  # None: no torch optimizer has stepped
-batch: int | None = None  # samples of a step on this rank; None: unknown
+steps: int | None = None  # None if no torch optimizer has stepped
+batch: int | None = None  # samples of a step on this rank, or None if unknown
 state_step: int | None = None  # the state's own step at its newest commit, if it has one
-_counted = 0  # id of the torch optimizer whose steps are counted
+_counted = 0  # ID of the torch optimizer with counted steps
 _taken: int | None = None  # an optimizer's own count at the newest commit
 
 

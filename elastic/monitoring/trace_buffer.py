@@ -82,7 +82,8 @@ class TraceBuffer:
     def _close(self, row: str, span: _Open, at_ns: int) -> None:
         name, began_ns, recorded = span
         if recorded:
-            self._records.append(("E", row, name, at_ns, 0))  # even if full: a B needs its E
+            # written even if the buffer is full, because each B record needs an E record
+            self._records.append(("E", row, name, at_ns, 0))
         else:
             self.add(("X", row, name, began_ns, at_ns - began_ns))
 

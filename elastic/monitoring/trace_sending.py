@@ -27,7 +27,7 @@ class TraceSending:
     """Sending of one worker. Not thread-safe."""
 
     def __init__(self, buffer: TraceBuffer) -> None:
-        self.timeline = 0  # number of the current one; 0: none
+        self.timeline = 0  # number of the current one, or 0 if there is none
         self._buffer = buffer
         self._over = False  # the timeline has ended, and the remaining records have to be sent
         self._under_way = 0  # messages

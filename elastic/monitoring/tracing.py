@@ -72,8 +72,8 @@ class TracingThroughDriver:
         self._requests = 0
         self._answer: protocol.TimelineAnswer | None = None
         self._present = 0  # number of the timeline being recorded
-        # The timeline that this worker's script refers to: a late stop must not end a newer one started by other ranks.
-        # None: the script has made no request, and refers to the first one.
+        # The timeline of this worker's script. A late stop must not end a newer timeline that other ranks started. None
+        # means that the script has made no request and refers to the first timeline.
         self._known: int | None = None
 
     def begin(self, place: Place) -> None:

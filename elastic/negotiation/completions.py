@@ -25,7 +25,7 @@ class Completions:
         self._waiting: dict[int, Finish] = {}
         self._added = False  # a collective was added since the thread last checked
         self._idle = True
-        self._brief = threading.Lock()  # held by the caller that waits itself
+        self._brief = threading.Lock()  # held by the waiting caller itself
         self._thread: threading.Thread | None = None
 
     def when_over(self, handle: int, finish: Finish) -> None:

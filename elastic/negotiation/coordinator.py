@@ -49,7 +49,7 @@ class Coordinator:
         self._sets: dict[Members, MessageTable] = {}
         self._joined: list[int] = []  # ranks in the order of joining
         self._gone: dict[int, str] = {}  # ranks that left -> the reason
-        # The last reported wait of each rank; it may have ended.
+        # Last reported wait of each rank. The wait may have ended.
         self._waits: dict[int, tuple[Members, Request]] = {}
         self._since: dict[tuple[Members, str], float] = {}  # when each name was first seen waiting
         self._warned: set[tuple[Members, str]] = set()
@@ -76,7 +76,7 @@ class Coordinator:
     ) -> list[ResponseList]:
         each = self._set(offer.members)
         if rank not in each.offered:
-            return []  # not a member: it has already raised at the call
+            return []  # the rank is not a member, and its call has already raised
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
             requests = (*each.with_known_numbers(rank, known), *requests)
@@ -253,7 +253,7 @@ class Coordinator:
         stuck = in_cycles(lacking)
         concerned = {rank for each in stuck for rank in self._active(self._set(waits[each][0]))}
         if not stuck or not concerned <= waits.keys():
-            return []  # another rank has yet to call; then all receive all calls
+            return []  # another rank has not called yet; all ranks will then receive all calls
         asked = {
             rank: self._set(waits[rank][0]).asked_by_all(waits[rank][1].name)
             for rank in sorted(stuck)

@@ -349,7 +349,7 @@ class Engine:
                 cache = self._caches[decision.members] = ResponseCache(decision.members)
             found = list(cache.take(decision))
             if decision.last_joined >= 0:
-                # A rank that joined has made fewer calls than the others: all restart their count.
+                # A joined rank has made fewer calls than the other ranks, so all ranks restart their count.
                 self._joins += 1
                 self._unnamed.clear()
                 joined = cache.in_flight.pop(JOIN, None)

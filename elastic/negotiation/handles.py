@@ -83,7 +83,7 @@ class Handles:
                 self._unname(handle, claimed)
 
     def _unname(self, handle: int, claimed: HandleEntry) -> None:
-        # Use the claimed name: the engine may have assigned another one.
+        # Use the claimed name, because the engine may have assigned another name.
         full = claimed.pending.members, claimed.shown
         if self._names.get(full) == handle:
             del self._names[full]

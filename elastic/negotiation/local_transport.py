@@ -65,7 +65,7 @@ class LocalController:
         died: Callable[[str], None],
     ) -> None:
         self.rules = rules
-        # Mailbox of rank 0: decisions, wakes, and None at the end.
+        # Mailbox of rank 0 with decisions, wake-ups, and None at the end.
         self.own: queue.SimpleQueue[ResponseList | str | None] = queue.SimpleQueue()
         self._size = size
         self._coordinator = Coordinator(size, env.cache_capacity)
@@ -111,7 +111,7 @@ class LocalController:
             elif rank != 0:
                 self._early.setdefault(rank, []).append(body)
         if 0 in members:
-            # Rank 0 last: on receipt its process may exit before the others have been notified.
+            # Rank 0 comes last, because its process may exit before the other ranks are notified.
             self.own.put(decision)
 
     # ---- called in the server's thread -----------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class LocalController:
             return []
         decisions = [each for each in received if isinstance(each, ResponseList)]
         if None in received:
-            # Decisions that are being sent to the other ranks must be returned here too.
+            # Decisions in transit to other ranks must be returned here too.
             with self._deciding:
                 rest = self._waiting()
             self.own.put(None)  # wakes the next caller too

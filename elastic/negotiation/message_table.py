@@ -28,7 +28,7 @@ class MessageTable:
     epoch: int = 0
     before: list[Response] = field(default_factory=list)  # the entries of the previous epoch
     unaware: set[int] = field(default_factory=set)  # ranks that have not seen this epoch yet
-    lacking: int = -1  # the rank that was last found missing; checked first
+    lacking: int = -1  # last missing rank, checked first
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
@@ -48,7 +48,7 @@ class MessageTable:
         if asked is None:
             asked = self.waiting[request.name] = {}
             number = self.numbers.get(request.name)
-            # expand the other ranks' bits to the requests that they stand for
+            # expand the bits of the other ranks to requests
             if number is not None:
                 bit = 1 << number
                 self.by_request |= bit

@@ -17,7 +17,7 @@ import msgspec
 
 from elastic.protocol.calls import Called, Calls, distinct
 
-Members = tuple[int, ...]  # ranks in the world, ascending; empty: all of them
+Members = tuple[int, ...]  # ranks in the world, ascending; empty means all of them
 ALL: Members = ()
 
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
@@ -36,7 +36,7 @@ _ELEMENT_BYTES = {
     "bfloat16": 2,
     "int32": 4,
     "float32": 4,
-}  # all others count as 8 bytes, which is close enough to decide what is small
+}  # other dtypes count as 8 bytes, which is close enough to classify small tensors
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +76,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     request: Request  # request of the first member
     rows: tuple[tuple[int, ...], ...] = ()
     payloads: tuple[str, ...] = ()
-    number: int = -1  # cache number from now on; -1: none
+    number: int = -1  # cache number from now on, or -1 without one
     error: str = ""
     refused: bool = False  # not a user error: a rank has left
     calls: Calls = ()  # the ranks' calls, if the error is that they differ

@@ -65,7 +65,7 @@ class SetEntry:
     """One set. The object is updated when the set is registered (``number`` is not 0), renumbered or removed."""
 
     ranks: Ranks
-    number: int = 0  # 0: not registered
+    number: int = 0  # 0 means not registered
     since: int = 0  # the generation in which it was last added
     removed: bool = False
 
@@ -75,10 +75,10 @@ class TableProposal(msgspec.Struct, frozen=True):
 
     do: str  # ADD or REMOVE
     sets: list[Ranks]
-    numbers: list[int]  # number of each set in this rank's table; 0: not registered
+    numbers: list[int]  # number of each set in this rank's table; 0 means not registered
     fresh: list[bool]  # whether each set was added in the current generation
     next_number: int
-    largest: int  # size of the largest world that this rank has seen; 0: none yet
+    largest: int  # size of the largest world that this rank has seen; 0 means none yet
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -101,8 +101,9 @@ class ProcessSetTable:
 
     def __init__(self) -> None:
         self._entries: dict[int, SetEntry] = {}
-        self._next_number = 1  # numbers are never reused: an old one must not refer to another set
-        self.largest = 0  # size of the largest world so far; 0: none yet
+        # numbers are never reused, so that an old number does not refer to another set
+        self._next_number = 1
+        self.largest = 0  # size of the largest world so far; 0 means none yet
         self.joined = False  # this table has been part of a world
 
     def in_world(self, size: int) -> None:

@@ -21,7 +21,7 @@ from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.runtime import lifecycle
 from elastic.sharding.rows import owners, rows_of
 
-# Optimizers whose update of an element does not depend on other elements.
+# Optimizers that update each element independently of other elements.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip

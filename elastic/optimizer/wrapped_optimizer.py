@@ -231,7 +231,7 @@ def wrap(
 ) -> WrappedOptimizer:
     """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Usable after `reduce_with`."""
     wrapped = wrapped_class.__new__(wrapped_class)
-    # A scheduler that was created earlier has patched the optimizer's step(); that version does not reduce gradients.
+    # A scheduler created earlier has patched step() of the optimizer. The patched version does not reduce gradients.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._unwrapped = weakref.ref(optimizer)
     wrapped._parameter_names = names

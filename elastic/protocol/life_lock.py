@@ -27,7 +27,8 @@ _MOST = 1024  # workers of one agent that are watched at a time
 _WAITERS, _OWNER_DIED = 1 << 31, 1 << 30
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FAILED = ctypes.c_void_p(-1).value
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)  # system call number; 0: unknown
+# system call number, or 0 if unknown
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -127,7 +128,8 @@ class LifeLock:
 
     def watch(self, gone: Callable[[], None]) -> None:
         """Call ``gone`` in a new thread when the thread with the lock has ended. Do not call it after `end`."""
-        self._left = itertools.count()  # counts calls of `_leave`: by the agent and by that thread
+        # counts the calls of `_leave` by the agent and by that thread
+        self._left = itertools.count()
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
         try:
             watching.start()

@@ -18,7 +18,7 @@ from elastic.protocol.calls import Calls
 VERSION = 5
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
-RELAY_LIMIT = FRAME_LIMIT + 4096  # bytes; a message of FRAME_LIMIT and its sender
+RELAY_LIMIT = FRAME_LIMIT + 4096  # limit in bytes for a message of FRAME_LIMIT and its sender
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 # Small list items take far more memory than bytes on the wire, so the number of items in a frame is limited.
 PHASES_LIMIT = 1000
@@ -33,7 +33,7 @@ STEP_INPUT_LIMIT = 16 * 1024  # bytes
 COPY = "copy of the state"  # name of the wait for a copy of the state
 SHARDS_COMMIT = "commit of the shards"  # name of the wait for a commit of a sharded state
 GRADIENTS = "gradients"  # name of the wait in a step of a DistributedOptimizer
-STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN: the signal on which a worker writes its stacks
+STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN; a worker writes its stacks on this signal
 
 
 # NaN and infinity cannot be stored in a journal.
@@ -159,9 +159,9 @@ class HeldCommitShards(Value):
 
     commit: Commit
     shards: int  # of the commit
-    own: int | None  # shard of this worker; None: it has only copies
+    own: int | None  # shard of this worker, or None if the worker has only copies
     copies: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards
-    mirrored: bool = True  # whether it also has all copies that it must keep
+    mirrored: bool = True  # whether the worker also has all required copies
 
 
 class ShardsHeld(Value):
@@ -204,11 +204,11 @@ class ShardsPlaced(Value):
     shards: int  # of the world
     shard: int  # of this worker
     keeps: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards it mirrors
-    lasting: bool = False  # other workers of its host map its memory, which outlives it
-    # The restored commit, as in `HeldCommitShards.commit`; None: a checkpoint.
+    lasting: bool = False  # other workers of the host map the memory, so it survives the worker
+    # The restored commit, as in `HeldCommitShards.commit`; None means a checkpoint.
     restored: Commit | None = None
     rows: RowBytes = RowBytes()  # of all its rows
-    received: int = 0  # bytes of them that another worker sent
+    received: int = 0  # bytes of these rows that another worker sent
     # Shards of the restored commit that no worker of this world had trained, and this worker's rows from them.
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     lost_rows: RowBytes = RowBytes()
@@ -360,18 +360,18 @@ class Progress(Message):
 
     generation: int
     entered: int  # collectives entered in this generation
-    inside: str = ""  # name of the collective it waits in; empty: not waiting
+    inside: str = ""  # name of the collective in which the worker waits, or empty
     waited_s: Finite = 0.0  # seconds it has been in there
-    phase: str = ""  # the long phase it is in; empty: none
+    phase: str = ""  # current long phase of the worker, or empty
     gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []  # while it waits
-    line: str = ""  # script line where it waits; empty: unknown
+    line: str = ""  # script line at which the worker waits, or empty if unknown
 
 
 class Located(Message):
     """The answer to `Locate`."""
 
     generation: int
-    line: str  # script line; empty: unknown
+    line: str  # script line, or empty if unknown
 
 
 class Pace(Message):
@@ -396,7 +396,7 @@ class TimeSpent(Message):
     doing: Part  # present activity
     commit: Commit | None = None  # the newest that all members have agreed on
     step: int | None = None  # the state's own step at the newest commit, if it has one
-    steps: int | None = None  # steps of an optimizer since training began; None: no step seen
+    steps: int | None = None  # steps of an optimizer since training began; None means no step seen
     batch: int | None = None  # samples of such a step on this worker, if known
     sealed: Commit | None = None  # of a sharded state: see `ShardsHeld`
 
@@ -451,7 +451,7 @@ class Raised(Message):
     # A GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`.
     hardware: bool = False
     final: bool = False  # a retry would fail in the same way
-    # Training never began: no member of its world had a commit, and it has made none.
+    # Training never began. No member of the world had a commit, and the world has made none.
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # exit code of the job, if final
     calls: Calls = ()  # mismatched calls, which all ranks received
@@ -493,7 +493,7 @@ class Reported(Message):
     number: int  # position among this process's reports, from 1
     # the first report that may be undelivered: all before it have been delivered, by this driver or a predecessor
     oldest: int
-    generation: int  # generation when it was made; so are rank and size
+    generation: int  # generation, rank and size at the time of the report
     rank: int
     size: int
     at: Finite  # seconds since 1970

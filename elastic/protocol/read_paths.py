@@ -105,7 +105,7 @@ def compiled() -> set[str]:
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith((".so", ".pyd")):
-            # Some extensions have unrelated names; the folder identifies their package.
+            # Some extensions have unrelated names. Their folder identifies the package.
             installed = file.replace("dist-packages", "site-packages").rpartition("site-packages/")
             root = (installed[2] if installed[1] else name.replace(".", "/")).partition("/")[0]
             if root.partition(".")[0] not in _KNOWN | _STANDARD:

@@ -71,7 +71,7 @@ def _dict(values: Mapping[Any, Any], path: Path) -> Metrics:
 
 
 def _plain(value: Any, path: Path) -> Any:
-    # Exact types only, not subclasses: numpy.float64 is a float that msgspec does not know.
+    # Exact types without subclasses, because msgspec does not support the float subclass numpy.float64.
     if isinstance(value, float):
         return float.__float__(value)
     if value is None or value is True or value is False:

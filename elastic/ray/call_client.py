@@ -45,7 +45,7 @@ class CallClient:
                 by = time.monotonic() + GRACE_S
             elif by is not None and not done:
                 if regrouped:
-                    break  # a rank is still computing; its next call waits for that
+                    break  # a rank is still computing, and its next call waits for the end
                 self._regroup()
                 regrouped, by = True, time.monotonic() + RELEASED_S
         self._follower.drain()

@@ -24,7 +24,7 @@ END = b"end"
 
 FRAME_LIMIT = 1 << 30  # bytes of a request or an answer
 
-# First byte of an answer, which gives its kind without unpickling the value.
+# First byte of an answer. It gives the kind without unpickling the value.
 _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 

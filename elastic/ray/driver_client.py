@@ -119,7 +119,7 @@ class DriverClient:
         by_client: bool = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
         if detached is not None or by_client:
             of_actor["resources"] = {HEAD: 0.001}
-            # Outside the caller's placement group, none of whose bundles has this resource.
+            # Outside the caller's placement group, because none of its bundles has this resource.
             of_actor["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()

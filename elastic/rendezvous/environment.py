@@ -21,7 +21,7 @@ START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare the data first
 COLLECTIVE_TIMEOUT_S = 1800.0
 # GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
 LAUNCHED_TIMEOUT_S = 180.0
-DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: off until start_timeline() gives a path
+DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: no timeline before start_timeline() with a path
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
@@ -41,7 +41,7 @@ class Environment:
     driver: Address | None
     worker: Worker
     secret: bytes
-    # Address on which this worker may listen; empty: the address on the route to rank 0.
+    # Address on which this worker may listen; empty means the address on the route to rank 0.
     bind_host: str
     elastic: bool
     timeout_s: float  # time limit for forming a group
@@ -53,20 +53,21 @@ class Environment:
     workers_min: int = 1  # smallest world of the job
     checks: bool = True  # check the script's first steps; see elastic.script_checks
     strict: bool = False  # their findings end the job
-    # admit workers whose results are not bitwise identical; see elastic.exact.probe
+    # admit workers with results that are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
-    cycle_s: float = 0.001  # time between two rounds of negotiation and fusion; 0: immediately
-    cache_capacity: int = 1024  # number of names whose negotiation is cached; 0: none
-    fusion_bytes: int | None = None  # maximum size of a fused collective; None: not given
+    cycle_s: float = 0.001  # seconds between two rounds of negotiation and fusion; 0 means no delay
+    cache_capacity: int = 1024  # number of names with cached negotiation; 0 disables the cache
+    # maximum size of a fused collective in bytes, or None if not given
+    fusion_bytes: int | None = None
     group_fusion: bool = True  # whether a group may be fused with other tensors
-    # report a collective that has waited this long for other ranks; 0: never
+    # seconds until a collective that waits for other ranks is reported; 0 means never
     stall_warning_s: float = 60.0
-    stall_shutdown_s: float = 0.0  # fail such a collective after this long; 0: never
-    cores: tuple[int, ...] = ()  # core for the background thread, by local rank; empty: any
+    stall_shutdown_s: float = 0.0  # seconds until such a collective fails; 0 means never
+    cores: tuple[int, ...] = ()  # core for the background thread, by local rank; empty means any
     dynamic_process_sets: bool = False
     timeline: str | None = None  # a path, or DYNAMIC
     timeline_mark_cycles: bool = False
-    # Paths of certificate, key and CA for the control connection; None: no TLS.
+    # Paths of certificate, key and CA for the control connection; None means no TLS.
     tls: tuple[str, str, str] | None = None
     started: LauncherEnv | None = None  # how another launcher than elasticrun started this worker
     start_timeout_s: float = START_TIMEOUT_S  # time limit for every rank to call init()

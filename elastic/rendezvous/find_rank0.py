@@ -37,7 +37,7 @@ from elastic.rendezvous.store import Store, listen
 
 REACH_S = 0.5  # seconds to connect to rank 0 at an address that may be stale
 LOOK_S = 0.02  # seconds between two attempts to read rank 0's address
-_PUBLIC = ("192.0.2.1", "2001:db8::1")  # nothing is sent there: only the route is looked up
+_PUBLIC = ("192.0.2.1", "2001:db8::1")  # only looks up the route, and sends nothing
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +87,7 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
     if isinstance(way, ByAddress):
         address = Address(bind_host if started.rank == 0 else numeric(way.host), way.port)
         secret = way.secret
-        # No stale address is possible here: if nothing listens yet, rank 0 has not started yet.
+        # A stale address is not possible here. A failed connection means that rank 0 has not started yet.
         store = (
             _serve(address, secret, way)
             if started.rank == 0
@@ -217,7 +217,7 @@ class _TorchStore:
             return msgspec.msgpack.decode(
                 bytes.fromhex(self._store.get(self._key).decode()), type=Rank0Endpoint
             )
-        except RuntimeError:  # torch's DistStoreError: not published yet
+        except RuntimeError:  # torch raises DistStoreError before the key is published
             return None
 
     def clear(self) -> None:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from elastic.protocol.messages import Place
 
-MADE_FOR = "elastic_made_for"  # attribute of a sampler that follows: the numbers that were last set
+# attribute of a following sampler with the last numbers that were set
+MADE_FOR = "elastic_made_for"
 
 
 class SamplerRanks(NamedTuple):

@@ -26,7 +26,7 @@ def script_files(modules: Mapping[str, object]) -> list[str]:
         if not file.endswith(".py") or file.startswith(standard):
             continue
         if not os.path.isabs(file) and not os.path.exists(file):
-            continue  # made in memory, like torch.ops, whose file is "_ops.py"
+            continue  # created in memory, like torch.ops with the file "_ops.py"
         if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
             found.append(file)
     return found[:MOST]

@@ -58,7 +58,7 @@ class ControlClient:
             self._tls = TlsEndpoint(tls, server=False)
         self._wire = FramedConnection(decoder)
         self._sending = threading.Lock()  # keeps frames in the order of their numbers
-        self._turning = threading.Lock()  # guards ``_tls``; never held while blocking
+        self._turning = threading.Lock()  # guards ``_tls``; never held during a blocking call
 
     def authenticate(
         self,

@@ -28,7 +28,7 @@ from elastic.protocol.framing import AcceptedConnection
 from elastic.protocol.messages import ProtocolError
 from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
-UNSENT_LIMIT = 256 << 20  # bytes queued for a caller; beyond that it is dropped
+UNSENT_LIMIT = 256 << 20  # limit of queued bytes per caller; a caller beyond it is dropped
 DEAF_S = 0.1  # how long accepting pauses when descriptors run out
 FLUSH_S = 1.0  # at the end, how long to wait for callers that read nothing
 END_S = 5.0  # longest time at the end for callers to read what is queued

@@ -23,7 +23,7 @@ from elastic.runtime.worker_runtime import WorkerRuntime
 
 _runtime: WorkerRuntime | None = None  # created by the first init(), kept until the process exits
 _initialized = False
-# In a forked child: place and generation of its worker at the fork. None in other processes.
+# Place and generation of the worker at the fork, in a forked child. None in other processes.
 _inherited: tuple[Place, int] | None = None
 _child_of_many = False  # whether that worker's job had other workers
 

@@ -17,7 +17,7 @@ from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 from elastic.rpc.client import ConnectionClosed, ControlClient
 
 CONNECT_S = 20.0  # seconds to reach the driver and authenticate
-SEND_S = 10.0  # seconds until a driver that reads nothing counts as lost
+SEND_S = 10.0  # seconds until a driver that does not read counts as lost
 
 
 class Link:

@@ -81,11 +81,11 @@ class Groups:
         self._connecting: set[ConnectingGroup] = set()
         self._unmade: list[
             DeviceCollectives
-        ] = []  # groups that did not connect; peers may use their memory
+        ] = []  # groups that failed to connect; peers may use their memory
         self._buried: list[DeviceCollectives] = []  # groups of the previous world
         self._unconnected: list[
             DeviceCollectives
-        ] = []  # groups of all previous worlds; torch waits for them
+        ] = []  # groups of all previous worlds, for which torch waits
         self._store: Store | None = None
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
@@ -376,7 +376,7 @@ class Groups:
             raise DeviceLost(
                 f"the GPU did not release the communicators of an earlier world within {self._env.timeout_s:g} s"
             )
-        # Communicators that did not connect are freed when NCCL's timeout expires, unless there are too many.
+        # Communicators that failed to connect are freed when NCCL's timeout expires, unless there are too many.
         until += self._env.timeout_s
         self._unconnected = [each for each in self._unconnected if not each.freed(0.0)]
         for each in self._unconnected[:-MOST_UNCONNECTED]:

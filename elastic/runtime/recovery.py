@@ -45,7 +45,7 @@ class Phase(enum.Enum):
     BROKEN = "broken"  # the world is over; the training thread has not yet requested a new one
     RETURNED = "returned"
     FINISHED = "finished"
-    OVER = "over"  # final: no further world for this process
+    OVER = "over"  # final state, without a further world for this process
 
 
 class Verdict(enum.Enum):
@@ -92,7 +92,8 @@ class Recovery:
     reason: str = ""  # why the world broke, or why it is over
     newest: Commit | None = None
     sealed: Commit | None = None  # of a sharded state: see `elastic.protocol.messages.ShardsHeld`
-    over: Message | None = None  # the message that ended it: Leave, Rejected or End
+    # message that ended the job for this worker, Leave, Rejected or End
+    over: Message | None = None
     _welcomed: bool = False
     _calls: tuple[Called, ...] = ()  # differing calls of its ranks that broke the world
     _readies: int = 0
@@ -103,9 +104,9 @@ class Recovery:
     # Reason why user code ends the process.
     _last_word: messages.Raised | messages.Quit | None = None
     _checks: int = 0
-    _stopped: bool = False  # the agreed safepoint was reached; the next commit belongs to it
+    _stopped: bool = False  # the agreed safepoint was reached, and the next commit belongs to it
     _change: int = 0
-    _passed: int = 0  # the change whose wait timed out
+    _passed: int = 0  # the change with an expired wait
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False

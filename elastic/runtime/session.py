@@ -43,7 +43,7 @@ class Pulse:
     """Detects whether this process was stopped. Pure: the link thread reports when it wakes, once a second."""
 
     def __init__(self) -> None:
-        self._awake_at = 0.0  # 0: the thread has not started
+        self._awake_at = 0.0  # 0 if the thread has not started
         self._slept_s = self._woke_at = 0.0
 
     def beat(self, now: float) -> None:
@@ -65,7 +65,8 @@ class Session:
 
     def __init__(self, env: Environment, link: Link | None) -> None:
         self.env = env
-        self.alone = link is None  # no driver: a world of one, or a static world without recovery
+        # no driver, so this is a world of one, or a static world without recovery
+        self.alone = link is None
         self.recovery = Recovery()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -76,7 +77,7 @@ class Session:
         self.lost_driver = False  # whether only this worker can report why it ends
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
-        self._told_in = 0  # generation whose end was raised in user code
+        self._told_in = 0  # generation with an end that was raised in user code
 
     # ---- the machine ---------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Trained:
     parameters: int
     uncovered: int
     example: str = ""  # the name of an uncovered parameter, or its shape
-    # Elements of the smallest parameter with several elements and a dense gradient; 0: unknown.
+    # Elements of the smallest parameter with several elements and a dense gradient, or 0 if unknown.
     smallest: int = 0
     member: str = ""  # code that passes the object to a state; by default for torch
 
@@ -99,7 +99,7 @@ class ScriptObservation:
     calls: tuple[CommitCall, ...]  # calls of commit() in the source of the script
     recovered: bool  # a worker was lost since training began
     collectives: int  # and other calls that may have changed tensors
-    # Elements of the largest tensor in a collective between two steps. None: unknown.
+    # Elements of the largest tensor in a collective between two steps. None if unknown.
     largest_moved: int | None
     restarts: RestartingLoop | None  # around commit(), and counts in no state
     keeps_members: bool  # the state is one of this package's, which save exactly their members
@@ -145,7 +145,7 @@ def _commits(seen: ScriptObservation) -> Iterable[Mistake]:
     if seen.calls and {*seen.calls} == {CommitCall.SOME_RANKS}:
         yield _mistake(Kind.COMMIT_ON_SOME_RANKS)
         return
-    # A script may commit once per epoch, after these steps: then only a loss shows that commits are missing.
+    # A script may commit once per epoch, after these steps. Missing commits are then visible only after a loss.
     due = seen.recovered or not seen.calls or CommitCall.EACH_STEP in seen.calls
     if seen.commits == 0 and due:
         yield _mistake(Kind.NO_COMMIT, steps=seen.steps)

@@ -92,7 +92,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self._random = RandomState() if rng is True else None
         # Names of the models' parameters when the state was made, by id.
         self._first_names: dict[int, str] = {}
-        self._begun = 0  # number of saves begun; lets a digest detect a save that began meanwhile
+        self._begun = 0  # number of started saves; a digest uses it to detect a concurrent save
         self._introduce()
         self._older: KeptCommits[CommitCopy] = KeptCommits()
         self._sharded = self._commits_of_shards(copies, least_shards)
@@ -586,7 +586,8 @@ class HandledState(_OfThisProcess, ObjectState):
             handler.sync()
         super().sync()
         for part in self._parts().values():
-            part.reset()  # other ranks did this when they received the state; rank 0 has to do the same
+            # other ranks did this when they received the state, and rank 0 must do the same
+            part.reset()
 
     def transfer(
         self,

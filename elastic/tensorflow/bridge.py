@@ -137,7 +137,7 @@ def _waiting(
             found = _finished(compute([to_torch(np.asarray(array)) for array in arrays]))
             return [to_numpy(each) for each in found]
         except BaseException as error:
-            # TensorFlow logs the error with its causes each time; `original` returns it in full.
+            # TensorFlow logs the error with its causes each time. `original` returns the complete error.
             raise error_classes.for_numpy_function(error)(_kept(error)) from None
 
     made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)

@@ -14,7 +14,7 @@ import torch
 from elastic.collectives.interface import ALONE_BYTES
 from elastic.collectives.shared_memory.reused_memory import ReusedMemory
 
-ALIGNED = 64  # bytes: TensorFlow copies an array that is not aligned to this
+ALIGNED = 64  # alignment in bytes; TensorFlow copies unaligned arrays
 
 _memory = ReusedMemory()
 

@@ -19,7 +19,7 @@ class DistributedTape:
     """Mixin that reduces the gradients of a tape."""
 
     _options: framework_options.GradientOptions
-    _local_sources: dict[int, Any]  # by id, which is stable while they are referenced here
+    _local_sources: dict[int, Any]  # by ID, which is stable while the objects are referenced here
 
     def register_local_source(self, source: tf.Variable) -> None:
         """Exclude the gradient of this rank's own variable from the reduction."""

@@ -62,7 +62,7 @@ def scatter(
     if not length:
         return begun
     if group.size * output.nbytes <= _SMALL_BYTES:
-        # Receivers pass their own values: before elastic.run no rank sends, and each keeps its own.
+        # Receivers pass their own values. Before elastic.run no rank sends, and each rank keeps its values.
         row = output.detach().reshape(-1).repeat(group.size) if inputs is None else _joined(inputs)
         mine = slice(group.rank * length, (group.rank + 1) * length)
         begun.works.append(group.broadcast(row, root))

@@ -65,7 +65,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._together: list[ElasticWork] | None = None
         self._count = 0
         self._of = place.size
-        self._born = names.generation  # generation in which it was created; 0 before elastic.run
+        self._born = names.generation  # generation at creation, or 0 before elastic.run
         self._outlived = False
         if rt.elastic:
             self.messages.expect(rt)

@@ -24,7 +24,7 @@ class GroupNames:
     """Names of the groups of one process. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
-        self.generation = 0  # generation that has entered elastic.run; 0 before
+        self.generation = 0  # generation in elastic.run, or 0 before
         self._made: dict[str, int] = {}  # number of groups in this generation, by key
         self.before: list[
             tuple[int, ...]

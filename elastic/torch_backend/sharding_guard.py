@@ -17,7 +17,7 @@ from elastic.runtime import lifecycle
 from elastic.sharding import unsupported_sharding
 
 _installed: list[Any] = []
-# Generation in which each optimizer was last checked; for DTensors, in which it was first checked.
+# Generation of the last check of each optimizer. For DTensors, generation of the first check.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 

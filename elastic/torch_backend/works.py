@@ -340,7 +340,7 @@ class Futures:
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
             if self._pending and self._pending[0][1].generation != work.generation:
-                self._pending.clear()  # passes of an earlier world, whose outcome is irrelevant
+                self._pending.clear()  # passes of an earlier world with an irrelevant outcome
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)

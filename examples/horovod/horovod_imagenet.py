@@ -126,7 +126,7 @@ optimizer = hvd.DistributedOptimizer(
     op=hvd.Average,
 )
 
-# Only rank 0 reads the file; the others receive its content.
+# Only rank 0 reads the file. Other ranks receive the content.
 if resume_from_epoch > 0 and hvd.rank() == 0:
     checkpoint = torch.load(args.checkpoint_format.format(epoch=resume_from_epoch))
     model.load_state_dict(checkpoint["model"])

@@ -27,7 +27,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
-# mpi_ops has all of these names; type checkers do not see that.
+# mpi_ops has all of these names, but type checkers cannot detect this.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

@@ -42,7 +42,7 @@ class RayHostDiscovery:
 
     def slots(self, resources: Mapping[str, float]) -> int:
         """Return how many workers fit into these resources."""
-        # Ray counts in ten-thousandths; a sum of many may be slightly too small.
+        # Ray counts in units of 1/10000, so a sum of many values may be slightly too small.
         return min(int(resources.get(name, 0) / each + 1e-6) for name, each in self._needed.items())
 
 

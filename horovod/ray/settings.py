@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-# Horovod's default; too short for workers that import torch at the same time
+# Horovod's default is too short for workers that import torch at the same time.
 HOROVODS_TIMEOUT_S = 30
 VERBOSE = 2  # minimum for the complete log
 

@@ -44,7 +44,7 @@ __all__ = [
     "_check_has_gpu",
     "elastic",
 ]
-# mpi_ops has all of these names; type checkers do not see that.
+# mpi_ops has all of these names, but type checkers cannot detect this.
 __all__ += mpi_ops.__all__
 __all__ += _broadcasting.__all__
 __all__ += _ops.__all__

@@ -251,7 +251,7 @@ def test_what_a_config_can_not_be_is_refused(rank, size):
     for wrong, said in (
         ({"dispatchers": 0}, "dispatchers is 0: pass 1 or more"),
         ({"dispatcher_side": "both"}, "pass compute or training"),
-        ({"timeout": 0}, "positive number"),
+        ({"timeout": 0}, "positive"),
         ({"addresses": {}}, wording.NONE),
     ):
         with pytest.raises(ValueError, match=said):

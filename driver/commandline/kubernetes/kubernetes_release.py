@@ -33,7 +33,7 @@ CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
 AWAY_S = 300.0  # seconds without an answer of the API server while a job is followed
-# Helm's errors about a name in use: at its first check, and if two processes install it at the same time.
+# Helm reports a used name at its first check, and if two processes install the release at the same time.
 TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
@@ -220,7 +220,7 @@ class ChartRelease:
         except Exception as error:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
-            # A driver may log nothing for longer than the timeout: the next request shows whether it runs.
+            # A driver may log nothing for longer than the timeout. The next request shows whether the driver runs.
             raise ApiSilent(
                 f"the log stream ended ({type(error).__name__})", unasked=True
             ) from None

@@ -191,7 +191,7 @@ def _exported(
             raise Invalid(
                 f"{out} already exists: pass another --out FILE, or pass --force to overwrite the file"
             )
-        # Imports torch, which the other commands do not need.
+        # Imported here, because torch is needed only for this command.
         from elastic.checkpoints import exporting
 
         try:

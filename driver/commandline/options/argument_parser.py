@@ -94,9 +94,10 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **rest: Any) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
         self.actions: list[argparse.Action] = []
-        self.variables: dict[str, str] = {}  # environment variable: flag with the same value
+        self.variables: dict[str, str] = {}  # flag with the same value, by environment variable
         self.switches: dict[str, str] = {}  # environment variable: switch that a value of 1 sets
-        # ``section.key`` of the configuration file: flag with the same value or, for a switch, those for true and false
+        # flag with the same value, by ``section.key`` of the configuration file; a switch has one flag each for true
+        # and false
         self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
@@ -143,7 +144,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         own, rest = self.split(arguments)
         words = []
-        while rest:  # flags may also follow the word: it is not the start of a program
+        while rest:  # flags may also follow the word, which is not the start of a program
             words.append(rest[0])
             more, rest = self.split(rest[1:])
             own = [*own, *more]

@@ -166,7 +166,7 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
     notes: Notes = []
     begin = _begin(options, storage, notes)
     run = catalog.claim_run(storage)
-    # Another job may have started at the same moment; the lower number has priority.
+    # Another job may have started at the same moment. The lower number has priority.
     other = catalog.writing_here(storage, before=run) if alone else None
     if other is not None:
         catalog.give_back_run(storage, run)

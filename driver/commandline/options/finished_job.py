@@ -44,7 +44,7 @@ class RerunReason(enum.Enum):
     COMMAND = "its arguments, flags, environment or folder changed"
     FILES = "its script or a file next to it or named by the command changed"
     READ = "a module or a file that its workers read changed"
-    # No record of its end: see `SameCommand.has_finished`.
+    # The end of the job was not recorded. See `SameCommand.has_finished`.
     UNKNOWN = "the last run failed after training, a file changed during it, or not all files that it read are known"
 
 

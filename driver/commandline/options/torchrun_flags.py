@@ -24,7 +24,7 @@ _ELSEWHERE = (
 )
 _OUTPUT = "omit it, and pass --output-filename DIR to write each worker's output to a file"
 _NOTHING = "omit it; it has no equivalent here"
-# Rejected flags of torchrun: whether they have a value, and what to do instead.
+# Rejected torchrun flags, with the number of values and the remedy.
 REFUSED: dict[str, tuple[bool, str]] = {
     "--node-rank --node_rank": (True, _ELSEWHERE),
     "--local-addr --local_addr": (True, "omit it, and pass --network-interface"),

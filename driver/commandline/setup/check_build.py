@@ -39,7 +39,7 @@ class Build:
     nccl: bool = False
     nccl_version: str = ""  # empty without a GPU
     gpus: int = 0
-    shared: str = ""  # why ranks of this host cannot share memory; empty if they can
+    shared: str = ""  # why ranks of this host cannot share memory, or empty if they can
     tensorflow: str = ""  # version, as for the following
     keras: str = ""
     mxnet: str = ""

@@ -27,9 +27,9 @@ class HostFacts(msgspec.Struct, frozen=True):
     at: float
     build: Build
     driver_gpus: int  # GPUs listed by the kernel's driver
-    port_trouble: str  # why no port of loopback can be opened and reached; empty if this works
+    port_trouble: str  # why no port of loopback can be opened and reached, or empty if this works
     addresses: list[str]  # addresses other than loopback, with their interfaces
-    shm_bytes: int | None  # size of /dev/shm; None if it is missing
+    shm_bytes: int | None  # size of /dev/shm, or None if it is missing
     shm_free: int
     # Files in the installed folders of this package that are foreign or modified.
     foreign: list[str]

@@ -183,7 +183,8 @@ class ApiClient:
                     _preload_content=False,
                 )
         except ApiError as error:
-            if error.why is not ApiErrorKind.GONE:  # 404 and 409: it no longer exists
+            # The status codes 404 and 409 mean that the object no longer exists.
+            if error.why is not ApiErrorKind.GONE:
                 raise
 
     def _call(self, kind: Resource, **options: Any) -> Any:

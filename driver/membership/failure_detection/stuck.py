@@ -53,15 +53,15 @@ class Stuck(Part):
         self._stragglers = Stragglers()
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
-        self._look_at: float | None = None  # None: no worker waits
+        self._look_at: float | None = None  # None if no worker waits
         self._repeated_at = 0.0  # time of the last repeated report of a wait
         self._watched = 0  # generation of the data
-        self._where = ""  # place at which the others wait
+        self._where = ""  # place at which the other workers wait
         self._lines = NAMED  # log lines left until the next check
         self._unnamed = 0  # number of suspects without a log line
         self._all_inside_said = ""
         self._idle = IdleWorld()
-        # Last time at which members were known to hold up the others.
+        # Last time at which members were known to hold up other members.
         self._stalled_at: float | None = None
 
     @property
@@ -454,7 +454,7 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                return  # different counts alone prove nothing
+                return  # different counts alone are not sufficient evidence
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
             calls = [Called(0, s.inside, s.line) for s in inside]

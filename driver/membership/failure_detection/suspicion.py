@@ -25,7 +25,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 PROBE_S = 5.0  # seconds between two probes; a sixth of the shortest limit, if that is less
-BUSY_CPU = 0.1  # share of one processor; a process that uses less ...
+BUSY_CPU = 0.1  # fraction of one processor; a process with a lower usage ...
 BUSY_IO = 64 * 1024  # ... and moves fewer bytes per second is idle
 TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
@@ -51,7 +51,7 @@ class Next(enum.Enum):
 
     NOTHING = "nothing"
     NAME = "name"  # name it in a warning
-    CONDEMN = "condemn"  # dump its stacks, then fence it
+    CONDEMN = "condemn"  # dump the stacks of the worker, then fence the worker
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Suspicion:
     """Suspicion against one worker that holds up others. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
-    since: float  # time since which others wait for it
+    since: float  # start of the wait for this worker
     phase: str = ""
     fenced_when_busy: bool = True
     patient: bool = False  # an idle worker counts as busy, because a fence would end the job

@@ -24,7 +24,7 @@ class UnresponsiveHosts:
     """The silence of hosts during one wait. Times are seconds on the caller's clock."""
 
     silence_s: float
-    look_at: float | None = None  # None: no worker waits
+    look_at: float | None = None  # None if no worker waits
     _unanswered: set[str] = field(default_factory=set)
     _asked_at: float | None = None
     _last_look: bool = False  # answers were due at the previous check

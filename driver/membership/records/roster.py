@@ -23,8 +23,9 @@ class WorkerStage(enum.Enum):
     CONNECTED = "connected"  # it is in init(), or in user code before elastic.run
     READY = "ready"  # waits for a world
     MEMBER = "member"  # member of the current world
-    RETURNED = "returned"  # its function returned; it keeps its sockets open until all functions have returned
-    # it was notified that all have returned; user code after elastic.run may still run
+    # the function has returned; the worker keeps its sockets open until all functions have returned
+    RETURNED = "returned"
+    # the worker was notified that all functions have returned; user code after elastic.run may still run
     FINISHED = "finished"
     DISMISSED = "dismissed"  # asked to leave, or about to die: not part of any plan
 
@@ -46,8 +47,8 @@ class WorkerRecord:
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
     unchecked: bool = False  # the health check of its slot has not passed
-    held_until: float = 0.0  # time until which the first world waits for it while it is HELD
-    check_by: float = 0.0  # while it is HELD: time at which its health check has timed out
+    held_until: float = 0.0  # time until which the first world waits for a HELD worker
+    check_by: float = 0.0  # time at which the health check of a HELD worker times out
     commit: Commit | None = None
     kept: tuple[KeptCommit, ...] = ()  # older commits of which it has copies
     first_generation: int = 0  # first world in which it trained; 0: none yet
@@ -55,19 +56,19 @@ class WorkerRecord:
     layout: str = ""
     running: bool = False  # it is inside elastic.run
     resumed_at: float | None = None  # its first collective completed
-    leaving: Reason | None = None  # reason for leaving; None: it stays
-    unlisted: bool = False  # it leaves because its host left the list, which is not urgent
+    leaving: Reason | None = None  # reason for leaving, or None
+    unlisted: bool = False  # the worker leaves because its host left the list, which is not urgent
     # It leaves because its machine will be reclaimed, and there is still time.
     noticed: bool = False
-    exit_by: float | None = None  # it is killed if it has not exited by this time
+    exit_by: float | None = None  # time at which the worker is killed unless it has exited
     exit_why: Reason | None = None  # reason for that kill
-    killed_for: Reason | None = None  # reason for an ordered kill; None: no kill was ordered
+    killed_for: Reason | None = None  # reason for an ordered kill, or None
     stands_by: bool = False  # it was notified that it has to wait for a place
     rejected: str = ""  # digest of the layout that it should have
     readies: int = 0  # number of its latest Ready message
-    frozen: str = ""  # why its agent reports it as frozen; empty: it runs
+    frozen: str = ""  # reason why the agent reports the worker as frozen, or empty
     inside: str = ""  # the collective of the current generation in which it waits
-    last_inside: str = ""  # ... or the last one in which it waited
+    last_inside: str = ""  # ... or the last generation in which the worker waited
     line: str = ""  # script line at which it was last reported
     said_at: float = 0.0  # time of its last report
     gpu: list[Launches] = field(default_factory=list)  # progress of its GPU at that time

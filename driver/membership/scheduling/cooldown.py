@@ -15,7 +15,7 @@ Slot = tuple[str, int]
 
 @dataclass
 class SlotRecord:
-    fruitless: int = 0  # number of consecutive incarnations whose worlds made no progress
+    fruitless: int = 0  # number of consecutive incarnations without progress of their worlds
     ready_at: float = 0.0
     given_up: bool = False
 

@@ -23,7 +23,7 @@ class Slots:
         self.known = False  # whether discovery has returned a list
         self.fixed = False  # whether the list cannot grow by itself
         self.version = 0  # incremented when a slot may have become usable
-        # Slots whose program exited with code 0 outside elastic.run.
+        # Slots with a program that exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
         self.cooldown = Cooldown(
             settings.cooldown_min_s,
@@ -31,17 +31,17 @@ class Slots:
             settings.slot_attempts,
             settings.host_attempts,
         )
-        # Slots whose last health check failed, with the result.
+        # Slots with a failed last health check, and its result.
         self.unhealthy: dict[Slot, Reason] = {}
-        # Slots whose worker computed wrongly, without a health check that could clear them.
+        # Slots with a worker that computed wrong results, and without a health check that could clear them.
         self.quarantined: dict[Slot, Reason] = {}
         self._whole_hosts = settings.quarantine == "host"
         self._hosts: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
-        self._left: set[Slot] = set()  # slots whose worker left on request
+        self._left: set[Slot] = set()  # slots with a worker that left on request
         self._failures: dict[Slot, int] = {}  # number of consecutive exits with a nonzero code
-        # Hosts that will be reclaimed: no worker is started there before this time.
+        # Hosts that will be reclaimed. No worker is started on such a host before this time.
         self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts drained by an operator
 

@@ -274,7 +274,7 @@ class WorkerPool:
         worker, now, settings = record.worker, self.actions.now, self.settings
         killed_for = record.killed_for
         if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":
-            return  # not a matter of time: see `quarantine`
+            return  # The slot does not become free with time. See `quarantine`.
         if not self.slots.lists(worker):
             self.actions.log("info", f"{worker} ended with {what}; its slot is not listed any more")
             return

@@ -23,7 +23,7 @@ class Composition:
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
     leaving: list[WorkerRecord] = field(default_factory=list)  # workers that may leave now
-    # Workers whose state has a different layout.
+    # Workers with a state that has a different layout.
     rejected: list[WorkerRecord] = field(default_factory=list)
     layout: str = ""
 
@@ -73,7 +73,7 @@ def compose(
 
     room = max(0, workers_max - len(kept))
     if keeper and not staying:
-        # Another worker must take over its state, even if there is room for only one.
+        # Another worker must receive the state first, even if the world has room for only one worker.
         room = max(1, room)
     joining = willing[:room]
     arrangement = arrange([s.worker for s in kept], [s.worker for s in joining], commits)

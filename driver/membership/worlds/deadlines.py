@@ -140,7 +140,7 @@ class Deadlines(Part):
             for_s=now - change.began_at,
             within_s=change.by - now,
         )
-        # If a member has reached a commit, the others hold it up, which has its own log lines.
+        # If a member has reached a commit, the other members hold it up. Such waits have their own log lines.
         none_there = all(s.stage is not WorkerStage.READY for s in self.worlds.live())
         if none_there and (about.facts["joining"] or about.facts["leaving"]):
             self.actions.log("warning", str(about), about)

@@ -19,12 +19,12 @@ from elastic.protocol.messages import Worker
 
 NAMED = 8  # maximum number of lost workers named in the reason
 REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
-# The same for starting workers: a script that imports modules and builds a model before elastic.run is not stuck.
+# The same limit for starting workers. A script that imports modules or builds a model before elastic.run is not stuck.
 START_REMIND_S = 30.0
 
 
 class Kind(enum.Enum):
-    START = "start"  # workers call init() or enter elastic.run: none is interrupted
+    START = "start"  # workers call init() or enter elastic.run, so no training is interrupted
     CHANGE = "change"  # all have stopped at an agreed check
     RECOVERY = "recovery"  # the world broke
 
@@ -42,13 +42,14 @@ class Gathering:
     late: bool = False
     # No worker holds a commit, so all start from a checkpoint or the beginning: every starting worker is awaited.
     anew: bool = False
-    # The job restarts from the beginning outside elastic.run: missing workers are awaited too, since none can join
+    # Outside elastic.run the job restarts from the beginning. Missing workers are awaited too, because they cannot join
     # later.
     whole: bool = False
     short_by: float | None = None  # deadline while too few workers are ready and none is awaited
     said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
     _more: int = 0  # number of lost workers that the reason does not name
-    # seconds after began_at at which the awaited workers are logged again; 0: the default for the kind of gathering
+    # seconds after began_at at which the awaited workers are logged again; 0 means the default for the kind of
+    # gathering
     remind_after_s: float = 0.0
 
     def __post_init__(self) -> None:

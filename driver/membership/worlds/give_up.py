@@ -25,9 +25,9 @@ class GiveUpRules:
         self._settings = settings
         self._staff = staff
         self._actions = actions
-        self._failures = 0  # broken worlds; planned changes do not count
+        self._failures = 0  # broken worlds, without planned changes
         self._stuck_in: set[int] = set()  # generations since the last new commit
-        # the same for worlds whose GPUs hung without a culprit
+        # worlds with hung GPUs and no identified worker
         self._hung_in: set[int] = set()
         self._restarts = 0  # restarts from a checkpoint since the last one was made
         self._barren = 0  # consecutive recoveries without a lost worker or a new commit

@@ -22,7 +22,7 @@ class LivenessProbes:
     asked: set[Worker] = field(default_factory=set)
     # Did not answer in time, and has not answered since.
     silent: set[Worker] = field(default_factory=set)
-    by: float | None = None  # not None iff all others are ready and an answer is awaited
+    by: float | None = None  # not None iff all other workers are ready and an answer is pending
 
     def ask(self, standbys: Sequence[Worker]) -> None:
         """Probe the standbys when a gathering begins."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-REMIND_S = 30.0  # seconds without a commit after which the waiting workers are logged; doubles
+REMIND_S = 30.0  # seconds without a commit until the waiting workers are logged; doubles each time
 
 
 @dataclass

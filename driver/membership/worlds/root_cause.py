@@ -101,7 +101,7 @@ class Mismatches:
 
 _BEGINNING = Commit(
     0, 0
-)  # common to all worlds that have no commit and start from the same checkpoint, or from none
+)  # equal for all worlds without a commit that start from the same checkpoint, or from none
 # Addresses, indices and similar numbers differ between ranks.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 

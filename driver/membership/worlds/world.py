@@ -21,7 +21,7 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit, Place, Worker, total_rows
 
-DIGESTS = 64  # number of commits whose digests are kept
+DIGESTS = 64  # number of commits with stored digests
 
 
 @dataclass

@@ -104,7 +104,7 @@ class Worlds:
 
     def advance(self) -> None:
         """Perform the transitions that are due in the current state."""
-        # No standbys before the first world: they would only slow down the start of the others.
+        # No standbys before the first world, because they would slow down the start of other workers.
         self.staff.spare = self.settings.standbys if self.world.running else 0
         settled = self.phase is not Phase.ENDING and self.root_cause_search is None
         if settled and not self.stopping:
@@ -227,7 +227,8 @@ class Worlds:
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            self.change.put_off(self.now)  # the interruption was unnecessary: do not repeat it soon
+            # the interruption was unnecessary, so it is not repeated soon
+            self.change.put_off(self.now)
         # A worker that is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
             record.stage = WorkerStage.CONNECTED
@@ -336,7 +337,7 @@ class Worlds:
 
     def _compose_wish(self, joining: list[WorkerRecord]) -> tuple[Reason | None, bool]:
         live = self.live()
-        # all members stop at the same check and hold the same commit
+        # all members stop at the same safepoint and hold the same commit
         same = Commit(self.generation, 1)
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)

@@ -46,7 +46,7 @@ from elastic.protocol.messages import Commit, Worker
 LINES = 200  # log lines per second
 LINE = 500  # characters of a line
 NAMES = 8  # number of reported names
-STACKS = 8  # workers whose stacks are kept
+STACKS = 8  # number of workers with stored stacks
 STACK_LIMIT = 16_000  # characters of the stacks of one worker
 STACK_S = 5.0  # stderr within this time after a request may contain stacks
 SLOW_S = 1.0  # minimum interval between two walks over all workers ...
@@ -109,7 +109,7 @@ class PageModel(ViewReader):
         self._change_waits = ChangeWaits(self.view)
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
-        self._asked: set[Worker] = set()  # workers whose stacks an operator requested
+        self._asked: set[Worker] = set()  # workers with stacks requested by an operator
         # limit of log lines in the current second
         self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}
@@ -433,7 +433,7 @@ class PageModel(ViewReader):
             since, rate = measured[0], round(measured[1], 3)
             speed = self.state.series["speed"]
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
-                self.state.add("speed", [since, 0.0])  # there were none until then
+                self.state.add("speed", [since, 0.0])  # there were no commits until then
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
 

@@ -164,7 +164,7 @@ class PageVisit(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Those of other event loops, such as uvloop's, do not inherit from asyncio.Transport.
+        # Transports of other event loops, such as uvloop, do not derive from asyncio.Transport.
         self._transport = cast(asyncio.Transport, transport)
         self._deadline = asyncio.get_running_loop().call_later(VISIT_S, self.abort)
         self._server.came(self)

@@ -22,7 +22,7 @@ STATES = (
     "joining",  # init() was called, and the worker waits for a place
     "training",
     "waiting",  # it has been inside a collective for a second or longer
-    "stalled",  # others have waited for it for some time; see `stalls`
+    "stalled",  # other workers have waited for this worker for some time; see `stalls`
     "recovering",  # its world broke
     "frozen",
     "standby",
@@ -35,7 +35,8 @@ _STATES = {
     Stage.CONNECTED: "joining",
     Stage.READY: "joining",
     Stage.STANDBY: "standby",
-    Stage.IN_WORLD: "recovering",  # its world is over, and the next one does not include it
+    # the worker's world is over, and the next world does not include the worker
+    Stage.IN_WORLD: "recovering",
     Stage.RETURNED: "done",
     Stage.LEAVING: "leaving",
     Stage.KILLED: "lost",
@@ -57,13 +58,13 @@ class Cell:
     since: float
     note: str = ""
     exited: bool = False
-    inside: float | None = None  # time since which it waits in a collective
+    inside: float | None = None  # start of the worker's current wait in a collective
     share: float | None = None  # share of its time spent waiting, in its last report
     step_s: float | None = None  # time from one commit to the next, in its last report
     own_s: float | None = None  # part of that time outside collectives
     usage: Usage = field(default_factory=Usage)  # last measurement of its host
     awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
-    stalled: str | None = None  # script line at which others wait for it; empty: unknown line
+    stalled: str | None = None  # script line of the worker for which others wait; empty if unknown
 
     def row(self, rank: int | None) -> dict[str, Any]:
         """Return the row of the table.
@@ -183,7 +184,7 @@ class WorkerGrid:
         for worker in self._view.before.keys() - self._view.ranks.keys():
             cell = self._of(worker)
             if cell is not None:
-                self._show(cell)  # remove its rank, even if it has exited
+                self._show(cell)  # remove the rank of the worker, even after its exit
         self._forget_exited()
 
     # ---- hosts

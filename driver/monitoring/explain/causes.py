@@ -22,7 +22,7 @@ class Cause(enum.Enum):
 
     EXCEPTION = "exception"  # an exception of the script
     MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
-    STATE_MISMATCH = "state mismatch"  # its model or optimizer differs from that of the others
+    STATE_MISMATCH = "state mismatch"  # the model or optimizer differs from the other workers
     MISSING_MODULE = "missing module"
     MEMORY_ERROR = "memory error"  # Python or torch's allocator could not allocate memory
     GPU_MEMORY = "gpu memory"

@@ -63,7 +63,7 @@ class FindingKind(enum.Enum):
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
     SHARDED = "sharded"
-    UNHEALTHY = "unhealthy"  # slots whose health checks failed
+    UNHEALTHY = "unhealthy"  # slots with failed health checks
     STALL = "stall"
     MORE_STALLS = "more stalls"
     CHANGE_WAIT = "change wait"  # workers waited to join or leave, since the others made no commit

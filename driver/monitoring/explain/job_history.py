@@ -34,9 +34,9 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Worker
 
-INCIDENTS = 5000  # maximum stored; later ones are only counted
-REQUESTS = 24  # operator requests stored; later ones are dropped
-SILENCES = 24  # outages of etcd stored; later ones are only counted
+INCIDENTS = 5000  # maximum number of stored incidents; later ones are only counted
+REQUESTS = 24  # maximum number of stored operator requests; later ones are dropped
+SILENCES = 24  # maximum number of stored etcd outages; later ones are only counted
 TRACES = 20  # distinct tracebacks stored
 TRACE = 20_000  # characters of a traceback
 
@@ -122,7 +122,7 @@ class JobHistory(ViewReader):
         self.trained_at: float | None = None
         self.end_at = 0.0
         self.after: Death | None = None  # a process that failed after training had succeeded
-        # Its training function raised after the others had returned, so it did not fail after training.
+        # The training function raised after the other workers had returned, so this is not a failure after training.
         self.after_raised = False
         self.stop: str | None = None  # reason of a stop request
         # Operator requests, with whether they were carried out.
@@ -348,7 +348,7 @@ class JobHistory(ViewReader):
             self._traces.add(trace)
         aside = self._open is None and bool(ranks) and death.worker not in ranks
         self._incident(now).deaths.append(death)
-        if aside:  # no worker trains with it or waits for it
+        if aside:  # no worker trains with this worker or waits for it
             self._open = None
 
     def _failed_after(self, death: Death) -> None:

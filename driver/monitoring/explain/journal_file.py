@@ -203,7 +203,7 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     try:
         return header, Settings(**header.settings)
     except (TypeError, Invalid):
-        return header, None  # a journal of another version: its events can be reported nevertheless
+        return header, None  # The journal has another version, but its events can be reported.
 
 
 def _offset(header: entries.Header) -> float | None:

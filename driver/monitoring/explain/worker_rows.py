@@ -27,7 +27,7 @@ STATES = (
     "standby",
     "leaving",
     "done",
-    "lost",  # it raised an exception or its host was lost; its process may still run
+    "lost",  # the worker raised an exception, or its host was lost; its process may still run
     # Parts of the training time, from the stalls passed to `table`.
     "waiting",
     "stalled",

@@ -39,7 +39,7 @@ UNUSED_S = 120.0  # seconds after which an actor without an agent exits
 FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
 SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
 END_S = 10.0  # seconds for the agent to kill its workers, before it is killed itself
-DYING_S = 2.0  # ... if the node is already lost; its workers die with it
+DYING_S = 2.0  # ... if the node is already lost; the workers die with the node
 REAP_S = 2.0
 
 Line = tuple[str, str]  # level and text
@@ -58,7 +58,7 @@ class RayProcess:
     given: Mapping[str, str]
     above: Mapping[str, str]  # the raylet's environment
     folder: str  # folder of Ray's own modules
-    raylet: int = 0  # its pid; 0 if unknown
+    raylet: int = 0  # its pid, or 0 if unknown
 
 
 class RayEngine:

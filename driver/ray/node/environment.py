@@ -22,7 +22,7 @@ OF_RAYS_PROCESS = frozenset(
         "SPT_NOENV",
     }
 )
-# Set by Ray unless the user sets them: an actor without a CPU gets one thread, and one without a GPU sees none.
+# Ray sets these unless the user does. An actor without CPUs gets one thread, and an actor without GPUs sees no GPU.
 UNLESS_GIVEN = frozenset({"OMP_NUM_THREADS", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 GPUS = "CUDA_VISIBLE_DEVICES"
 BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which belongs to the actor's process

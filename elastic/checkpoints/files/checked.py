@@ -192,6 +192,6 @@ def _buffer() -> _Buffer:
 
 
 def _address(content: Any) -> int:
-    import numpy as np  # takes a tenth of a second; commands that write no file skip it
+    import numpy as np  # takes 0.1 s, and commands that write no file do not need it
 
     return int(np.frombuffer(content, np.uint8).ctypes.data)

@@ -98,7 +98,7 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     file: str
     offset: int
     length: int
-    rows: StoredRows | None = None  # None: all of it
+    rows: StoredRows | None = None  # None means the whole tensor
 
     @property
     def name(self) -> str:

@@ -106,7 +106,7 @@ def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
             group, _wide(left), _wide(right), owners[start : start + half], len(vectors), distance
         )
         distance *= 2
-    # Rounded before it is sent, so that all ranks receive the same bits.
+    # Rounded before the transfer, so that all ranks receive the same bits.
     share = mine.to(rows.dtype)
     outputs = [
         rows[place : place + len(share)]

@@ -259,7 +259,7 @@ def _place_all(
         if index in given:
             target = given[index].detach()
             results[index] = given[index]
-        else:  # separate memory, so that keeping one result does not keep the whole buffer
+        else:  # separate memory, so that a kept result does not keep the whole buffer alive
             target = torch.empty_like(tensors[index], memory_format=torch.contiguous_format)
             results[index] = target
         targets.append(target)

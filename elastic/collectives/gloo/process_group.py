@@ -45,9 +45,9 @@ from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store
 
-_THREADS = 2  # collectives of one group that can progress at the same time
+_THREADS = 2  # number of collectives of one group that can progress at the same time
 _DRAIN_STEP_S = 0.0005
-_QUIET_S = 0.02  # seconds without activity after which a group counts as drained
+_QUIET_S = 0.02  # seconds without activity until a group counts as drained
 _CLOSE_S = 0.1  # seconds in which work in flight usually ends once the sockets are closed
 # How often a waiting thread checks whether the group was aborted. Needed because Gloo occasionally (in 1 of 80 aborts
 # during an allreduce) loses the wake-up of a send that is queued while its socket closes, and then waits for the whole

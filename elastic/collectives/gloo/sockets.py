@@ -143,7 +143,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
         try:
             held = socket.socket(fileno=copy)
         except OSError:
-            os.close(copy)  # the constructor does not close it if it fails
+            os.close(copy)  # the constructor does not close the socket on failure
             continue
         with held:
             if held.family in (socket.AF_INET, socket.AF_INET6):

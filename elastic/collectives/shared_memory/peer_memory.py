@@ -161,7 +161,7 @@ def _find(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _settle() -> None:
-    # The thread that holds the lock sweeps after it has released it.
+    # Another thread that holds the lock sweeps after it has released the lock.
     while _released and _lock.acquire(blocking=False):
         try:
             while _released:

@@ -43,7 +43,7 @@ _REASONS = {
 }
 _CHILD = "process groups can't be used in a forked child"
 
-# Tensors of groups to which another rank may still write; never freed.
+# Tensors of groups that another rank may still write to. They are never freed.
 _lost: list[object] = []
 
 
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
     control: int  # address of the control block, elastic_control_bytes(size) long
     arenas: Sequence[tuple[int, int]]  # address and bytes
     staging: Sequence[int]  # offset in the arena
-    pidfds: Sequence[int]  # -1: this process
+    pidfds: Sequence[int]  # -1 means this process
     # Called once, when this process no longer uses the memory. False: another rank may still write to the staging.
     release: Callable[[bool], None]
 

@@ -156,7 +156,7 @@ class ElasticFitLoop(Trained):
         try:
             whole, left = len(self.loader), self.loader.remaining
         except TypeError:
-            return  # a stream, whose length is unknown
+            return  # a stream with unknown length
         self._look_at_schedules(whole)
         limit = trainer.limit_train_batches
         if isinstance(limit, int):

@@ -77,7 +77,7 @@ class TrainerProgress(Carried):
             epochs.automatic_optimization,
             epochs.manual_optimization,
         ):
-            loop.on_iteration_done()  # the loops continue at the same position, so nothing is restarted
+            loop.on_iteration_done()  # the loops continue at the same position, so no loop restarts
         fit.changed.load_state_dict(state["changed"])
         trainer.should_stop = state["should_stop"]
         for callback in trainer.callbacks:

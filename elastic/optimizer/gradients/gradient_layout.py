@@ -29,8 +29,8 @@ class OptimizerArguments:
     options: Options
     passes: int
     sparse_as_dense: bool
-    whole_world: bool  # False: a process set, which may differ between ranks
-    fusion_bytes: int | None  # None: the default
+    whole_world: bool  # False for a process set, which may differ between ranks
+    fusion_bytes: int | None  # None means the default
     shards: Shards | None = None
     zero: int = 0
 

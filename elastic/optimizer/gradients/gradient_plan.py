@@ -33,7 +33,7 @@ class Slot:
         self.parameter = parameter
         self.passes_left = 0
         self.filled = False  # whether its gradient is in the bucket
-        # None: sparse, or the buckets are not yet arranged.
+        # None for sparse gradients, or before the buckets are arranged
         self.bucket: GradientBucket | None = None
         self.position = 0  # index in the bucket
 

@@ -111,11 +111,11 @@ class GradientReducer:
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank
-        self._told: tuple[int, ...] = ()  # the same, as agreed with the other ranks
+        self._told: tuple[int, ...] = ()  # the order that was agreed with the other ranks
         self._changing = False  # whether the two differ
         self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
         self._plan = GradientPlan(self._options, [])
-        self._agreed: int | None = None  # the generation whose members have compared this plan
+        self._agreed: int | None = None  # generation in which the members compared this plan
         self._number: plan_agreement.AgreedPlan | None = None  # its number in that generation
         self._version = -1  # version of the plan with that number
 
@@ -123,8 +123,9 @@ class GradientReducer:
         self._generation: int | None = None
         self._progress = StepProgress()
         self._size = 1  # number of ranks that it averages over
-        self._members: tuple[int, ...] | None = None  # None: the whole world
-        # Parameters in the order of their gradients; only until the plan is agreed or if it is about to change.
+        self._members: tuple[int, ...] | None = None  # None means the whole world
+        # Parameters in the order of their gradients. Recorded until the plan is agreed, and while it is about to
+        # change.
         self._ready: list[torch.Tensor] = []
         self._launched = 0  # buckets
         # ID of autograd's graph task that produces gradients of a step with an agreed plan.
@@ -175,7 +176,7 @@ class GradientReducer:
             self._stale += bucket.drop()
         self._clear()
 
-    # A compiled caller continues to be compiled after this call; nothing in it is worth tracing.
+    # Excluded from tracing. A compiled caller continues to be compiled after this call.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def finish(self) -> None:
         """Set every parameter's ``grad`` to the reduced gradient. Collective.
@@ -259,7 +260,7 @@ class GradientReducer:
         if not self._receiving:
             try:
                 self._locate(world)
-            except Invalid:  # the process set was removed; finish() reports it
+            except Invalid:  # the process set was removed; finish() reports the error
                 return
             if self._size == 1:
                 return

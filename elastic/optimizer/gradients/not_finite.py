@@ -41,7 +41,7 @@ class FirstNotFinite:
     def __init__(self) -> None:
         self._found: dict[str, int] = {}  # digests of parameters, by reducer
         self._committed: dict[str, int] = {}  # `_found` at the newest commit
-        self._odd: set[str] = set()  # reducers whose last gradients were not finite
+        self._odd: set[str] = set()  # reducers with non-finite last gradients
         self._missed = False  # other ranks have stepped without this one
         self._fine: set[str] = set()  # reducers that have seen finite gradients since
 

@@ -37,9 +37,10 @@ MAX_PLANS = 64  # plan numbers that can be reused
 class StepFlag(enum.Enum):
     """Last element of a plan's first buffer, as sent by a rank and as reduced over all ranks."""
 
-    JOINED = 0  # the rank has no more data; reduced: no rank has
+    JOINED = 0  # the rank has no more data; after the reduction, no rank has data
     STEP = 1
-    CHANGE = 2  # last step with this plan: a rank changed its parameters, or no rank takes it
+    # last step with this plan, because a rank changed its parameters, or because no rank adopts the plan
+    CHANGE = 2
 
 
 # By reduction, chosen so that a flag is preserved with any number of joined ranks and in any floating dtype: a sum may
@@ -167,7 +168,7 @@ class PlanProposal(NamedTuple):
         return self.digest, self.parameters, self.replaces, self.anew
 
 
-_NOTHING = -(1 << 62)  # less than any value of a field; its negative is greater
+_NOTHING = -(1 << 62)  # less than every value of a field, and the negative is greater
 _FIELDS = len(PlanProposal._fields)
 VECTOR = 2 * _FIELDS + 1 + MAX_PLANS  # elements
 
@@ -264,7 +265,7 @@ class AgreedPlan:
         self.number = number
         self.layout = layout
         self.version = 0
-        # None: agreed while this rank had joined, and its optimizer has not adopted it yet.
+        # None if the plan was agreed while this rank had joined, and its optimizer has not adopted the plan yet
         self.owner: weakref.ref[Any] | None = None if owner is None else weakref.ref(owner)
 
     @property

@@ -26,8 +26,8 @@ class StepPhase(enum.Enum):
     COMPLETING = enum.auto()  # the last pass has ended and all buckets are launched
     LATE = (
         enum.auto()
-    )  # some rank has not recognized the last pass: nothing is launched before finish()
-    REDUCED = enum.auto()  # all gradients are reduced; step() was not called yet
+    )  # A rank has not recognized the last pass, so no collective is launched before finish().
+    REDUCED = enum.auto()  # all gradients are reduced, and step() was not called yet
 
 
 class PlanState(enum.Enum):
@@ -37,17 +37,18 @@ class PlanState(enum.Enum):
     UNCOMPARED = enum.auto()
     CHANGED = (
         enum.auto()
-    )  # this rank's parameters have changed; the other ranks have the previous plan
+    )  # the parameters of this rank have changed, and the other ranks have the previous plan
 
 
 class PassEnd(enum.Enum):
     """Decision at the end of a backward pass."""
 
     NOTHING = enum.auto()  # another pass follows, or finish() reduces
-    LAUNCH = enum.auto()  # it was the last pass: launch the remaining buckets
-    COMPARE_LAST = enum.auto()  # compare plans; it was the last pass on this rank
-    COMPARE = enum.auto()  # compare plans, because ranks that have all their gradients wait for it
-    REPLACE_PLAN = enum.auto()  # it was the last pass: agree on the changed plan, then launch
+    LAUNCH = enum.auto()  # last pass, so launch the remaining buckets
+    COMPARE_LAST = enum.auto()  # compare plans after the last pass on this rank
+    # compare plans, because ranks with all their gradients wait for the comparison
+    COMPARE = enum.auto()
+    REPLACE_PLAN = enum.auto()  # last pass, so agree on the changed plan, then launch
 
 
 class CountedSlot(Protocol):

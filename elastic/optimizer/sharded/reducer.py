@@ -81,7 +81,7 @@ class ShardReducer:
         self._last = False
         # The division of shards that these ranks have compared.
         self._held: tuple[tuple[int, ...], ...] | None = None
-        self._agreed: int | None = None  # the generation whose ranks have compared this plan
+        self._agreed: int | None = None  # generation in which the ranks compared this plan
         self._in_memory = False  # whether these ranks can all access each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
@@ -198,7 +198,8 @@ class ShardReducer:
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        if not self.shards.exact:  # keep no gradients: each one is added to the previous sum
+        # keep no gradients, because each gradient is added to the previous sum
+        if not self.shards.exact:
             before = int(self._shard is not None)
             merge = tree.Merge(merge.shard, before, before)
         complete = self._complete[merge.shard] if self.shards.exact else last
@@ -422,7 +423,7 @@ class ShardReducer:
         if len(step.held) == 1:
             return (
                 group.barrier()
-            )  # in a world of one rank, the root is already complete; see `_divisor_of_root`
+            )  # in a world of one rank, the root is already complete (see `_divisor_of_root`)
         if self._in_memory and isinstance(group, SumsTrees):
             return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]

@@ -129,7 +129,7 @@ class FullyShardedHandler(ModelStateHandler):
         """
         fsdp2.reshard(self._groups)
         if self._structure.tensors() is not None:
-            return  # the same modules with the same parameters
+            return  # the same modules with unchanged parameters
         present, before = self._parameters(), self._followed
         for name in {**before, **present}:
             if present.get(name) is not before.get(name):

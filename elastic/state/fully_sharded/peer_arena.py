@@ -17,11 +17,12 @@ from elastic.collectives.shared_memory import arena, peer_memory
 from elastic.sharding.shard_inventory import CommitId
 
 HEADER = 64  # bytes: 8 int64
-_WHOLE = 0x7E1A5710C0331701  # first int64 of the header, followed by generation, number, shard; 0: incomplete
+# first int64 of the header, followed by generation, number, shard; 0 means incomplete
+_WHOLE = 0x7E1A5710C0331701
 
 
-# By bank. A process that leaves, or whose script raises, drops its state before it exits. The arena would then reuse
-# unreferenced memory that other processes on the host still need.
+# Flags by bank. A process that leaves or raises drops its state before its exit. Without the flag, the arena would
+# reuse memory that other processes on the host still need.
 _kept: dict[int, torch.Tensor] = {}
 
 

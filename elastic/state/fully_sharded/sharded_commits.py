@@ -132,7 +132,7 @@ class Choice:
     bank: ShardBuffers | None
     arenas: Mapping[int, PeerArena]
     lasting: Sequence[bool]  # whether the memory of each rank outlives it
-    # Shards of a mesh of replicas by shards; None: each rank has a shard of its own.
+    # Shards of a mesh of replicas by shards, or None if each rank has a shard of its own.
     least: int | None
 
     @property
@@ -215,11 +215,12 @@ class ShardedCommits:
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
         self._banks = ShardBuffers(spares), ShardBuffers(spares)
-        # None: the state is not divided among ranks yet, or this is the only rank.
+        # None if the state is not divided among ranks yet, or this is the only rank.
         self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
-        self._transfers: list[Transfer] | None = None  # of the newest commit; None: it is sealed
+        # of the newest commit, or None if it is sealed
+        self._transfers: list[Transfer] | None = None
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}

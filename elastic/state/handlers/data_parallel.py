@@ -107,7 +107,7 @@ class DataParallelHandler(ReplicasHandler):
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
-        # Modules that wrap it have the same training mode, as after train().
+        # Wrapping modules have the same training mode, as after train().
         for each in takewhile(lambda each: each is not self.model, self.value.modules()):
             each.training = self.model.training
 

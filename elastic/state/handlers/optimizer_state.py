@@ -30,9 +30,11 @@ class Entries:
     origins: Index = field(default_factory=Index)  # name: (number, key, device type)
     owners: Index = field(default_factory=Index)  # numbers with entries, possibly an empty dict
     values: dict[int, Any] = field(default_factory=dict)  # entries that are not plain tensors
-    # Entries of no parameter of this optimizer. Those of former parameters are omitted: other workers cannot name them.
+    # Entries of no parameter of this optimizer. Entries of former parameters are omitted, because other workers cannot
+    # name them.
     loose: dict[Any, Any] = field(default_factory=dict)
-    traits: Any = None  # None: there are Python values among the entries, so the structure is read at each commit
+    # None if the entries contain Python values; the structure is then read at each commit
+    traits: Any = None
     devices: list[torch.device] = field(default_factory=list)
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:

@@ -19,7 +19,7 @@ from elastic import pickling
 from elastic.errors import Invalid
 from elastic.sharding import unsupported_sharding
 
-ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so they need no copy
+ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so no copy is needed
 
 
 class Index(dict[Any, Any]):

@@ -15,7 +15,7 @@ import torch
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import DictPart
 
-Factors = dict[str, list[float | None]]  # values of each function at STEPS; None if it raises
+Factors = dict[str, list[float | None]]  # values of each function at STEPS, or None if it raises
 
 # Close enough to detect any decay that lasts a tenth of all steps, up to 8 million steps.
 STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})

@@ -375,7 +375,7 @@ def _packed(
 
     def arrived() -> None:
         for key, view in views:
-            # A small tensor that is kept is cloned, so that it does not keep the whole block alive.
+            # A small tensor is cloned, so that it does not keep the whole block alive.
             _deliver(
                 view.clone() if where[key] is Destination.NEW else view, where[key], fresh, key
             )

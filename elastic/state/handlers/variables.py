@@ -15,14 +15,14 @@ from elastic.api import arrays
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import Part
 
-# Variables in which optimizers of Keras count their steps.
+# Variables with the step counts of Keras optimizers.
 COUNTS = ("iteration", "iterations", "iter")
 
 
 class VariablesPart(Part):
     """Handler of a list of variables, or of an object in which a subclass finds them."""
 
-    _count: str | None = ""  # name of the optimizer's count; None: there is none
+    _count: str | None = ""  # name of the optimizer's step count, or None
 
     def variables(self) -> Sequence[Any]:
         return list(self.value)

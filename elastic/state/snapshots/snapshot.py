@@ -149,7 +149,7 @@ class SnapshotBuffers:
         self._on_gpu = False
         self._pointers: list[int] = []
         self._storages: list[int] = []
-        self._versions: list[int] | None = None  # versions when copied; None: unreliable
+        self._versions: list[int] | None = None  # versions when copied; None means unreliable
         self._moment: change_detection.Moment | None = None
 
     def take(

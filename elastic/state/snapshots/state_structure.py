@@ -23,7 +23,7 @@ class ModelTensors:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent
     transient: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent=False
-    absent: list[str] = field(default_factory=list)  # registered as None
+    absent: list[str] = field(default_factory=list)  # registered with the value None
     persistent: list[str] = field(default_factory=list)  # names of buffers, None or not
     aliases: dict[str, str] = field(default_factory=dict)  # tied parameters
     owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)

@@ -104,7 +104,7 @@ _Compute = ctypes.CFUNCTYPE(None, _at, _at, _at)
 _Manager = ctypes.CFUNCTYPE(ctypes.c_bool, _at, _at, _int)
 
 _starts: weakref.WeakValueDictionary[int, _Callee] = weakref.WeakValueDictionary()
-# Valid in this process only: a graph saved by another process must not match an entry here.
+# Valid only in this process. A graph saved by another process must not match an entry here.
 _tokens = itertools.count(secrets.randbits(62) + 1)
 
 

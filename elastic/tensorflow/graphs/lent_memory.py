@@ -15,7 +15,7 @@ import torch
 from elastic.collectives.shared_memory import native_library
 
 LARGE = 1 << 20  # bytes: smaller tensors are copied
-ALIGNED = 64  # bytes: TensorFlow copies memory that is not aligned to this
+ALIGNED = 64  # alignment in bytes; TensorFlow copies unaligned memory
 _FLAGS = 4096  # maximum number of tensors lent at once
 
 _Flags = ctypes.c_uint8 * _FLAGS
@@ -37,7 +37,7 @@ class LentMemory:
         for kept in (
             self._flags,
             self._lent,
-        ):  # never freed, because the interpreter would free them at its exit
+        ):  # kept forever, because the interpreter would free the objects at its exit
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def lend(self, tensor: torch.Tensor) -> int | None:
