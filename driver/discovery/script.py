@@ -155,7 +155,7 @@ class ScriptDiscovery(PolledDiscovery):
         try:
             code, output, errors = await execute(self._command, self._timeout_s)
         except asyncio.TimeoutError:
-            raise Invalid(f"{self._name} has not finished within {self._timeout_s:g} s") from None
+            raise Invalid(f"{self._name} did not finish within {self._timeout_s:g} s") from None
         except OSError as error:
             raise Invalid(f"{self._name} can't be started: {error.strerror}") from None
         if code != 0:
@@ -163,7 +163,7 @@ class ScriptDiscovery(PolledDiscovery):
             raise Invalid(f"{self._name} {ending}{_tail(errors)}")
         if len(output) >= _OUTPUT_LIMIT:
             raise Invalid(
-                f"{self._name} printed more than {_OUTPUT_LIMIT} bytes: print one host per line"
+                f"{self._name} printed more than {_OUTPUT_LIMIT} bytes: print only one host per line"
             )
         try:
             return parse_lines(

@@ -55,7 +55,7 @@ class Allocation:
         try:
             code, output, errors = await execute([*command], ANSWER_S, env=self.environ)
         except asyncio.TimeoutError:
-            raise Invalid(f"{command[0]} has not answered within {ANSWER_S:g} s") from None
+            raise Invalid(f"{command[0]} did not answer within {ANSWER_S:g} s") from None
         except OSError as error:
             raise Invalid(f"{command[0]} can't be started: {error.strerror}") from None
         if code != 0:

@@ -101,6 +101,7 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
     state.layout.return_value = ""
     state.is_sharded.return_value = False
     state.calls_back.return_value = calls_back
+    rt.commits.went_back.return_value = False
     rt.commits.adopt.side_effect = lambda copied: state.mock_calls.append(call.adopted())
     with (
         patch.object(durable, "entered"),

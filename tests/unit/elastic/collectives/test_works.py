@@ -27,6 +27,7 @@ def over_gloo(gloo: Work, then: Callable[[], None]) -> GlooWork:
 def over_nccl(nccl: Work, then: Callable[[], None]) -> NcclWork:
     group = create_autospec(NcclCollectives, instance=True)
     group._failed = ""  # so that no GPU is queried whether the collective is over
+    group._launched_timeout_s = 60.0
     return NcclWork(group, nccl, then)
 
 
