@@ -61,6 +61,7 @@ def train_and_test(epochs: int) -> None:
 
     @elastic.jax.run
     def train(state: elastic.jax.JaxState) -> None:
+        loss = jnp.nan  # after a loss of a worker, an epoch may have no batch left
         while state.epoch < epochs:
             loader.set_epoch(state.epoch)
             for batch, digits in loader:

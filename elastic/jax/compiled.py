@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax._src import dispatch
 from jax.experimental import io_callback
 
 from elastic.api.arrays import to_numpy, to_torch
@@ -48,8 +49,13 @@ def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
 
 
 def forget_errors() -> None:
-    """Discard the errors of earlier callbacks."""
+    """Discard the errors of earlier callbacks, and JAX's tokens, which order callbacks.
+
+    A function that was dispatched while its inputs were being computed leaves its error in a token, which every later
+    callback would raise again. JAX has no public function for this.
+    """
     _raised.clear()
+    dispatch.runtime_tokens.clear()
 
 
 def cause() -> BaseException | None:

@@ -15,6 +15,7 @@ import elastic
 import elastic.jax as ej
 from elastic.errors import Fixed, Invalid, NotElastic, TensorMismatch, UnsupportedType
 from elastic.jax import unsupported_modes
+from elastic.jax.compiled import forget_errors
 from elastic.negotiation.process_sets import add_process_set, remove_process_set
 
 jax.config.update("jax_num_cpu_devices", 2)  # the second one is for arrays that are refused
@@ -139,6 +140,20 @@ def test_an_error_in_a_compiled_function_is_raised_as_itself(rank, size):
 
     with pytest.raises(TensorMismatch):
         train(ej.JaxState(params=jnp.zeros(1)))
+
+
+def test_a_compiled_function_after_an_error_in_one_whose_inputs_were_pending_then_runs(rank, size):
+    reduce = jax.jit(ej.allreduce)
+
+    @ej.run
+    def train(state):
+        pending = jax.jit(lambda a: (a @ a @ a @ a)[0, : 2 + rank])(jnp.ones((1500, 1500)))
+        return jax.block_until_ready(reduce(pending))
+
+    with pytest.raises(TensorMismatch):
+        train(ej.JaxState(params=jnp.zeros(1)))
+    forget_errors()
+    np.testing.assert_allclose(reduce(jnp.ones(3)), np.ones(3))
 
 
 def test_an_optimizer_averages_gradients_inside_and_outside_of_compiled_functions(rank, size):
