@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic.errors import Invalid
 from elastic.exact import tree
-from elastic.exact.step import ShardStep
+from elastic.exact.step import PassResult, ShardStep
 from elastic.runtime import lifecycle
 
 PURPOSE = "buffers of shard 0"
@@ -175,18 +175,18 @@ class BufferKeeper:
         pass
 
     @torch.no_grad()
-    def second_pass_ends(self, shard: int) -> int:
+    def second_pass_ends(self, shard: int) -> PassResult:
         self._check(shard)
         for kept, buffer in zip(self._kept, self._buffers(), strict=True):
             if kept.changed(buffer):
                 self._put(kept, buffer, kept.start)
-        return 0
+        return PassResult(0, 0.0)
 
     def digest_of(self, shard: int) -> int:
         return 0
 
-    def finite(self, shard: int) -> bool:
-        return True
+    def largest(self, shard: int) -> float:
+        return 0.0
 
     def _check(self, shard: int) -> None:
         """Raise Invalid for a change that would make workers differ."""

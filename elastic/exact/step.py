@@ -6,7 +6,17 @@ from typing import NamedTuple, Protocol
 
 from elastic.exact import tree
 
-NOT_FINITE = -1  # in place of the digest of gradients of which one is infinite or NaN
+
+class PassResult(NamedTuple):
+    """Gradients of one shard, as one rank has computed them.
+
+    Attributes:
+        digest: 0 without any.
+        largest: the largest absolute value; infinity if one is infinite or NaN, 0.0 without any.
+    """
+
+    digest: int
+    largest: float
 
 
 class ShardStep(NamedTuple):
@@ -42,14 +52,11 @@ class StepListener(Protocol):
     def second_pass_begins(self, shard: int) -> None:
         """Begin to compute a shard again, after this rank's own, for a comparison. See `elastic.exact.verifier`."""
 
-    def second_pass_ends(self, shard: int) -> int:
-        """End the second pass without a trace.
-
-        Return a digest of its gradients, 0 without any, NOT_FINITE if one is infinite or NaN.
-        """
+    def second_pass_ends(self, shard: int) -> PassResult:
+        """End the second pass without a trace, and return its result."""
 
     def digest_of(self, shard: int) -> int:
-        """Return the same of one of this rank's own shards that `Shards.checked` contains."""
+        """Return the same digest of one of this rank's own shards that `Shards.checked` contains."""
 
-    def finite(self, shard: int) -> bool:
-        """Return whether all gradients of one of this rank's own shards were finite, if shards are verified."""
+    def largest(self, shard: int) -> float:
+        """Return the same of one of this rank's own shards, if shards are verified."""

@@ -7,7 +7,8 @@ In a step with checks, one shard of each rank is computed again by another rank,
 verifies more than it does. Steps with checks are evenly spaced. Which shard of a rank is checked, and by which other
 rank, is drawn for each of them, so every pair of a worker and a shard of another one occurs.
 
-A shard with an infinite or NaN gradient is checked in any step, before the gradients are used.
+A shard with an infinite or NaN gradient, or a much larger one than usual, is checked in any step, before the gradients
+are used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import NamedTuple
 from elastic.data.seeds import seed_of
 
 Held = Sequence[Sequence[int]]  # the shards of each rank
+NOT_FINITE = -1  # in place of the digest of gradients of which one is infinite or NaN
+TOO_LARGE = -2  # in place of the digest of gradients of which one exceeds the limit of the step
+MARGIN = 10  # binary orders of magnitude by which a gradient may exceed the largest one of the previous step
+NONE = -(1 << 31)  # in place of a binary exponent, of 0.0 and of infinity
 # Steps with checks that a return to an older commit covers. In each of them, a rank has two compared passes, so that a
 # rank that is wrong in one of four is found with a probability of 99 %.
 COVERED = 8
@@ -69,10 +74,25 @@ def window(held: Held, share: float) -> int:
     return 0 if share >= 1.0 or math.isinf(between) else math.ceil(COVERED * between)
 
 
+def exponent(largest: float) -> int:
+    """Return the exponent of the next power of two above a number; NONE of 0.0 and of infinity."""
+    return math.frexp(largest)[1] if 0.0 < largest < math.inf else NONE
+
+
+def limit(usual: int) -> float:
+    """Return the largest gradient that is not checked. ``usual``: exponent of the largest one in the previous step."""
+    return math.inf if usual == NONE or usual + MARGIN > 1023 else 2.0 ** (usual + MARGIN)
+
+
+def judged(digest: int, largest: float, limit: float) -> int:
+    """Return what is compared of the gradients of a pass: their digest, if they are finite and within the limit."""
+    return NOT_FINITE if math.isinf(largest) else TOO_LARGE if largest > limit else digest
+
+
 def rechecks(
     found: Sequence[tuple[int, int]], ranks: int, seed: int, generation: int, step: int
 ) -> tuple[ShardCheck, ...]:
-    """Return the checks of shards whose gradients are not finite: ``found`` has each rank with such a shard."""
+    """Return the checks of shards with conspicuous gradients: ``found`` has each rank with such a shard."""
     shift = 1 + seed_of("second rank", seed, generation, step) % (ranks - 1)
     return tuple(ShardCheck(shard, rank, (rank + shift) % ranks) for rank, shard in found)
 

@@ -6,6 +6,7 @@ leaves no trace: its gradients are only digested, and buffers and random generat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -15,8 +16,8 @@ from elastic.collectives import agreement
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, GradientsDiffer, Invalid
 from elastic.exact import generators, verification
-from elastic.exact.step import NOT_FINITE, ShardStep, StepListener
-from elastic.exact.verification import Computed, ShardCheck, VoteResult
+from elastic.exact.step import ShardStep, StepListener
+from elastic.exact.verification import NOT_FINITE, TOO_LARGE, Computed, ShardCheck, VoteResult
 from elastic.protocol import messages
 from elastic.runtime import lifecycle
 
@@ -44,6 +45,22 @@ class FirstStep(NamedTuple):
     def differs(self) -> bool:
         """Whether the rank contradicts itself."""
         return self.first_digest != self.second_digest
+
+
+class Conspicuous(NamedTuple):
+    """What a rank reports in each step about its gradients that are infinite, NaN, or much larger than usual.
+
+    Attributes:
+        shard: the first one with such a gradient that is not checked anyway; -1: none.
+        judged: NOT_FINITE or TOO_LARGE.
+        usual: exponent of the largest gradient of the previous step; see `verification.limit`.
+        largest: exponent of this rank's largest gradient in this step.
+    """
+
+    shard: int
+    judged: int
+    usual: int
+    largest: int
 
 
 class Verifier:
@@ -76,10 +93,13 @@ class Verifier:
         self._begins = False  # first step of a world
         self._deterministic = False  # this process has computed a shard twice with equal bits
         self._agreed: dict[int, int] = {}  # the last step in which a rank's gradients were equal
+        self._usual = verification.NONE  # exponent of the largest gradient of the last step
+        self._limits: dict[int, float] = {}  # of shards that are checked for conspicuous gradients
 
     def step_begins(self, step: ShardStep, generation: int) -> None:
         """Draw the checks of a step."""
         self._step, self.shard, self.passes_made = step, None, 0
+        self._limits = {}
         self._begins = len(step.held) > 1 and generation != self._generation
         if self._begins:
             self._agreed = {}
@@ -98,8 +118,8 @@ class Verifier:
     def passes(self, generation: int) -> Iterator[int]:
         """Yield the shards that this rank computes once more, after its own. Collective.
 
-        In each step, the ranks exchange which of their shards has an infinite or NaN gradient. Another rank computes it
-        at once; if its gradients are the same, an overflow or a diverging model is the cause, and the step goes on.
+        In each step, the ranks exchange which of their shards has an infinite, NaN or much larger gradient than
+        usual. Another rank computes it at once; if it finds the same, the model is the cause, and the step is taken.
 
         Raises:
             PeerLost: a rank was lost, or its gradients were wrong.
@@ -119,10 +139,11 @@ class Verifier:
             [
                 *(first or ()),
                 *(digests.get(check.shard, 0) for check in self._checks),
-                self._not_finite(step),
+                *self._conspicuous(step),
             ]
         )
         rows = [row[len(first or ()) :] for row in found]
+        odd = [Conspicuous(*row[-len(Conspicuous._fields) :]) for row in found]
         votes = {
             check: [Computed(rank, rows[rank][place]) for rank in (check.owner, check.second)]
             for place, check in enumerate(self._checks)
@@ -130,11 +151,11 @@ class Verifier:
         if first is not None:
             votes |= self._compare_ranks([FirstStep(*row[: len(first)]) for row in found])
             self._generation, self._begins = generation, False
-        odd = [(rank, row[-1]) for rank, row in enumerate(found) if row[-1] >= 0]
-        if odd:
+        if any(each.shard >= 0 for each in odd):
             votes |= yield from self._recheck(odd, step, generation)
         yield from self._vote(votes, step)
         self._conclude(votes, step)
+        self._usual = max(each.largest for each in odd)
 
     # ---- second passes ---------------------------------------------------------------------------------------------
 
@@ -148,35 +169,39 @@ class Verifier:
         return FirstStep(self._arithmetic(), int(before == after), shard, before, after)
 
     def _recheck(
-        self, odd: Sequence[tuple[int, int]], step: ShardStep, generation: int
+        self, odd: Sequence[Conspicuous], step: ShardStep, generation: int
     ) -> Generator[int, None, dict[ShardCheck, list[Computed]]]:
-        """Let another rank compute each of these ranks' shards, whose gradients are not finite."""
-        again = verification.rechecks(odd, len(step.held), self._seed, generation, step.number)
+        """Let another rank compute each of the shards with conspicuous gradients."""
+        found = [(rank, each.shard) for rank, each in enumerate(odd) if each.shard >= 0]
+        again = verification.rechecks(found, len(step.held), self._seed, generation, step.number)
+        self._limits = {each.shard: verification.limit(each.usual) for each in odd}
         row = [0] * len(again)
         for place, check in enumerate(again):
             if check.second == step.rank:
                 row[place] = yield from self._compute(check.shard)
-        found = self._exchange(row)
+        rows = self._exchange(row)
         return {
             check: [
-                Computed(check.owner, NOT_FINITE),
-                Computed(check.second, found[check.second][place]),
+                Computed(check.owner, odd[check.owner].judged),
+                Computed(check.second, rows[check.second][place]),
             ]
             for place, check in enumerate(again)
         }
 
-    def _not_finite(self, step: ShardStep) -> int:
-        """Return this rank's first shard with an infinite or NaN gradient that is not checked anyway; -1: none."""
-        listeners = self._listeners()
-        return next(
-            (
-                each.shard
-                for each in step.merges
-                if each.shard not in self.checked
-                and not all(listener.finite(each.shard) for listener in listeners)
-            ),
-            -1,
-        )
+    def _conspicuous(self, step: ShardStep) -> Conspicuous:
+        largest = {each.shard: self._largest_of(each.shard) for each in step.merges}
+        limit = verification.limit(self._usual)
+        judged = {
+            shard: found
+            for shard, value in largest.items()
+            if (found := verification.judged(0, value, limit)) and shard not in self.checked
+        }
+        shard, found = next(iter(judged.items()), (-1, 0))
+        most = verification.exponent(max(largest.values(), default=0.0))
+        return Conspicuous(shard, found, self._usual, most)
+
+    def _largest_of(self, shard: int) -> float:
+        return max((each.largest(shard) for each in self._listeners()), default=0.0)
 
     def _compute(self, shard: int) -> Generator[int, None, int]:
         step = self._step
@@ -189,10 +214,14 @@ class Verifier:
         self.passes_made += 1
         yield shard
         self.shard = None
-        return _combined([each.second_pass_ends(shard) for each in listeners])
+        results = [each.second_pass_ends(shard) for each in listeners]
+        limit = self._limits.get(shard, math.inf)
+        largest = max((each.largest for each in results), default=0.0)
+        return verification.judged(_combined([each.digest for each in results]), largest, limit)
 
     def _digest_of(self, shard: int) -> int:
-        return _combined([each.digest_of(shard) for each in self._listeners()])
+        digest = _combined([each.digest_of(shard) for each in self._listeners()])
+        return verification.judged(digest, self._largest_of(shard), math.inf)
 
     # ---- the vote --------------------------------------------------------------------------------------------------
 
@@ -318,11 +347,9 @@ class Verifier:
 
 
 def _combined(digests: Sequence[int]) -> int:
-    """Return a digest of 63 bits, never 0, or NOT_FINITE."""
-    if NOT_FINITE in digests:
-        return NOT_FINITE
+    """Return a digest of 63 bits, never 0."""
     return seed_of("gradients of optimizers", *digests) >> 1 or 1
 
 
 def _shown(digest: int) -> str:
-    return "not finite" if digest == NOT_FINITE else f"{digest:016x}"
+    return {NOT_FINITE: "not finite", TOO_LARGE: "too large"}.get(digest) or f"{digest:016x}"

@@ -425,7 +425,7 @@ class Digested(Message):
 class Miscomputed(Message):
     """A vote of the ranks found that one of them computed wrong gradients of a shard. See `elastic.exact.verifier`.
 
-    Every rank sends it. Digests are 16 hexadecimal digits, or ``not finite``.
+    Every rank sends it. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
     """
 
     generation: int

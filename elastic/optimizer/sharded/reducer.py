@@ -12,6 +12,7 @@ the first ones are full early. Sums are elementwise and do not depend on it.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +26,7 @@ from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
 from elastic.exact import tree
 from elastic.exact.shards import Shards
-from elastic.exact.step import NOT_FINITE, ShardStep
+from elastic.exact.step import PassResult, ShardStep
 from elastic.failpoints import actions, failpoint
 from elastic.monitoring import moved_tensors
 from elastic.optimizer.gradients import bucket_plan, malloc_tuning, not_finite
@@ -90,7 +91,7 @@ class ShardReducer:
         self._noting = False  # whether digests of gradients are requested
         self._digests: dict[int, dict[str, int]] = {}  # of checked shards, by parameter
         self._checked = False  # whether the present shard is one of these
-        self._examines = False  # whether to find shards with infinite or NaN gradients
+        self._examines = False  # whether to find shards with conspicuous gradients
         # Smallest and largest gradients, by shard.
         self._extremes: dict[int, list[torch.Tensor]] = {}
         self._second_pass: int | None = None  # the shard; not None iff one is in progress
@@ -313,7 +314,7 @@ class ShardReducer:
         self._second_pass = shard
 
     @torch.no_grad()
-    def second_pass_ends(self, shard: int) -> int:
+    def second_pass_ends(self, shard: int) -> PassResult:
         found, extremes = {}, list[torch.Tensor]()
         for (parameter, number), kept in zip(self._trained(), self._kept, strict=True):
             gradient, parameter.grad = parameter.grad, kept
@@ -323,13 +324,13 @@ class ShardReducer:
                 found[f"{number} {name}"] = digest.digest([(name, dense.detach().cpu())])
                 extremes += not_finite.extremes(dense)
         self._second_pass, self._kept = None, []
-        return _digest_of(found) if _all_finite(extremes) else NOT_FINITE
+        return PassResult(_digest_of(found), _largest(extremes))
 
     def digest_of(self, shard: int) -> int:
-        return _digest_of(self._digests.get(shard, {})) if self.finite(shard) else NOT_FINITE
+        return _digest_of(self._digests.get(shard, {}))
 
-    def finite(self, shard: int) -> bool:
-        return _all_finite(self._extremes.get(shard, []))
+    def largest(self, shard: int) -> float:
+        return _largest(self._extremes.get(shard, []))
 
     def _trained(self) -> list[tuple[torch.Tensor, int]]:
         """Return the trained parameters with their numbers."""
@@ -489,13 +490,14 @@ class ShardReducer:
             self.shards.inexact_since = self.shards.step
 
 
-def _all_finite(extremes: Sequence[torch.Tensor]) -> bool:
-    """Return whether these scalars are finite. Waits for each device once."""
+def _largest(extremes: Sequence[torch.Tensor]) -> float:
+    """Return the largest absolute value, infinity for NaN, 0.0 for none. Waits for each device once."""
     devices = {each.device for each in extremes}
-    return all(
-        bool(torch.stack([e.double() for e in extremes if e.device == device]).isfinite().all())
+    found = (
+        float(torch.stack([e.double() for e in extremes if e.device == device]).abs().max())
         for device in devices
     )
+    return max((math.inf if math.isnan(each) else each for each in found), default=0.0)
 
 
 def _digest_of(found: dict[str, int]) -> int:

@@ -259,7 +259,7 @@ UNCHECKED = next(
 )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30])
 @pytest.mark.parametrize("always", [False, True])
 def test_step_without_a_check_when_a_gradient_is_not_finite_then_its_rank_is_named(
     ranks, value, always
@@ -281,11 +281,15 @@ def test_step_without_a_check_when_a_gradient_is_not_finite_then_its_rank_is_nam
     for reports, steps, _ in ranks(4, train):
         (report,) = reports
         assert report.rank == 2 and report.step == steps == UNCHECKED
-        assert report.digest == "not finite" != report.right and len(report.witnesses) == 3
+        wanted = "not finite" if not math.isfinite(value) else "too large"
+        assert report.digest == wanted != report.right and len(report.witnesses) == 3
 
 
+@pytest.mark.parametrize("value", [math.inf, 1e7])
 @pytest.mark.parametrize("size", [2, 4])
-def test_step_when_all_ranks_find_a_gradient_that_is_not_finite_then_it_is_taken(ranks, size):
+def test_step_when_all_ranks_find_a_gradient_that_is_not_finite_then_it_is_taken(
+    ranks, size, value
+):
     """As with a scale that is too large: the shard is computed twice, and training goes on as without verify."""
 
     def train(rank: int, share: float = 1 / 64) -> Any:
@@ -293,7 +297,7 @@ def test_step_when_all_ranks_find_a_gradient_that_is_not_finite_then_it_is_taken
 
         def wrong(step: int, shard: int, count: int) -> bool:
             if step in (UNCHECKED, UNCHECKED + 1) and shard == 5:
-                spoils(run, shard, math.inf)
+                spoils(run, shard, value)
             return False
 
         run.wrong = wrong
