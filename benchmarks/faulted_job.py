@@ -166,7 +166,6 @@ class Disturbed(Job):
         return math.ceil(seconds * (len(its) - 1) / (max(its) - min(its))) + 1
 
     def _recent(self) -> list[Step]:
-        """Read the ends of all files: enough for the newest world."""
         found = []
         for path in self.folder.glob("*.steps"):
             found += read(path, max(0, path.stat().st_size - TAIL))[0][

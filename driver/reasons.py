@@ -265,9 +265,6 @@ _words = _Words()
 
 
 def _parts(reason: Reason) -> Sequence[str]:
-    """Return the beginning of a reason's sentence, and the rest. Facts that do not fit, for example from an edited
-    journal, are printed unchanged.
-    """
     sentence = SENTENCES[reason.kind]
     try:
         if callable(sentence):
@@ -279,7 +276,6 @@ def _parts(reason: Reason) -> Sequence[str]:
 
 
 def _several(facts: Mapping[str, Any]) -> str:
-    """Sentence for several causes. Workers that ended in the same way are named in one clause."""
     clauses: dict[str, Any] = {}
     for cause in facts["causes"]:
         same = str(cause)

@@ -48,7 +48,6 @@ def exception_line(text: str) -> str:
 
 
 def _exception(lines: Sequence[str]) -> str:
-    """Return the first line that is not part of a frame, with the next one if it has only the class."""
     for number, line in enumerate(lines):
         if line and not line[0].isspace():
             rest = (each.strip() for each in lines[number + 1 :] if line.endswith(": "))

@@ -258,7 +258,9 @@ def _train_in_worlds(
 
 
 def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -> None:
-    """At the end of a world, return to the last commit or, if ``alone``, to the present state, which was saved here."""
+    """Return to the last commit at the end of a world. If ``alone``, return to the present state, which was saved
+    here.
+    """
     rt.training.interrupted()
     rt.training.drain()
     if alone:
@@ -358,7 +360,6 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
 
 
 def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Make the state equal on all ranks. Return the number of bytes copied, if known."""
     if has_custom_sync(state):
         state.sync()
         return 0

@@ -133,7 +133,6 @@ def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> Digest
 def _odd_gradient(
     undisturbed: list[HeldCommit], other: list[HeldCommit]
 ) -> tuple[OddGradient | None, int]:
-    """Return the first differing gradient of the first shard that has one, and the number of compared gradients."""
     wanted: dict[tuple[int, str], int] = {}
     for each in reversed(undisturbed):
         wanted |= each.gradients
@@ -160,5 +159,4 @@ def _by_shard(gradients: dict[str, int]) -> dict[tuple[int, str], int]:
 
 
 def _odd(own: dict[str, int], wanted: dict[str, int]) -> tuple[str, ...]:
-    """Return the names of differing tensors in the order of the state: tensors of the model, then of the optimizer."""
     return tuple(name for name in {**wanted, **own} if own.get(name) != wanted.get(name))

@@ -169,7 +169,6 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
 
 
 def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened: _Happened) -> None:
-    """Return the outcome of a fault after which the victim's process ended."""
     how = "it left" if code == 0 else "lost"
     kill = happened.kills.get(each.worker)
     if kill is not None and kill[0] <= at:
@@ -199,7 +198,6 @@ def _cut(outcome: FaultOutcome, each: Injected, happened: _Happened) -> None:
 def _back(
     outcome: FaultOutcome, each: Injected, how: str, generation: int | None, happened: _Happened
 ) -> None:
-    """Return the outcome with the time at which a world of this generation or a later one was training."""
     if generation is not None:
         for at, done in happened.at_work:
             if done.generation >= generation:

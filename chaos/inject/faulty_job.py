@@ -229,7 +229,6 @@ def _stopping(process: subprocess.Popen[bytes]) -> Iterator[_Stop]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the job if it still runs, after a failure of this tool."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -35,8 +35,6 @@ class NotOurs(Exception):
 
 @dataclass
 class _Process:
-    """A worker's process, with an open pidfd so that its ID cannot be reused."""
-
     pid: int
     pidfd: int
 
@@ -54,8 +52,6 @@ class _Process:
 
 @dataclass
 class _Lasting:
-    """A fault in progress."""
-
     injected: Injected
     process: _Process
     ends_at: float

@@ -209,7 +209,6 @@ class PacketFilter:
 
 
 def _elements(socket: Socket) -> list[str]:
-    """Return the set elements for a socket: both directions of a connection, or a listening address."""
     address, port = socket.own
     family = "ip6" if ":" in address else "ip"
     if socket.peer is not None:

@@ -168,7 +168,6 @@ class _Where:
         return str(value)
 
     def number(self, key: str, value: Any, least: float) -> float:
-        """Return a number that is at least ``least``."""
         return self._number(key, value, f"of {least:g} or more", least, plan.SECONDS_MAX)
 
     def positive(self, key: str, value: Any) -> float:
@@ -202,7 +201,6 @@ class _Where:
         return int(value)
 
     def _line(self, key: str) -> int:
-        """Return the line of the key in this table, or of the table's header."""
         table, head, seen = "", 1, -1
         for number, line in enumerate(self._lines, start=1):
             match = re.match(r"\s*\[+\s*([\w-]+)", line)

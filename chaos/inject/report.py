@@ -185,8 +185,6 @@ def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)
 
 
 class _Reading:
-    """A single pass over the journal."""
-
     def __init__(self, settings: Settings) -> None:
         self.began_at: float | None = None
         self.ended = ""  # the reason

@@ -279,7 +279,6 @@ class Invariants:
                 self._job_end.ends(action)
 
     def _answered(self) -> None:
-        """Apply an accepted request of an operator."""
         match self.job.event:
             case ScaleRequested(_, workers):
                 self.job.shrinks = self.job.shrinks or workers < self.job.workers_max

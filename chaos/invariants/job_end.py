@@ -89,7 +89,6 @@ class JobEnd:
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)
 
     def _ran(self, slot: tuple[str, int], known: LiveWorker) -> bool:
-        """Return whether the worker certainly ran to its end outside elastic.run."""
         listed = slot[1] < self.job.hosts.get(slot[0], 0)
         placed = known.placed == self.job.generation
         return listed and placed and not (known.running or known.asked_to_leave)
@@ -129,5 +128,4 @@ class JobEnd:
             self.job.broken("RANK 0 IS NO OTHER", what)
 
     def _live_members(self) -> list[tuple[Worker, LiveWorker]]:
-        """Return the live members of the current world that were not asked to leave, as the driver counts them."""
         return [(worker, known) for worker, known in self.job.here() if not known.dismissed]

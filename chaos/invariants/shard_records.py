@@ -126,7 +126,6 @@ class ShardRecords:
                 self._is_mirrored(worker, commit)
 
     def _is_mirrored(self, worker: Worker, commit: Commit) -> None:
-        """Check that a member of the world that sealed a commit has its shard, and the copies it keeps."""
         world, (generation, shards) = self._worlds.get(commit.generation), self._held[worker]
         if world is None or worker not in world.members or generation != commit.generation:
             return
@@ -182,7 +181,6 @@ class ShardRecords:
         self._before = restored
 
     def _every_shard_is_placed(self, world: ShardedWorld) -> None:
-        """Check that each shard has a worker that trains it, and copies on the required number of hosts."""
         wanted = min(1 + self._copies, len(world.hosts))
         for shard in self._shards(world):
             parts = world.placed.items()

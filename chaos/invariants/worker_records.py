@@ -92,7 +92,6 @@ class WorkerRecords:
         return [(w, known) for w, known in self.job.workers.items() if w.host == host]
 
     def _all_members_are_on(self, host: str) -> bool:
-        """Return whether no other worker could continue, so that the job waits for the host."""
         here = [(w, k) for w, k in self.job.here() if not (k.dismissed or k.finished)]
         return bool(here) and all(w.host == host or k.going for w, k in here)
 
@@ -105,7 +104,6 @@ class WorkerRecords:
         self.job.waits.end(("exit", worker), ("init", worker), ("link", worker))
 
     def _restarted(self) -> None:
-        """Restart every wait."""
         self.job.waits.end_all()
         for worker, known in self.job.workers.items():
             if known.connected and not known.going:
@@ -195,7 +193,6 @@ class WorkerRecords:
     def _is_overtaken(
         known: LiveWorker, event: events.WorkerReconnected | events.WorkerDisconnected
     ) -> None:
-        """Record that messages of a lost connection may arrive after those of the new one."""
         generation = known.placed
         if isinstance(event, events.WorkerReconnected):
             known.reconnected = True

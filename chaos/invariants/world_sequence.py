@@ -53,7 +53,6 @@ class WorldSequence:
         self.job.waits.end("gathering", "stop", "end")
 
     def _remember_digests(self, world: PublishWorld) -> None:
-        """Discard digests older than the world's commit, since they can no longer be compared."""
         base = world.commit
         if base is None:
             self.job.digests.clear()

@@ -164,7 +164,6 @@ def _failed(simulation: Simulation, wrong: str, options: argparse.Namespace) -> 
 
 
 def _commit() -> str:
-    """Return the commit of this code."""
     here = Path(__file__).resolve().parent
     try:
         found = subprocess.run(

@@ -69,7 +69,6 @@ class Scale:
         )
 
     def _settled(self) -> bool:
-        """Return whether all workers train together and the driver has noticed every fault."""
         sim, membership = self.simulation, self.simulation.driver.membership
         if sim.driver.end is not None:
             return True

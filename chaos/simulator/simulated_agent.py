@@ -63,7 +63,6 @@ class SimulatedAgent:
         self.sim.driver.agent_called(connection, self.identity)
 
     def _attached(self) -> None:
-        """Report running workers, and the exits of others."""
         exits = [*self._exits.values()]
         self.say(messages.Registered(0, "", [], [*self.processes], exits, notice=self.notice))
         for checked in self._checked.values():

@@ -111,7 +111,6 @@ class SimulatedDriver:
         )
 
     def _dies(self) -> bool:
-        """Pass a place at which the driver yields control. Return whether it is down."""
         if self.doom is not None and self.up:
             self.doom -= 1
             if self.doom <= 0:
@@ -267,7 +266,6 @@ class SimulatedDriver:
         self._meet(pool_events.AgentMessageReceived(agent, message))
 
     def _last_words(self, event: events.WorkerExited) -> None:
-        """Usually deliver all messages of a process before its exit."""
         mine = self._workers.pop(event.worker, None)
         if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
             mine.flush(INWARD)

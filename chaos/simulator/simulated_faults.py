@@ -46,13 +46,11 @@ def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
 
 
 def _one(sim: SimulatedJob) -> SimulatedWorker | None:
-    """Return a worker that may be lost."""
     candidates = [p for p in _sound(sim) if _spared(sim, [p])]
     return sim.clock.random.choice(candidates) if candidates else None
 
 
 def _agent(sim: SimulatedJob) -> SimulatedAgent | None:
-    """Return an agent that may be lost, with its workers."""
     agents = [
         a
         for a in sim.agents.values()

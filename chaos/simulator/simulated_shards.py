@@ -218,7 +218,6 @@ class ShardedWorker(SimulatedWorker):
         return tuple(member.worker for member in world.members)
 
     def _exchange(self, purpose: str, value: Any) -> Generator[Any, None, list[Any]]:
-        """Exchange a value between all ranks of the world. Return the values by rank. Raises PeerLost."""
         collective = self._begin_exchange(purpose, value)
         yield from self.arrive(collective)
         return [collective.values[rank] for rank in collective.ranks]

@@ -200,7 +200,6 @@ class Training:
         peer.poke()
 
     def _count(self, collective: Collective) -> None:
-        """Record one step of all members, with the trained samples."""
         generation, size = collective.key[0], len(collective.ranks)
         before = collective.brought
         assert before is not None

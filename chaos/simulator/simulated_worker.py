@@ -546,7 +546,6 @@ class SimulatedWorker:
     # ---- many workers in lockstep ----------------------------------------------------------------------------------
 
     def _train_in_step(self) -> Thread:
-        """Like `_train`, but one event makes the steps of all members."""
         generation, size = self.recovery.generation, self.recovery.place.size
         run = self.sim.training.run_of(generation, size, self.sim.step_s)
         began = self.state.steps

@@ -194,7 +194,6 @@ class AgentPool:
                     self._beat()
 
     def _ready(self) -> None:
-        """Give agents of adopted workers as much time to connect as running agents."""
         self._beat()
         for host in self._hosts.values():
             if not host.here:
@@ -351,7 +350,6 @@ class AgentPool:
             self._due.put("", DeadlineKind.RESIGNATION, self._actions.now + self.attach.away_s)
 
     def _reconnected(self, name: str) -> None:
-        """Handle a host that is reachable again. The deadlines of hosts that were not given up restart."""
         released = self._reach.here(name)
         if ("", DeadlineKind.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", DeadlineKind.RESIGNATION)
@@ -486,7 +484,6 @@ class AgentPool:
             self._actions.add(pool_events.PostToDriver(event))
 
     def _exited(self, host: AgentRecord, event: WorkerExited) -> None:
-        """Report an exit, once for each worker."""
         if event.worker in host.running:
             host.running.discard(event.worker)
             self._actions.add(pool_events.PostToDriver(event))

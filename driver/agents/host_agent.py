@@ -298,7 +298,6 @@ class HostAgent:
         )
 
     def _ready(self, ready: bool) -> None:
-        """Create or remove the file for a readiness probe. It exists while a driver is connected."""
         if self.bootstrap.ready_file:
             with contextlib.suppress(OSError):
                 file = Path(self.bootstrap.ready_file)
@@ -431,7 +430,6 @@ class HostAgent:
         self._uplink.send(Seen(event))  # type: ignore[arg-type]
 
     async def _clear(self, why: str) -> None:
-        """Kill all workers, and wait for their exits within a limit."""
         to_kill = self._agent.alive()
         if to_kill:
             self._log_here("info", f"killing {counted(len(to_kill), 'worker')}: {why}")

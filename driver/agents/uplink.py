@@ -30,7 +30,7 @@ REJECTED = "the driver rejected this agent: see its log (another secret, another
 
 
 class NoDriver(Exception):
-    """There is no driver to connect to, or it is not the expected one. The text is the reason."""
+    """No driver is available for a connection, or another driver than expected answered. The text gives the reason."""
 
 
 class Uplink:

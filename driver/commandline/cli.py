@@ -408,7 +408,6 @@ def _preload(options: Options, *, elastic: bool) -> str:
 
 
 def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int | None:
-    """Return the rank of the worker with standard input. Raises Invalid."""
     rank = options.stdin
     check_stdin(rank, workers_max, by_agents=by_agents)
     if rank is not None:
@@ -468,7 +467,6 @@ def _gpus() -> int:
 
 
 def _command(options: Options, python: str) -> list[str]:
-    """Return the program as it is started. Raises Invalid."""
     if options.module:
         if options.no_python:
             raise Invalid("-m and --no-python can't be combined: keep only one of them")
@@ -477,7 +475,6 @@ def _command(options: Options, python: str) -> list[str]:
 
 
 def _stall_limits(options: Options) -> dict[str, Any]:
-    """Return the fields of `Settings` that limit how long other workers wait for one: seconds, or 0 for no limit."""
     if options.stall_check is False:
         return dict.fromkeys(("idle_s", "busy_warning_s", "busy_s", "gpu_hang_s"), 0.0)
     warning_s = _given(options.busy_warning, options.stall_warning)

@@ -216,7 +216,6 @@ class EtcdClient:
     async def _changes(
         self, connection: EtcdConnection, key: str, end: bytes, revision: int
     ) -> AsyncGenerator[Any, None]:
-        """Yield the events of each answer. Ends if etcd has compacted the required revision."""
         rpc = self._rpc
         create = rpc.WatchCreateRequest(key=key.encode(), range_end=end, start_revision=revision)
         # Otherwise a member without a leader would be silent forever.
@@ -250,8 +249,6 @@ async def _one(stream: Any) -> Any:
 
 
 def _renewal(connection: EtcdConnection) -> Callable[..., Awaitable[Any]]:
-    """Send one request on the stream LeaseKeepAlive, and close it."""
-
     def ask(request: Any, **options: Any) -> Awaitable[Any]:
         return _one(connection.lease.LeaseKeepAlive(iter([request]), **options))
 
@@ -264,6 +261,5 @@ def _item(kv: Any) -> tuple[str, Item]:
 
 
 def _end_of(prefix: str) -> bytes:
-    """Return the first key after all keys with the prefix."""
     encoded = prefix.encode()
     return encoded[:-1] + bytes([encoded[-1] + 1])

@@ -172,7 +172,6 @@ def _rejections(codes: Any) -> tuple[Any, ...]:
 
 
 def _trouble(details: str, access: EtcdAccess) -> Unavailable:
-    """Translate gRPC's error of a failed connection."""
     tls = access.tls
     if "Connection refused" in details:
         return Unavailable(NOBODY_THERE)
@@ -222,6 +221,5 @@ def _content(path: str, flag: str) -> bytes | None:
 
 
 def _forget(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and ignore its result."""
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     task.cancel()

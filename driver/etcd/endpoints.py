@@ -165,7 +165,6 @@ class Endpoints:
         self.answered()
 
     def _leave(self, connection: EtcdConnection | None) -> None:
-        """Close a connection. The next request is sent to the next member."""
         if connection is not None and connection is self._connection:
             self._connection = None
             self._next = (self._next + 1) % len(self._access.endpoints)

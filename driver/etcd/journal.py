@@ -173,7 +173,6 @@ class EtcdJournal(RecordJournal[PendingRecord]):
             record.written += 1
 
     async def _transact(self, puts: list[tuple[str, bytes]]) -> None:
-        """Write, and delete as many obsolete records in the same transaction as fit."""
         deleted = list(islice(self._obsolete, DELETES))
         await self._leader.transact(puts, [self._key(number) for number in deleted])
         for _ in deleted:
@@ -187,7 +186,6 @@ class EtcdJournal(RecordJournal[PendingRecord]):
 
 
 def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
-    """Yield the complete records. Raises ValueError if a record in the middle is missing."""
     pieces: list[bytes] = []
     for expected, number in enumerate((n for n in numbers if n >= begins), start=begins):
         if number != expected:

@@ -121,7 +121,6 @@ class Leadership:
     # ---- the seat
 
     async def _campaign(self) -> None:
-        """Return once this driver leads."""
         async with contextlib.aclosing(self._etcd.watch(self._seat)) as changes:
             async for item in changes:
                 if item is not None and item.lease != self._lease:
@@ -133,7 +132,6 @@ class Leadership:
         raise Unavailable("the connection to etcd was closed")
 
     async def _take(self) -> bool:
-        """Take a free seat. Returns False if another driver has taken it."""
         while True:
             last = await self._etcd.get(self._term, within_s=None)
             try:
@@ -169,7 +167,6 @@ class Leadership:
             return True
 
     async def _sit(self, *, anew: bool = False) -> None:
-        """Ensure that this driver has the seat and its record is up to date, or that the loss is known."""
         async with self._seating:
             while self.leads and self._guard_condition is not None:
                 lease = await self._live_lease()
@@ -202,7 +199,6 @@ class Leadership:
         return self._lease
 
     async def _keep(self) -> None:
-        """Renew the lease while waiting and while leading."""
         while not self.lost.is_set():
             await asyncio.sleep(self._ttl_s / 3)
             if not self._lease:

@@ -130,7 +130,6 @@ class Registration:
         return f"host {self._host} already has an agent in this job: stop that one, or pass another name with --host"
 
     async def _claim(self, *, within_s: float | None = None) -> None:
-        """Ensure that the key belongs to this agent, or that this agent has ended."""
         async with self._claiming:
             while not self.ended.is_set():
                 item = await self._etcd.get(self._key, within_s=within_s)

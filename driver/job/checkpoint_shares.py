@@ -181,7 +181,6 @@ class CheckpointShares:
     def _complete(
         self, number: int, commit: Commit, written: dict[Worker, dict[str, int]]
     ) -> list[Action]:
-        """Complete a checkpoint that all ranks have written. Replicas that differ are never made durable."""
         groups: dict[tuple[tuple[str, int], ...], list[Worker]] = {}
         for worker in self._members:
             groups.setdefault(tuple(sorted(written[worker].items())), []).append(worker)
@@ -208,7 +207,6 @@ class CheckpointShares:
         return [drop, *damaged]
 
     def _compare_before(self) -> list[Action]:
-        """Compare the replicas as they were before gradients became infinite or NaN, once all ranks have reported."""
         reports = {w: each for w, each in self._not_finite.items() if each.digest is not None}
         commits = {each.commit for each in reports.values()}
         if not self._ever_equal or len(commits) != 1 or len(self._not_finite) < len(self._members):
@@ -229,11 +227,9 @@ class CheckpointShares:
         return SendToRanks(self._members, off)
 
     def _of_the_past(self, message: Any) -> list[Action]:
-        """Handle a message from an earlier world, of which only complete checkpoints count."""
         return self._made(message) if isinstance(message, CheckpointWritten) else []
 
     def _made(self, message: CheckpointWritten) -> list[Action]:
-        """Report the newest checkpoint once, although rank 0 repeats its message until it is answered."""
         if self._newest is not None and message.commit <= self._newest:
             return []
         self._newest = message.commit

@@ -376,7 +376,6 @@ class Driver:
         self._exit_barrier.disconnected(worker)
 
     def _worker_disconnected(self, event: events.WorkerExited) -> None:
-        """Handle an exit, after all messages that the worker has sent."""
         self._exit_barrier.gone(event)
 
     def _stop(self, reason: str, code: int) -> None:
@@ -438,7 +437,6 @@ class Driver:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     async def _handle(self, first: tuple[float, events.Event]) -> None:
-        """Handle this event and all events queued after it, each with the time of its arrival."""
         decided: list[tuple[events.Event, list[events.Action]]] = []
         arrived: tuple[float, events.Event] | None = first
         while arrived is not None:
@@ -506,7 +504,6 @@ class Driver:
             )
 
     def _now(self) -> float:
-        """Return the time on the journal's clock, which continues from one driver to the next."""
         assert self._loop is not None
         return self._loop.time() + self._offset
 
@@ -607,7 +604,6 @@ class Driver:
         return None
 
     def _news(self, text: str) -> Line:
-        """Log a line. Repetitions, for example after thousands of reconnections, are logged at level debug."""
         level = "debug" if text == self._said_last else "info"
         self._said_last = text
         return (level, text)

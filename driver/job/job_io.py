@@ -270,7 +270,6 @@ def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:
 
 
 def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None] | None:
-    """Return the function that shows the status line, or None if stderr is not a terminal."""
     if status is None:
         return None
     line = status

@@ -234,7 +234,6 @@ def _decision(action: Action) -> dict[str, Any]:
 
 
 def _kinds(fact: object) -> Any:
-    """Return the kind of a reason, and the kinds of reasons among its facts."""
     match fact:
         case Reason(kind, facts):
             causes = {name: found for name, each in facts.items() if (found := _kinds(each))}

@@ -119,7 +119,9 @@ class Journal:
         out."""
 
     async def rest(self) -> None:
-        """Take a snapshot if one is due. Called when no decision is pending and everything recorded is settled."""
+        """Take a snapshot if one is due. The caller ensures that no decision is pending and that all records are
+        settled.
+        """
         if self._due(1) and self._suits():
             self._snapshot()
             await self.settle()
@@ -137,7 +139,6 @@ class Journal:
     # ---- for subclasses --------------------------------------------------------------------------------------------
 
     def _keep(self, entry: Entry) -> int:
-        """Store an entry and return its size in bytes."""
         return 0
 
     def keep_snapshot(self, data: bytes, at: float) -> None:

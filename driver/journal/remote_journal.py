@@ -43,7 +43,6 @@ class RecordJournal(Journal, Generic[R]):
                 self.waiting.popleft()
 
     async def _put(self, record: R) -> None:
-        """Write all pieces of a record that are not written yet."""
         raise NotImplementedError
 
     def _keep(self, entry: Entry) -> int:

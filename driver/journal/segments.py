@@ -98,15 +98,12 @@ def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], 
 
 @dataclass(frozen=True)
 class _Found:
-    """A complete record."""
-
     head: Head  # head of its first piece
     first: int
     data: bytes
 
 
 def _complete(pieces: Mapping[int, bytes]) -> dict[int, _Found]:
-    """Return the complete records of a chapter by the place where they end."""
     found: dict[int, _Found] = {}
     parts = {number: data.partition(b"\n") for number, data in pieces.items()}
     heads = {number: _heads.decode(head) for number, (head, _, _) in parts.items()}

@@ -134,7 +134,6 @@ class ChildProcess:
             self._loop.add_writer(self._input.fileno(), self._send)
 
     def _read(self) -> bool:
-        """Read one chunk. Return False if there is none at present, or at the end of the output."""
         if self._output.closed:
             return False
         try:

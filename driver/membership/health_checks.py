@@ -75,5 +75,4 @@ class HealthChecks(Part):
 
 
 def _alike(one: Reason, other: Reason) -> bool:
-    """Return whether two checks failed in the same way. Times and numbers in their last lines may differ."""
     return all(one.facts.get(name) == other.facts.get(name) for name in ("outcome", "code"))

@@ -191,7 +191,6 @@ class Membership:
                 raise IllegalEvent("the event has no handler")
 
     def _overdue(self) -> None:
-        """Handle missed deadlines."""
         for record in self.worlds.staff.overdue():
             if record.stage is not WorkerStage.DISMISSED:
                 record.stage = WorkerStage.DISMISSED
@@ -205,7 +204,6 @@ class Membership:
         self.deadlines.overdue()
 
     def _after_the_end(self, event: events.Event) -> None:
-        """Handle an event after the outcome is decided: late workers are released."""
         match event:
             case events.WorkerExited():
                 self.roster.remove(event.worker)

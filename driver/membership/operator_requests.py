@@ -72,7 +72,6 @@ class OperatorRequests(Part):
         )
 
     def _thin_out(self, workers: int) -> int:
-        """Ask surplus workers to leave, and return their number."""
         surplus = self._surplus(workers)
         for record in surplus:
             why = because(ReasonKind.SCALED_DOWN, workers=workers)
@@ -80,8 +79,6 @@ class OperatorRequests(Part):
         return len(surplus)
 
     def _surplus(self, workers: int) -> list[WorkerRecord]:
-        """Return the surplus workers: the members with the highest ranks, and the most recently started of the other
-        workers."""
         staying = [record for record in self.roster.in_plans() if record.leaving is None]
         places = self.worlds.world.places
         members = [record for record in staying if record.worker in places]

@@ -270,7 +270,6 @@ class Notices(Part):
             self._end()
 
     def _ask(self) -> None:
-        """Request a due checkpoint if all machines will be reclaimed."""
         if not self._ask_at or self.worlds.phase is not Phase.TRAINING:
             return
         if self.actions.expired(self._ask_at[0]):

@@ -252,7 +252,6 @@ class _Taking:
         return way(value)
 
     def _number(self, *kind: str) -> int:
-        """Return the number of a kind, given its name and the names of its fields."""
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _add(self, value: Any, row: list[Any]) -> list[int]:

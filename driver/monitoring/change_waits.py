@@ -123,7 +123,6 @@ class ChangeWaits(ViewReader):
 
 
 def _leaving(reason: Reason) -> int:
-    """Return the number of workers that leave in a planned change."""
     causes = reason.facts.get("causes")
     each = causes if isinstance(causes, list) else [reason]
     return sum(isinstance(one, Reason) and one.kind is ReasonKind.LEAVES for one in each)

@@ -41,7 +41,6 @@ def training_stack(text: str) -> str:
 
 
 def _script_first(frames: list[str]) -> list[str]:
-    """Return the script's frames, most recent first, and one line for the library frames above the first of them."""
     owners = []
     for frame in frames:
         found = _FRAME.match(frame)

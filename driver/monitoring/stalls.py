@@ -325,7 +325,6 @@ class Stalls(ViewReader):
         self._whole = False
 
     def _gone(self, worker: Worker, now: float, end: StallEnd) -> None:
-        """Handle a process that exited or is about to exit: waits for it are over."""
         if worker not in self._ranks:
             return
         if worker in self._late or (end is StallEnd.KILLED and not self._late):

@@ -152,9 +152,6 @@ class Spent:
 
 
 def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, float]:
-    """Move the stalled seconds from their parts to a separate part. If a part is too small, the rest is taken from
-    other parts.
-    """
     found, rest = 0.0, 0.0
     for part, seconds in stalled.items():
         taken_s = min(seconds, max(0.0, parts[part]))
@@ -286,14 +283,12 @@ class TimeSpent(ViewReader):
         spent.stalled_last = 0.0
 
     def _count_stalls(self, spent: Spent, report: Times, now: float) -> None:
-        """Count the stalled part of the time since its last report."""
         if spent.stalled_to == math.inf:
             return
         spent.counts(report, self._stalled_s(spent.stalled_to, now))
         spent.stalled_to = self.stalls.undecided_since(now)
 
     def _left(self, spent: Spent, now: float) -> None:
-        """Handle a worker that left its world."""
         if spent.stalled_to < now:
             stalled = self._stalled_s(spent.stalled_to, now)
             part = "training" if spent.said_at is None else spent.doing

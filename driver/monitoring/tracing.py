@@ -194,7 +194,6 @@ class Tracing(ViewReader):
                 self._end()
 
     def _end(self) -> None:
-        """Close the file once all records have arrived."""
         if not self._path:
             return  # the file is already being closed
         self._path = ""
@@ -202,7 +201,6 @@ class Tracing(ViewReader):
             self._writer.end(self._ended)
 
     def _ended(self) -> None:
-        """Answer the requests once the file is complete."""
         ending, self._ending = self._ending, None
         if ending is None:
             return

@@ -76,7 +76,6 @@ class AddressCheck:
             self._held.setdefault(network, Counter()).update(dict.fromkeys(held, by))
 
     def _trouble(self, newest: _CheckedHost) -> str:
-        """Return the kind of problem that the newest host causes, or the empty string if there is none."""
         if len(self._hosts) < 2:
             return ""
         if self._versions[4] and self._versions[6]:
@@ -136,8 +135,6 @@ class AddressCheck:
 
 
 class _CheckedHost:
-    """Parsed addresses of a host. Raises ValueError if a text is not an address."""
-
     def __init__(self, bind: str, addresses: Sequence[str], calls_from: str) -> None:
         self.bind: _Address = ipaddress.ip_address(bind)
         self.calls_from = calls_from

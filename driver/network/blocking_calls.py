@@ -56,7 +56,6 @@ async def _stopped(future: asyncio.Future[Any]) -> None:
 
 
 def _noticed(future: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a future that is no longer observed."""
     if not future.cancelled():
         future.exception()
 

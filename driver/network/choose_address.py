@@ -136,7 +136,7 @@ def worker_variables(
 
 
 def bare(address: str) -> str:
-    """Return the address without scope, and an IPv4-mapped IPv6 address as IPv4."""
+    """Return the address without its scope. An IPv4-mapped IPv6 address is returned as IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return str(mapped or found)

@@ -167,7 +167,6 @@ class Connection(asyncio.Protocol, Generic[Who]):
         return True
 
     def _flush(self) -> None:
-        """Send pending TLS data."""
         if self._tls is not None and (data := self._tls.due()):
             self._transport.write(data)
 

@@ -149,7 +149,6 @@ class ThisHost:
         return self._known[host]
 
     def _judge(self, host: str) -> str | None:
-        """Resolve a name that is not known. Raises _Unresolved."""
         if host.lower().rstrip(".") in self._names:
             return None
         address = literal_address(host)
@@ -236,7 +235,6 @@ def _resolve(name: str) -> list[str]:
 
 
 def _has_address(address: str) -> bool:
-    """Return whether this machine has an address, which it can then bind."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

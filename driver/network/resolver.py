@@ -65,7 +65,6 @@ def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
 
 
 def _numeric(sockaddr: tuple[Any, ...]) -> str:
-    """Return the numeric address, with the scope if it needs one."""
     host = str(sockaddr[0])
     if len(sockaddr) == 4 and sockaddr[3] and "%" not in host and is_link_local(host):
         return f"{host}%{sockaddr[3]}"

@@ -83,7 +83,6 @@ class Azure:
         return event["EventType"] in ENDING and self._own_name in event["Resources"]
 
     def _ends(self, event: Any, answer: Answer) -> PreemptionNotice:
-        """Return the notice for an event. An event without ``NotBefore`` has already started."""
         text, moment = ENDING[event["EventType"]], event.get("NotBefore")
         at = email.utils.parsedate_to_datetime(moment).timestamp() if moment else 0.0
         return PreemptionNotice(text, answer.ends_at(at))

@@ -106,7 +106,6 @@ class WriterThread:
                     self._failed(f"cannot write to {self._name}: {error}; this output is lost")
 
     def _take(self) -> tuple[Write, bytes]:
-        """Return the next data for one destination, joined, or a notice about data that were dropped before them."""
         if self._dropped and self._queue:
             notice = (
                 f"elastic | {self._dropped} bytes of output were dropped: {self._name} is slow\n"

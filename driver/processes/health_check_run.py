@@ -127,7 +127,6 @@ class HealthCheckRun:
             self._loop.call_soon_threadsafe(self._exited)
 
     def _read(self, stream: object) -> bool:
-        """Read one chunk. Return False if there is none now, or the stream has ended."""
         if stream.closed:  # type: ignore[attr-defined]
             return False
         try:

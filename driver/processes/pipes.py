@@ -47,7 +47,6 @@ class Pipe:
         loop.add_reader(fd, self._read)
 
     def _read(self) -> bool:
-        """Pass on one chunk. Returns False if there is none at present, or if the stream has ended."""
         if not self._open:
             return False
         for pipe in self.later_than:

@@ -223,7 +223,6 @@ class PreparedProcesses:
             os.close(reader)
 
     def _end(self, kept: _Kept) -> None:
-        """Kill a process without waiting for its exit."""
         os.close(kept.told)
         os.close(kept.what)
         for pipe in (kept.process.stdout, kept.process.stderr):

@@ -176,7 +176,6 @@ class TracebackLedger:
 
 
 def _counted(names: Sequence[str], more: str = "more ") -> str:
-    """Return for example ``15 more workers (ranks 0, 2-15)``."""
     noun = "worker" if len(names) == 1 else "workers"
     return f"{len(names)} {more}{noun} ({_named(names)})"
 

@@ -296,7 +296,6 @@ class ProcessSupervisor:
         pass_fds: Sequence[int] = (),
         stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
-        """Start a process. See `spawning.spawn`. It is registered with the orphan reaper."""
         self._born[:] = bytes(len(self._born))
         try:
             return spawn(
@@ -410,7 +409,6 @@ class ProcessSupervisor:
             self._sweep = self._loop.call_later(SWEEP_S, self._reap)
 
     def _report(self, process: _Process, code: int, reason: str) -> None:
-        """Report an exit, once for each process."""
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
@@ -438,7 +436,6 @@ class ProcessSupervisor:
             self._sink.drop(process.worker)
 
     def _reap(self) -> None:
-        """Kill the sessions of dead processes, then reap the processes, which frees their pids."""
         self._sweep = None
         dead, self._unreaped = self._unreaped, set()
         orphan_reaper.kill_sessions({process.pid for process in dead})

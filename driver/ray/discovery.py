@@ -193,7 +193,6 @@ class RayDiscovery:
     # ---- one check -------------------------------------------------------------------------------------------------
 
     async def _look_and_act(self, *, remove: bool = True) -> None:
-        """Perform one check and the resulting actions. Raises Invalid if a given group has no suitable bundle."""
         async with self._looking:
             try:
                 look = await self._call(self._ask, self._answer_s)

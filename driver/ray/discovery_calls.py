@@ -105,7 +105,7 @@ def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
 
 
 def remove_claims(job: str) -> int:
-    """Remove the claims of a driver that was killed and return their number."""
+    """Remove the claims of a killed driver, and return their number."""
     calls = RayCalls()
     left = present(calls, prefix_of(job))
     for _, group in left:

@@ -141,7 +141,6 @@ class RayArchive:
         self._turn = None
 
     async def _take(self) -> WriterTerm:
-        """Take the next turn, even if other drivers compete for it."""
         own = uuid.uuid4().hex[:12]
         while True:
             number = max((number for number, _ in await self._writers()), default=0) + 1
@@ -150,13 +149,11 @@ class RayArchive:
                 return turn
 
     async def _writers(self) -> set[tuple[int, str]]:
-        """Return the turns and the ids of their drivers."""
         prefix = f"{self._root}writers/"
         found = await self._kv.get(await self._kv.keys(prefix))
         return {(int(key.removeprefix(prefix)), value.decode()) for key, value in found.items()}
 
     async def _read(self) -> dict[str, dict[int, bytes]]:
-        """Return all pieces, by chapter and number."""
         prefix = f"{self._root}records/"
         keys = sorted(await self._kv.keys(prefix))
         chapters: dict[str, dict[int, bytes]] = {}

@@ -175,7 +175,6 @@ class PlacementGroupPool:
         return self._last
 
     def _keep(self, present: Iterable[Claim], nodes: Mapping[str, Condition]) -> list[Claim]:
-        """Return the claims to keep."""
         kept = []
         for claim in present:
             drains = claim.stage is ClaimStage.PLACED and claim.node in self._drained

@@ -56,7 +56,6 @@ def another_release(host: str, theirs: str, ours: str) -> str:
 
 
 def _cause(message: str) -> str:
-    """Return the cause in an error of Ray, without details of the actor."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     for line in lines:
         if line.startswith(("The actor is dead because ", "The actor died because ")):

@@ -39,8 +39,6 @@ def name_of(job: str, host: str) -> str:
 
 
 class _Held:
-    """An actor of this driver or of the previous driver."""
-
     def __init__(self, host: str, *, outlives: bool) -> None:
         self.host = host
         self.outlives = outlives
@@ -219,7 +217,6 @@ class RayStarter:
             held.listening.cancel()
 
     def _discard(self, held: _Held) -> None:
-        """Kill an actor without waiting, even if it has not been created yet."""
         held.unwanted = True
         if held.actor is not None:
             begun(lambda: self._actors.kill(held.actor), "ray call")
@@ -229,7 +226,6 @@ class RayStarter:
             raise StartFailed(f"no agent was started on {host}: the job is ending")
 
     async def _end(self, actor: Any, within_s: float | None = None) -> None:
-        """End an agent and its actor within a time limit."""
         limit_s = self._close_s if within_s is None else min(self._close_s, within_s)
         with contextlib.suppress(Exception):
             await self._ask(actor, "end", within_s=limit_s)
@@ -243,7 +239,6 @@ class RayStarter:
         return await within(asyncio.wrap_future(future), within_s)
 
     async def _listen(self, held: _Held) -> None:
-        """Forward the agent's log lines until it ends."""
         number, ended = 0, None
         while ended is None:
             try:

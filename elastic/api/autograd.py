@@ -46,8 +46,6 @@ class _Allreduce(torch.autograd.Function):
 
 
 class _Allgather(torch.autograd.Function):
-    """Gradient: this rank's rows of the averaged gradient."""
-
     @staticmethod
     def forward(
         ctx: Any, name: str | None, members: Members, *tensors: torch.Tensor
@@ -70,8 +68,6 @@ class _Allgather(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """Gradient: the averaged gradient on the root, zeros elsewhere."""
-
     @staticmethod
     def forward(
         ctx: Any, name: str | None, members: Members, root: int, tensor: torch.Tensor
@@ -116,8 +112,6 @@ class _Alltoall(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Gradient: the gathered gradients of all ranks, multiplied by their number for Sum, as in Horovod."""
-
     @staticmethod
     def forward(
         ctx: Any,

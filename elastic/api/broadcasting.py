@@ -220,8 +220,6 @@ def allgather_object(
 
 
 class _TensorOutline:
-    """Shape, dtype and position of a tensor whose values are broadcast separately."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
@@ -261,7 +259,6 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -
 def _adopt(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], outline: _Outline
 ) -> None:
-    """Copy options and entries from the root. Tensors receive their values later."""
     for group, options in zip(optimizer.param_groups, outline.options, strict=True):
         for key in group.keys() - options.keys() - {"params"}:
             del group[key]

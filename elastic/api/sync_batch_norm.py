@@ -173,7 +173,6 @@ def _statistics(
 
 
 def _total(direction: str, sums: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """Return the sum over all ranks as a new tensor."""
     # All layers of one width share a name. They run in the same order on every rank, and a name with a constant shape
     # is negotiated only once. The order of creation may differ between ranks, so the name contains no number.
     name = f"sync_batch_norm.{direction}.{sums.shape[1]}"

@@ -178,7 +178,6 @@ def _take_part(
 
 
 def _by_path(found: Manifest, part: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the tensors of one part, nested as in its state dict."""
     made: dict[str, Any] = {}
     for each in found.tensors:
         if each.part == part and each.path[0] != _OUTSIDE:

@@ -110,7 +110,6 @@ class ShardReader:
         return found is not None
 
     def _load(self) -> Chosen | None:
-        """Choose a checkpoint and load its replicated values."""
         storage, options = self._storage, self._options
 
         def load() -> Chosen | None:
@@ -155,7 +154,6 @@ class ShardReader:
         return ""
 
     def _long(self) -> contextlib.AbstractContextManager[None]:
-        """Mark the read as a long phase, so that this rank is not reported as stuck."""
         if self._rt.alone:
             return contextlib.nullcontext()
         return self._rt.training.long_phase("reading the checkpoint")

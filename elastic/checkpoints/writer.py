@@ -50,7 +50,7 @@ class _Corrupted(Exception):
 
 
 class _Dropped(Exception):
-    """This checkpoint is not needed any more."""
+    """The checkpoint is no longer needed."""
 
 
 @dataclass
@@ -314,7 +314,6 @@ class CheckpointWriter:
         return True
 
     def _tell(self, message: Told) -> None:
-        """Send a message and repeat it until it is answered: connections may break and the driver may be replaced."""
         with self._changed:
             self._unanswered[message.generation, message.number] = (monotonic(), message)
         self._send(message)

@@ -237,7 +237,6 @@ def _saved_object(value: Any, what: str) -> bytes:
 
 
 def _python(held: HeldCommit) -> tuple[dict[str, dict[str, Any]], dict[tuple[str, str], Any]]:
-    """Return the plain data by kind and name, and the values that are not plain data."""
     plain: dict[str, dict[str, Any]] = {"values": {}, "structures": {}}
     pickled: dict[tuple[str, str], Any] = {}
     found = [("values", name, value) for name, value in held.values.items()]

@@ -136,7 +136,6 @@ def _apart(rows: Sequence[RankInfo]) -> str:
 
 
 def _objection(rows: Sequence[RankInfo], hosts: Sequence[Sequence[int]]) -> str:
-    """Return the first reason why ranks can't share memory. Ranks that are alone on their hosts are not checked."""
     for rank, row in enumerate(rows):
         if not row.native:
             return f"rank {rank} has ELASTIC_NATIVE=0: set the same on all ranks"

@@ -130,7 +130,6 @@ def _put_floats(
 
 
 def _turned(bits: torch.Tensor) -> torch.Tensor:
-    """Reverse the order of negative floats' bits. Its own inverse."""
     info = torch.iinfo(bits.dtype)
     return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
 

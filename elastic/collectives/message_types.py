@@ -44,7 +44,6 @@ def mismatch(source: int, sent: TensorType, to: int, received: TensorType) -> Te
 
 
 def _text(of: TensorType) -> str:
-    """For example ``float32 [5]``. Messages do not include the shape, only the number of elements."""
     dtype = _NAMED.get(of.code)
     if dtype is None or of.nbytes % dtype.itemsize:
         return f"{of.nbytes} bytes of an unknown dtype"

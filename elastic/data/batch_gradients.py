@@ -39,7 +39,6 @@ class BatchGradients:
             self._hooks = []
 
     def _present(self) -> set[tuple[int, int]]:
-        """Return identifiers of the present gradients. A gradient that was modified or replaced has another one."""
         return {
             (id(gradient), 0 if gradient.is_inference() else gradient._version)
             for each in self.parameters()

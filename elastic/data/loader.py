@@ -307,7 +307,6 @@ class DataLoader:
         self._progress.go_to(position)
 
     def _leave(self) -> None:
-        """Invalidate iterators after the position was set."""
         self._moves += 1
         self._handed_some = False
         self._gradients.count()
@@ -335,7 +334,6 @@ class DataLoader:
         return self._source.begin(position, dealing, self._mine(world))
 
     def _mine(self, world: World) -> list[int]:
-        """Return this rank's parts of a step."""
         rank, size, _ = world
         shards = self.arguments.shards
         if shards is None:
@@ -349,12 +347,10 @@ class DataLoader:
         self._handed_some = True
 
     def _finish(self) -> None:
-        """Handle the end of the epoch."""
         self._progress.finish()
         self._handed_some = self.ahead > 0  # whether fetched batches are still to be trained on
 
     def _hand_out(self, step: range, part: int) -> None:
-        """Make this batch the current one."""
         dealing = self._dealt
         self.weight = 0.0 if part == NOBODY else dealing.weight(step, part)
         self.shard = part

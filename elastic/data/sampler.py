@@ -127,7 +127,6 @@ class ElasticSampler(Sampler[int]):
         return iter(self._indices())
 
     def _indices(self) -> list[int]:
-        """Return this rank's indices, in order, from the start of the present partition."""
         rounds = torch.arange(self.num_samples, dtype=torch.int64, device="cpu")
         positions = self._start + rounds * self.num_replicas + self.rank
         # The last round is filled from the start of the epoch's order, repeatedly if necessary.

@@ -94,7 +94,6 @@ class ShardedFiles(Dataset[Any]):
             return self._read(self.files[number])
 
     def _forward(self, number: int, place: int) -> Iterator[Any]:
-        """The samples of a file from ``place`` on."""
         _, samples, following = self._file(number, place)
         if place > following:
             with kept():
@@ -102,7 +101,6 @@ class ShardedFiles(Dataset[Any]):
         return iter(samples)
 
     def _file(self, number: int, place: int) -> tuple[int, Any, int]:
-        """The open file, reopened if another one was open or it was read beyond ``place``."""
         if self._open is None or self._open[0] != number or self._open[2] > place:
             samples = self._opened(number)
             self._open = (number, samples if self.indexed else iter(samples), 0)

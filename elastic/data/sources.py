@@ -200,7 +200,6 @@ def _listed(some: Any) -> list[Any]:
 
 
 def _drawn(drawn: Any, places: range, arguments: LoaderArguments) -> list[Any]:
-    """Return the indices of a batch."""
     found = _listed(drawn[places.start : places.stop])
     return found if arguments.batch_sampler is None else list(found[0])
 
@@ -208,7 +207,6 @@ def _drawn(drawn: Any, places: range, arguments: LoaderArguments) -> list[Any]:
 def _under_seeds(
     indices: list[Any], epoch: int, start: int, part: int, arguments: LoaderArguments
 ) -> list[Any]:
-    """Return the keys that torch's loader fetches for a batch: indices, or pairs for a `SeededDataset`."""
     if arguments.seeds is Seeds.SAMPLE:
         return [(sample_seed(arguments.seed, epoch, index), [index]) for index in indices]
     if arguments.seeds is Seeds.BATCH:

@@ -82,7 +82,6 @@ class StreamDataset(IterableDataset[Any]):
         return start, stop, part, self._collate(samples)
 
     def _samples(self, epoch: int, consumed: int) -> Iterator[Any]:
-        """Return the rest of an epoch's stream."""
         source: Any = self._source
         set_epoch = getattr(source, "set_epoch", None)
         if callable(set_epoch):

@@ -247,7 +247,6 @@ class DiLoCo:
         self._in_flight = handle, buffer
 
     def _change(self, part: Iterable[int]) -> torch.Tensor:
-        """Return the pseudo-gradients of a fragment, 1-dimensional."""
         return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
 
     def _quantized(self, fragment: int, change: torch.Tensor, bits: int) -> torch.Tensor:
@@ -299,7 +298,6 @@ class DiLoCo:
         self._mix_in(self.parts[fragment])
 
     def _mix_in(self, indices: Iterable[int]) -> None:
-        """Mix outer parameters into the inner ones, by index."""
         with torch.no_grad():
             for i in indices:
                 if self.mix:

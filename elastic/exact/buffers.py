@@ -122,7 +122,6 @@ class BufferKeeper:
             self._models.append(weakref.ref(model))
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the current buffers: a module may have replaced one."""
         for number, module in enumerate(self._modules):
             for name, buffer in module._buffers.items():
                 if buffer is not None and _dense(buffer):
@@ -189,7 +188,6 @@ class BufferKeeper:
         return 0.0
 
     def _check(self, shard: int) -> None:
-        """Raise Invalid for a change that would make workers differ."""
         for each in self._parameters.values():
             if each.changed():
                 raise Invalid(
@@ -277,8 +275,6 @@ class BufferKeeper:
             self._take(message, buffers)
 
     def _message(self, filled: bool, numbers: list[int], given: bool) -> torch.Tensor:
-        """Return a message buffer with the sizes of the results (``given``, if receivers know them) or of the start
-        values."""
         parts = [torch.zeros(8, dtype=torch.uint8, device="cpu")]
         for number in numbers:
             kept = self._kept[number]

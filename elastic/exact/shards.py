@@ -295,7 +295,6 @@ class Shards:
         self._between_steps()
 
     def _end_own(self) -> None:
-        """End the last of this rank's shards."""
         step = self._under_way()
         if self._done < len(step.merges):
             raise Invalid(
@@ -308,7 +307,6 @@ class Shards:
         self._computed = True
 
     def _second_passes(self) -> Iterator[int]:
-        """Iterate over the shards that this rank computes for a comparison. Collective."""
         if self.verify:
             self._end_own()
             yield from self._verifier.passes(self._begun_in)
@@ -360,7 +358,6 @@ class Shards:
         generators.set_seed(seed_of("between", self.seed, self.step))
 
     def _exchange_speeds(self, ranks: int) -> None:
-        """Exchange seconds per shard, if it is time. Collective. Raises PeerLost."""
         balancer = self._balancer_of(self._begun_in, ranks)
         if not self.by_speed or not balancer.due():
             return

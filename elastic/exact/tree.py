@@ -62,7 +62,9 @@ def parent(left: Node, right: Node, shards: int) -> Node | None:
 
 
 def schedule(held: Sequence[int], shards: int) -> tuple[list[Merge], list[Node]]:
-    """Return the operations for a rank's shards in ascending order, and the partials that remain on its stack."""
+    """Return the operations for a rank's shards in ascending order, and the partials on its stack after the last
+    one.
+    """
     stack: list[Node] = []
     merges = []
     for shard in held:

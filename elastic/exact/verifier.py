@@ -242,7 +242,6 @@ class Verifier:
                 votes[check] += [Computed(rank, found[rank][place]) for rank in asked[check]]
 
     def _conclude(self, votes: dict[ShardCheck, list[Computed]], step: ShardStep) -> None:
-        """Report the culprits, all of which leave the world."""
         culprits: dict[int, messages.Miscomputed] = {}
         undecided: ShardCheck | None = None
         for check, computed in votes.items():
@@ -347,7 +346,6 @@ class Verifier:
 
 
 def _combined(digests: Sequence[int]) -> int:
-    """Return a digest of 63 bits, never 0."""
     return seed_of("gradients of optimizers", *digests) >> 1 or 1
 
 

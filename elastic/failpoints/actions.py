@@ -42,7 +42,6 @@ def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:
 
 
 def _claim(rule: Rule, facts: Mapping[str, str], file: Path) -> bool:
-    """Become one of the rule's victims, and wait for the others. Return whether that succeeded."""
     paths = [Path(f"{file}.{rule.id}.{n}") for n in range(rule.victims)]
     identity = json.dumps({**facts, "pid": os.getpid(), "at": time.monotonic()})
     for path in paths:
@@ -100,7 +99,6 @@ def _hold_gil(seconds: str) -> None:
 
 
 def _hold_gil_busy(seconds: str) -> None:
-    """Compute in C without releasing the GIL."""
     turns = int(float(seconds) * TURNS_PER_S)
     collections.deque(itertools.repeat(None, turns), maxlen=0)
 

@@ -78,7 +78,6 @@ def _product_differs(product: Any) -> str:
 
 
 def _may_flip(product: Any) -> Any:
-    """Let a failpoint delay or end this check, or flip a bit of the product."""
     product = np.array(product)
 
     def flip(seed: int) -> str:

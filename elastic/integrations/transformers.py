@@ -220,7 +220,6 @@ class ElasticTrainerMixin:
             )
 
     def _factor(self) -> tuple[schedules.ScaledSchedule | None, Any]:
-        """Return the factor of the Trainer's own schedule, and the schedule."""
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         (first, *_) = getattr(schedule, "lr_lambdas", None) or [None]
         return (first if isinstance(first, schedules.ScaledSchedule) else None), schedule
@@ -280,7 +279,6 @@ def _has_an_end(args: TrainingArguments) -> bool:
 
 
 def _factor(args: TrainingArguments, steps: int) -> schedules.Factor:
-    """Return the factor of the Trainer's schedule for this number of steps."""
     made: Any = get_scheduler(
         args.lr_scheduler_type,
         optimizer=torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0),

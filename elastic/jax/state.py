@@ -148,7 +148,6 @@ class TreePart(Part):
 
 
 def _value(found: Any, leaf: Leaf) -> Any:
-    """Return a leaf with a committed content."""
     if leaf.sharding is not None:
         return arrays.array_like(found, leaf.sharding, weak=leaf.weak, key=leaf.key)
     if leaf.shape is None:

@@ -82,7 +82,6 @@ class KerasSteps:
     # ---- in each step ------------------------------------------------------------------------------------------------
 
     def _wrap(self, kind: type, name: str, around: Callable[..., Any]) -> None:
-        """Redirect a method to ``around``, which gets the original method, its object and its arguments."""
         own: Any = vars(kind)[name]
 
         @functools.wraps(own)
@@ -205,7 +204,6 @@ def _steps_of(optimizer: Any) -> int:
 
 
 def _variables(value: Any) -> Sequence[Any]:
-    """Return the variables of a member of a state."""
     if isinstance(value, keras.Model):
         return list(value.weights)
     if reducing.is_optimizer(value):
@@ -224,7 +222,6 @@ def _of_tensorflow(module: str, name: str) -> list[type]:
 
 
 def _lineage(dataset: Any) -> Iterator[Any]:
-    """Yield a data set and the data sets from which it was made."""
     waiting = [dataset]
     while waiting:
         each = waiting.pop()
@@ -235,7 +232,6 @@ def _lineage(dataset: Any) -> Iterator[Any]:
 
 
 def _place_of(shard: Any) -> tuple[int, int] | None:
-    """Return index and number of shards, or None if unknown."""
     index: Any = getattr(shard, "_index", None)
     number: Any = getattr(shard, "_num_shards", None)
     if not hasattr(index, "numpy") or not hasattr(number, "numpy"):

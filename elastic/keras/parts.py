@@ -100,14 +100,12 @@ class OptimizerPart(VariablesPart):
 
 
 def _settle(model: Any) -> None:
-    """Write back a model's values, which the JAX backend holds elsewhere during ``fit``."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
         sync()
 
 
 def _forget(model: Any) -> None:
-    """Discard the JAX backend's copy of the values, which is outdated."""
     if hasattr(model, "_jax_state"):
         model._jax_state = None
         model._jax_state_synced = True

@@ -68,7 +68,6 @@ class ReportQueue:
         return msgspec.structs.replace(report, oldest=self._under_way[0].number)
 
     def _number_first(self) -> None:
-        """Number the first waiting report and move it in flight."""
         report = self._waiting.popleft()
         self._waiting_bytes -= _size(report)
         self._under_way_bytes += _size(report)

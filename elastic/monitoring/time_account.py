@@ -54,7 +54,7 @@ class TimeAccount:
 
     @contextlib.contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """Context of an activity, after which the previous one continues."""
+        """Context of an activity. Afterwards the previous activity continues."""
         before = self.begin(part, time.monotonic())
         try:
             yield

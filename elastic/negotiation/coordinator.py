@@ -152,7 +152,6 @@ class Coordinator:
         return [rank for rank in each.members if rank not in self._joined]
 
     def _ready(self, each: MessageTable) -> int:
-        """Return the bits that every active member has offered."""
         offered = each.offered
         if not self._joined:
             lacking = offered.get(each.lacking, -1)
@@ -167,7 +166,6 @@ class Coordinator:
         return max(ready, 0)
 
     def _settled(self, each: MessageTable, name: str) -> Response | None:
-        """Return the response for this name, or None while a member is missing."""
         asked = each.waiting.get(name)
         if not asked:
             return None

@@ -240,7 +240,6 @@ class Engine:
                         self._changed.wait(_left_of(until, _SLICE_S))
 
     def _work(self) -> None:
-        """Drive while no other thread does. Runs in the engine's thread."""
         core = self._env.core(self._place.local_rank)
         if core is not None:
             os.sched_setaffinity(threading.get_native_id(), {core})
@@ -262,7 +261,6 @@ class Engine:
                     raise
 
     def _wait_to_grow(self) -> None:
-        """Wait one cycle, and longer while tensors keep arriving, to batch them."""
         if self._env.cycle_s > 0:
             before = -1
             for _ in range(_MOST_CYCLES):
@@ -276,7 +274,6 @@ class Engine:
             timeline.cycle()
 
     def _turn(self, until: float | None = None) -> bool:
-        """Send new submissions, wait for decisions and carry them out. Return whether any was received."""
         line = self._line
         if line is None:
             line = self._connect()

@@ -107,7 +107,6 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _zeros(request: Request, device: torch.device) -> list[torch.Tensor]:
-    """Return the contribution of a rank that has joined."""
     return [
         torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
         for dtype, shape in request.tensors

@@ -48,7 +48,6 @@ def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[in
 
 
 def _kind(response: Response, limits: FusionLimits) -> tuple[object, ...] | None:
-    """Return the properties that must be equal within a batch, or None for a response that is not fused."""
     request = response.request
     if request.kind != ALLREDUCE or response.error or limits.fusion_bytes == 0:
         return None

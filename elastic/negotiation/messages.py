@@ -182,7 +182,6 @@ def _shapes(request: Request, ragged: bool) -> list[str]:
 
 
 def _where_they_differ(values: Sequence[tuple[str, ...]]) -> list[str]:
-    """Describe the values; for long lists, only around the first difference."""
     if max(map(len, values)) <= _FEW:
         return [", ".join(value) for value in values]
     at = next(i for i, items in enumerate(zip(*values, strict=False)) if len(set(items)) > 1)

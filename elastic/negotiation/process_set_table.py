@@ -89,8 +89,6 @@ class TableProposal(msgspec.Struct, frozen=True):
 
 
 class _Table(msgspec.Struct):
-    """The part of a table that another worker adopts."""
-
     sets: list[tuple[int, Ranks]]
     next_number: int
     largest: int
@@ -240,7 +238,6 @@ class ProcessSetTable:
 
 
 def _common(wishes: Sequence[TableProposal], index: int) -> int:
-    """Return the number of the set on some ranks that is unused on all others, or 0."""
     known = {wish.numbers[index] for wish in wishes} - {0}
     if len(known) != 1:
         return 0

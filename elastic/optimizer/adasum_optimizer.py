@@ -240,5 +240,4 @@ class BackwardPasses:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the tensor as real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

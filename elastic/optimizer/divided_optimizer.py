@@ -158,7 +158,6 @@ class DividedOptimizer(WrappedOptimizer):
         return owners(self.zero_order)[lifecycle.current().place.rank]
 
     def _part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a view of this rank's elements of the flattened parameter, with their gradients."""
         own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
         part = parameter.detach().view(-1)[own.begin : own.end]
         gradient = parameter.grad

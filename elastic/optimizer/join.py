@@ -40,7 +40,7 @@ def _is_divided() -> bool:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data and return the last rank to join once all have.
+    """Report that this rank has no more data. When all ranks have joined, return the last rank to join.
 
     Until then it contributes zeros to the other ranks' allreduces (an average is still divided by the number of all
     ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers do
@@ -94,7 +94,6 @@ def join(device: int = -1) -> int:
 
 
 def _sharing_optimizers(rt: Context) -> list[Members]:
-    """Return the groups of ranks with which this rank may average gradients: the world, and process sets."""
     if rt.provisional or rt.place.size == 1:
         return []
     members = dict.fromkeys([None, *plan_agreement.every(rt)])
@@ -134,7 +133,6 @@ class _SharedPlans:
         return moved
 
     def _look(self, now: float, all_joined: bool) -> bool:
-        """Join the agreement on the next plan, if the other ranks have reached it."""
         if all_joined and not self._known.channel_open:
             return False  # no rank will take part in an agreement, and rank 0, which forms groups, may have exited
         types = [joined_rank.CPU.type]
@@ -155,7 +153,6 @@ class _SharedPlans:
         return False
 
     def _take_part(self) -> None:
-        """Receive the plan that the other ranks have agreed on."""
         assert self._proposed is not None
         group, device, numbers, work = self._proposed
         work.wait()

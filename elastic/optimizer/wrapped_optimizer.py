@@ -192,7 +192,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._should_synchronize = True
 
     def _apply_gradients(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Call the user's own ``step``."""
         return step() if closure is None else step(closure)
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -56,6 +56,5 @@ def message_sentence(calls: Sequence[Called]) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Format the first few ranks, and how many more there are."""
     shown = ", ".join(map(str, ranks[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

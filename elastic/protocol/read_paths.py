@@ -83,7 +83,9 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """Return the calling package, skipping the standard library, or None for imports and this package's own work."""
+    """Return the calling package, without the standard library. Return None for imports and for this package's own
+    work.
+    """
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:
         return None  # `checkpoints.finished` reads the modules

@@ -97,7 +97,6 @@ def _plain(value: Any, path: Path) -> Any:
 
 
 def _only(value: Any, path: Path) -> Any:
-    """Return the number that a tensor or an array of one element holds."""
     count = _count(value)
     if count is None:
         raise TypeError(
@@ -117,7 +116,6 @@ def _only(value: Any, path: Path) -> Any:
 
 
 def _count(value: Any) -> int | None:
-    """Return the number of elements, or None if the value is not like a tensor."""
     if isinstance(value, type) or not callable(getattr(value, "item", None)):
         return None
     numel = getattr(value, "numel", None)  # torch

@@ -143,7 +143,6 @@ def _no_passphrase() -> str:
 
 
 def _explained(error: ssl.SSLError) -> str:
-    """Return the reason of a failed handshake, as a sentence about the peer."""
     reason = error.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return f"the peer does not use TLS: pass {FLAGS} to the peer"

@@ -101,7 +101,6 @@ class TraceFormat:
         return self._processes.setdefault(key, len(self._processes) + 1)
 
     def _row(self, pid: int, row: str, lines: list[str]) -> int:
-        """Assign a thread ID to a new row."""
         count = self._rows_of.get(pid, 0)
         if count >= ROWS_LIMIT and row != OTHERS:
             return self._rows.get((pid, OTHERS)) or self._row(pid, OTHERS, lines)

@@ -333,7 +333,6 @@ class DriverActor:
 
 
 def _restarted() -> bool:
-    """Return whether Ray has restarted this actor."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray warns about its own deprecated call
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)

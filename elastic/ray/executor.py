@@ -296,9 +296,7 @@ class Executor:
         return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call ``fn(instance)`` on every worker, with its instance of ``executable_cls`` and return the values by
-        rank.
-        """
+        """Call ``fn(instance)`` on every worker with its instance of ``executable_cls``. Return the values by rank."""
         self._need_start("execute", fn)
         self._need_static("execute")
         return self._call(call_results.EXECUTE, fn)

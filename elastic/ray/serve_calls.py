@@ -145,7 +145,6 @@ def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) ->
 
 
 def _flush() -> None:
-    """Make the output of a function visible before its value."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

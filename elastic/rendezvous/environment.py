@@ -264,7 +264,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _number(env: Mapping[str, str], name: str, of: str, default: float) -> float:
-    """Parse a variable, treating one that is set but empty as not set, here and below."""
+    """Parse a variable. A variable with an empty value counts as not set."""
     try:
         value = float(env.get(name) or default)
     except ValueError:

@@ -231,7 +231,7 @@ class _File:
         self._path = private_folder() / way.name
 
     def publish(self, endpoint: Rank0Endpoint) -> None:
-        """Write atomically: other ranks may read at any time."""
+        """Write atomically, because other ranks may read at any time."""
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
         with os.fdopen(handle, "wb") as file:  # mode 0600
             file.write(msgspec.msgpack.encode(endpoint))
@@ -268,7 +268,7 @@ def private_folder() -> Path:
 
 
 def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
-    """Return this host's address on the route to rank 0, the only one on which it listens."""
+    """Return this host's address on the route to rank 0. The rank listens only on this address."""
     if isinstance(way, ByFile) or not way.host:
         return "127.0.0.1"
     to = numeric(way.host)

@@ -97,7 +97,6 @@ def _present() -> SamplerRanks | None:
 
 
 def _lengths(sampler: Any, numbers: SamplerRanks) -> tuple[int, int]:
-    """Return ``num_samples`` and ``total_size`` as torch computes them."""
     from torch.utils.data import DistributedSampler
 
     made: Any = DistributedSampler.__new__(DistributedSampler)

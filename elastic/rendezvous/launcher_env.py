@@ -181,7 +181,6 @@ def _open_mpi(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
 
 
 def _mpich(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """MPICH, and Intel MPI, which also sets local ranks."""
     if not _has(env, "PMI_RANK", "PMI_SIZE"):
         return None
     rank, size = _rank_of(env, "PMI_RANK", "PMI_SIZE")
@@ -192,7 +191,7 @@ def _mpich(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
 
 
 def _slurm(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """srun only: a batch script has a SLURM_PROCID and a SLURM_NTASKS too, but runs once."""
+    """Return the launcher environment of a job step of srun. A batch script also has SLURM_PROCID and SLURM_NTASKS, but runs only once."""
     job = _slurm_step(env)
     if job is None or not _has(env, "SLURM_PROCID"):
         return None
@@ -241,7 +240,9 @@ def _of_launcher(
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
-    """Return the requested port, MASTER_PORT plus the offset, or one derived from the job ID."""
+    """Return the requested port. Without a request, return MASTER_PORT plus the offset, or a port derived from the
+    job ID.
+    """
     if _has(env, ASKS_FOR_PORT):
         return _port_in(env, ASKS_FOR_PORT)
     if _has(env, "MASTER_PORT"):
@@ -251,7 +252,7 @@ def _port(env: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _secret(env: Mapping[str, str], job: str) -> bytes:
-    """Return ELASTIC_SECRET. Without it, a hash that separates jobs but does not authenticate."""
+    """Return ELASTIC_SECRET. Without it, return a hash that separates jobs but does not authenticate."""
     if not _has(env, "ELASTIC_SECRET"):
         return hashlib.sha256(job.encode()).digest()
     try:

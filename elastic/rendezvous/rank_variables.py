@@ -93,7 +93,6 @@ def reads_in(file: str, text: str) -> Iterator[VariableRead]:
 
 
 def _named(tree: ast.AST) -> set[str]:
-    """Return the environment variables that an expression names."""
     constants = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
     return {each for each in constants if isinstance(each, str) and each in _READ}
 

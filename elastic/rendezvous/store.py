@@ -279,8 +279,6 @@ class Call:
 
 
 class _Server:
-    """Requests of all ranks, on rank 0: collects them by key, and answers when a key is complete."""
-
     def __init__(
         self,
         listener: socket.socket,

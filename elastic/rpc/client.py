@@ -109,7 +109,7 @@ class ControlClient:
         self._wire.feed(data)
 
     def _flush(self) -> None:
-        """Send TLS's own records, such as the handshake. A concurrent sender sends them too."""
+        """Send records of TLS itself, such as the handshake. A concurrent sender may send them too."""
         if self._tls is not None and self._sending.acquire(blocking=False):
             try:
                 with self._turning:

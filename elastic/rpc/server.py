@@ -62,7 +62,9 @@ class _Unsent:
                 self._parts.append(bytearray(part))
 
     def send(self, sock: socket.socket) -> None:
-        """Send without blocking. If the connection is closed, which a read reports, discard everything."""
+        """Send a frame without blocking. If the connection is closed, discard the frame, because a read reports the
+        closed connection.
+        """
         parts = [*itertools.islice(self._parts, _PARTS)]
         try:
             sent = sock.sendmsg(parts, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -175,7 +177,6 @@ class SealedServer:
         return unsent.size
 
     def _send_more(self) -> None:
-        """Send queued frames to callers that can receive, and watch the others."""
         with self._sending:
             for caller in [*self._unsent]:
                 left = self._send_queued(caller)
@@ -188,7 +189,6 @@ class SealedServer:
                 self._selector.modify(caller.socket, events)
 
     def _send_rest(self) -> None:
-        """Send queued frames at the end, as long as a caller reads them."""
         ends_at = time.monotonic() + END_S
         with selectors.DefaultSelector() as writable:
             for caller in [*self._unsent]:

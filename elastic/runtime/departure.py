@@ -95,7 +95,7 @@ class Departure:
             return excuse_error(self._session.recovery)
 
     def _ends_soon(self) -> bool:
-        """Return whether this worker or the job is about to end, now or shortly after one of its child processes."""
+        """Return whether this worker or the job is about to end, now or soon after the end of a child process."""
         session = self._session
         if (
             session.alone
@@ -108,7 +108,6 @@ class Departure:
         return session.recovery.ending.near
 
     def _wait_until(self, known: Callable[[], bool]) -> None:
-        """Wait up to `GRACE_S`."""
         deadline, session = time.monotonic() + GRACE_S, self._session
         with session.changed:
             while (

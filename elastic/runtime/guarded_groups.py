@@ -187,7 +187,6 @@ class GuardedGroups:
         return calls.distinct(called)
 
     def _report_missing(self, error: CollectiveFailed, awaited: dict[int, str]) -> None:
-        """Add the positions of the missing ranks to the error."""
         lines = [f"rank {rank} is at {line}" for rank, line in sorted(awaited.items())]
         error.args = ("; ".join([str(error), *lines]),)
 

@@ -61,7 +61,6 @@ class Phases:
         return report
 
     def _intervals(self) -> list[tuple[str, float, float]]:
-        """Return the phases of the report in order, for the timeline."""
         begins = ["broken", "raised"] if "raised" in self._ms else []
         begins += ["ready", "world", "synced"]
         ends = ["raised", "restored", "world", "synced", "stepped"][-len(begins) :]

@@ -80,7 +80,7 @@ def _ranks(test: ast.expr) -> bool:
 
 
 def _steps(loop: Loop) -> bool:
-    """Return whether an optimizer's step() is called in this loop, and not in a loop within it."""
+    """Return whether this loop calls an optimizer's step() outside of nested loops."""
     within = [each for each in ast.walk(loop) if isinstance(each, Loop) and each is not loop]
     return calls_step(loop) and not any(map(calls_step, within))
 

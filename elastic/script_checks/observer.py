@@ -160,7 +160,6 @@ class ScriptObserver:
         self._counts(optimizer)
 
     def _counts(self, optimizer: object) -> None:
-        """Count a step of any framework's optimizer."""
         if not self._steps:
             # collectives before the first step are not reductions of gradients
             moved_tensors.observe()
@@ -307,7 +306,7 @@ def observing(
 
 
 def _keeps_members(state: State) -> bool:
-    """Return whether commits consist of exactly the state's members, none of which is a tensor of unknown meaning."""
+    """Return whether commits consist of exactly the state's members, and no member is an unknown kind of tensor."""
     if not isinstance(state, ObjectState) or has_custom_sync(state):
         return False
     kind = type(state)
@@ -319,7 +318,6 @@ def _keeps_members(state: State) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    """Return whether it is a tensor of torch, TensorFlow, JAX or Keras."""
     numbers = (np.ndarray, np.generic)
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, numbers)
 
@@ -338,7 +336,6 @@ def _smallest(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _with_inner(members: Iterable[Any]) -> list[Any]:
-    """Return the members, and the objects in attributes of wrappers among them."""
     found: dict[int, Any] = {}
     level = list(members)
     for _ in range(DEPTH):
@@ -349,7 +346,6 @@ def _with_inner(members: Iterable[Any]) -> list[Any]:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """Yield the objects in attributes that may be members of a training: no numbers, strings and tensors."""
     if isinstance(value, torch.nn.Module):
         yield as_written(value)
         return
@@ -388,7 +384,7 @@ def _kept(sampler: object) -> list[str]:
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether the sampler is one of torch's, or follows the world like torch's DistributedSampler."""
+    """Return whether the sampler is a torch sampler, or follows the world like torch's DistributedSampler."""
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)
 

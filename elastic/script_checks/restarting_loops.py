@@ -87,7 +87,7 @@ def _outside_of_loops(node: ast.AST, state: set[str]) -> Iterator[ast.AST]:
 
 
 def _tries_again(loop: Loop) -> bool:
-    """Return whether it is a ``while True`` with a ``break`` of its own."""
+    """Return whether the loop is a ``while True`` with its own ``break``."""
     endless = (
         isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value
     )
@@ -95,7 +95,6 @@ def _tries_again(loop: Loop) -> bool:
 
 
 def _own(loop: Loop) -> Iterator[ast.AST]:
-    """Yield the nodes of a loop's body, without loops and functions within it."""
     waiting: list[ast.AST] = [*loop.body]
     while waiting:
         node = waiting.pop()
@@ -126,7 +125,6 @@ def _receives(call: ast.Call, called: Definition, state: set[str]) -> set[str]:
 
 
 def _commits(node: ast.AST, of: Definition, state: set[str], depth: int) -> bool:
-    """Return whether commit() is called here, or in a function that receives the state."""
     if has_commit(node):
         return True
     for each in ast.walk(node):
@@ -144,7 +142,6 @@ def _commits(node: ast.AST, of: Definition, state: set[str], depth: int) -> bool
 
 
 def _derived(definition: ast.FunctionDef, given: set[str]) -> set[str]:
-    """Return these names and the local variables that may depend on them."""
     found = {*given}
     assigned = [
         (target, each.value)
@@ -176,7 +173,6 @@ def _head_text(loop: Loop) -> str:
 
 
 def _counts_anew(loop: Loop, definition: ast.FunctionDef) -> bool:
-    """Return whether the loop counts from a constant whenever the function is called."""
     if isinstance(loop, ast.For):
         head = loop.iter
         if isinstance(head, ast.Call) and name_of(head.func) in WRAPPERS and head.args:
@@ -205,7 +201,9 @@ def _literal(value: ast.expr) -> bool:
 
 
 def _depends(loop: Loop, state: set[str]) -> bool:
-    """Return whether the state decides how often the loop trains, or may do so: iterations are skipped by number."""
+    """Return whether the state may determine how often the loop trains, for example by skipping iterations by
+    number.
+    """
     if _mentions(_head(loop), state) or (isinstance(loop, ast.For) and _skips(loop)):
         return True
     ends = ast.Continue | ast.Break | ast.Return | ast.Raise
@@ -221,7 +219,7 @@ def _depends(loop: Loop, state: set[str]) -> bool:
 
 
 def _skips(loop: ast.For) -> bool:
-    """Return whether a comparison of its number with a variable skips an iteration, as ``if epoch < first``."""
+    """Return whether the loop compares its number with a variable to skip an iteration, as in ``if epoch < first``."""
     number = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
     for each in _own(loop):
         if isinstance(each, ast.If) and any(isinstance(i, ast.Continue) for i in ast.walk(each)):

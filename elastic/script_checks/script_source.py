@@ -80,7 +80,6 @@ class Sources:
         )
 
     def _called(self, called: ast.expr, names: dict[str, Any], own: set[str]) -> Definition | None:
-        """Return a function of the script by its name, or by its name in a module."""
         match called:
             case ast.Name(name) if name not in own:
                 found = names.get(name)

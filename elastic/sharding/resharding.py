@@ -91,10 +91,6 @@ def _bytes_in_common(
 def _assign(
     has: Sequence[Sequence[int]], hosts: Sequence[str], shards: int, distinct: int
 ) -> list[int]:
-    """Assign each rank a shard of which it already holds many bytes, in descending order of these bytes.
-
-    The first ``distinct`` ranks of a shard are on different hosts if possible.
-    """
     size = len(hosts)
     found: list[list[int]] = [[] for _ in range(shards)]
     pairs = sorted(

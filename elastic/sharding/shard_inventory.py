@@ -112,7 +112,6 @@ def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
 
 
 def _mirrored(inventories: Sequence[Inventory], commit: CommitId) -> bool:
-    """Return whether the commit is mirrored on all remaining ranks that have made it."""
     return all(each.mirrored for held in inventories for each in held if each.commit == commit)
 
 

@@ -314,6 +314,5 @@ def check_within(what: str, tensors: Iterable[Any]) -> None:
 
 
 def _classes(module: str, *names: str) -> tuple[type, ...]:
-    """Return the classes that exist. Does not import modules that the script has not imported."""
     found = sys.modules.get(module)
     return tuple(each for name in names if isinstance(each := getattr(found, name, None), type))

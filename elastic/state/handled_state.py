@@ -122,7 +122,6 @@ class HandledState(_OfThisProcess, ObjectState):
         super().__setattr__(name, value)
 
     def _handle(self, name: str, value: Any) -> None:
-        """Assign another value to a name; it may need a different handler than the previous value."""
         present = self._handlers.get(name)
         if isinstance(present, _SHARDED) or unsupported_sharding.of_value(value) is not None:
             raise unsupported_sharding.refuse_late(name)
@@ -282,7 +281,6 @@ class HandledState(_OfThisProcess, ObjectState):
                     shards.watch(value)
 
     def _introduce(self) -> None:
-        """Pass to each loader the parameters that its batches train."""
         stepped = bool(self._of_kind(OptimizerStateHandler))
         for loader in self._of_kind(LoaderStateHandler):
             loader.attach(self._trained_parameters, stepped=stepped)
@@ -324,7 +322,6 @@ class HandledState(_OfThisProcess, ObjectState):
         return [each for each in self._handlers.values() if isinstance(each, kind)]
 
     def _parts(self) -> dict[str, Part]:
-        """Return the values that are sent in one transfer."""
         return {
             name: handler
             for name, handler in self._handlers.items()
@@ -339,7 +336,6 @@ class HandledState(_OfThisProcess, ObjectState):
         return []
 
     def _foreign_handlers(self) -> dict[str, StateHandler]:
-        """Return the handlers that implement ``sync`` themselves."""
         parts = self._parts()
         return {name: each for name, each in self._handlers.items() if name not in parts}
 

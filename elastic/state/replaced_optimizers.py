@@ -38,7 +38,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _is_inner(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is the optimizer inside a ZeroRedundancyOptimizer, which each world replaces."""
     return any(getattr(each, "optim", None) is optimizer for each in [*_followed, *_stepped])
 
 

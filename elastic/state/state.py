@@ -99,7 +99,6 @@ class State:
         self.check_host_updates()
 
     def _keeps_steps(self) -> bool:
-        """Return whether the current step is complete and this worker's own although the world has broken."""
         return False
 
     def _keep_own_step(self, rt: WorkerRuntime) -> None:
@@ -502,7 +501,6 @@ def refuse_misspelled(
 
 
 def _resembles(name: str, option: str) -> bool:
-    """Return whether a name looks like a misspelled option. A short name must have the same letters."""
     if sorted(name.rstrip("s")) == sorted(option.rstrip("s")):
         return True
     return len(option) > 5 and difflib.SequenceMatcher(None, name, option).ratio() >= CLOSE
@@ -527,7 +525,6 @@ def overridden(state: State) -> list[str]:
 
 
 def _is_ours(method: Callable[..., Any]) -> bool:
-    """Return whether a method of a state is this package's, and not a script's own."""
     return getattr(method, "__module__", "").startswith("elastic.state.")
 
 

@@ -100,8 +100,6 @@ def _finished(made: Sequence[torch.Tensor] | InFlight) -> Sequence[torch.Tensor]
 
 
 def _start(compute: Compute, blocks: bool, running: async_op.AsyncCall) -> None:
-    """Run ``compute`` in a graph, called from a thread of TensorFlow."""
-
     def end(results: Callable[[], Sequence[torch.Tensor]]) -> None:
         try:
             found = list(results())

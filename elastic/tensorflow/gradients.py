@@ -56,7 +56,6 @@ def reduce(
 
 
 def _as_share(gradient: Gradient, members: ops.Members) -> Gradient:
-    """Divide a local gradient like an average, since its loss covers the batches of that many ranks."""
     size = ops.size_of(members)
     if isinstance(gradient, tf.IndexedSlices):
         share = gradient.values / tf.cast(size, gradient.values.dtype)

@@ -142,7 +142,6 @@ def reduce_dense(
 def _reduce(
     name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
-    """Reduce tensors. The gradient is the same reduction of the gradients."""
     name = bridge.named("allreduce", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:

@@ -140,6 +140,5 @@ def local_variables(local_layers: Any) -> list[Any]:
 
 
 def _own(variable: Any) -> Any:
-    """Return TensorFlow's variable, also of a Keras variable."""
     held = getattr(variable, "value", None)
     return variable if held is None or callable(held) else held

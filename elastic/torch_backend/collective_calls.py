@@ -135,7 +135,6 @@ def _carry(
     to: int,
     length: int,
 ) -> None:
-    """Send one part from one rank to another, without intermediate copies. All ranks must call this."""
     sent = [length if (group.rank, rank) == (source, to) else 0 for rank in range(group.size)]
     received = [length if (rank, group.rank) == (source, to) else 0 for rank in range(group.size)]
     begun.works.append(group.alltoall(into, part, received, sent))
@@ -364,7 +363,6 @@ def _in_row(
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as a flat tensor, for reading."""
     return tensor.detach().contiguous().view(-1)
 
 

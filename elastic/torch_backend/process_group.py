@@ -247,7 +247,6 @@ def _check_tag(name: str, tag: int) -> None:
 
 
 def _device(opts: Any) -> torch.device:
-    """Return the device of a barrier; the CPU by default."""
     device = getattr(opts, "device", None)
     return torch.device("cpu") if device is None else torch.device(device)
 

@@ -72,7 +72,6 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
 
 
 def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:
-    """Return whether the meshes of all DTensors have ``size`` ranks."""
     meshes = {
         id(mesh): mesh
         for group in optimizer.param_groups

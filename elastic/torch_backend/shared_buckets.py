@@ -76,7 +76,6 @@ def _bucket(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Return the tensor, or None if this is not a bucket or the arena is full."""
     flat = len(shape) == 1 and layout in (None, torch.strided)
     on_cpu = device is not None and device.type == "cpu"
     if not (flat and on_cpu and dtype is not None and dtype.is_floating_point):

@@ -242,13 +242,11 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             raise self._error.again()
 
     def _in_world(self, error: TensorMismatch) -> TensorMismatch:
-        """Return the error with the group's ranks replaced by ranks of the world."""
         ranks = self._owner.in_world
         named = [structs.replace(each, rank=ranks(each.rank)) for each in error.calls]
         return TensorMismatch(calls.message_sentence(named), calls=named)
 
     def _settle(self, future: ElasticFuture) -> None:
-        """Complete the future, whose callbacks may wait for the future or for this work."""
         future.forget_work()
         if self._error is None:
             future.set_result(self._results)

@@ -26,7 +26,6 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Process a batch before it is returned."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:

@@ -137,7 +137,6 @@ class ElasticJob(_Job):
             raise PlacementTimeout(str(error)) from None
 
     def _room(self) -> int:
-        """Return the number of workers that the cluster has room for."""
         from horovod.ray.elastic_v2 import RayHostDiscovery
 
         needed = self._arguments["resources_per_worker"]
@@ -180,7 +179,6 @@ class _OnObject:
 def _with_object(
     makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None, fn: Callable[[Any], Any]
 ) -> Any:
-    """Call a function with a new object, in an elastic worker."""
     if makes is None:
         return fn(None)
     cls, args, kwargs = makes
@@ -190,7 +188,6 @@ def _with_object(
 def _on_rank_0(
     makes: tuple[type, tuple[Any, ...], dict[str, Any]] | None, fn: Callable[[Any], Any]
 ) -> Any:
-    """Call a function with a new object on rank 0, which is known only after ``init()``."""
     import horovod.torch as hvd
 
     hvd.init()

@@ -175,8 +175,8 @@ class RayExecutor:
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """Call ``fn(object)`` on every worker, with None without an ``executable_cls`` and return the values by
-        rank.
+        """Call ``fn(object)`` on every worker. The object is None without an ``executable_cls``. Return the values
+        by rank.
         """
         return self._job.execute(fn, callbacks)
 

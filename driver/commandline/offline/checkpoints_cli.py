@@ -218,7 +218,6 @@ def _exported(
 
 
 def _newest(storage: Storage) -> Manifest:
-    """Return the newest checkpoint that can be exported. Raises Invalid, OSError."""
     for name in reversed(catalog.names(storage)):
         found = catalog.entry(storage, name)
         catalog.refuse_newer(storage, found)

@@ -158,7 +158,6 @@ Notes = list[tuple[str, str]]
 
 
 def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
-    """Return the number of this run, the folder and commit from which it begins, and lines to log."""
     storage.prove_writable()
     alone = not (options.resume or options.standby)
     if alone:

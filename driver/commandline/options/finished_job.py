@@ -133,7 +133,6 @@ class SameCommand:
         return program_files(self.command, self.folder, without=self.storage.absolute)
 
     def _newest(self, name: CommitName) -> Manifest | None:
-        """Return the manifest of this commit if it is the newest and complete."""
         names = catalog.names(self.storage)
         return catalog.entry(self.storage, name).manifest if names and names[-1] == name else None
 
@@ -232,7 +231,6 @@ def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[s
 
 
 def _size(path: str) -> int:
-    """Return the size in bytes, or 0 if the file does not exist."""
     with contextlib.suppress(OSError):
         return os.path.getsize(path)
     return 0

@@ -174,7 +174,6 @@ def _parted(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[list[str]
 
 
 def _is_job(word: str) -> bool:
-    """Return whether a first word is a job: it cannot be a rank or a slot."""
     return not word.isdecimal() and ":" not in word
 
 
@@ -330,7 +329,6 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
 
 
 def _print_answer(client: JobClient, answer: messages.Told, prefix: str = "") -> int:
-    """Print an answer and return the exit code. A refusal is an error."""
     line = shown(f"job {client.job.name}: {prefix}{answer.text}")
     print(
         line if answer.done else f"elasticrun: {line}",

@@ -88,7 +88,6 @@ def foreign_files(distribution: str) -> list[str]:
 
 
 def _digest(path: str, mode: str) -> str:
-    """Return a digest in the format of RECORD."""
     with open(path, "rb") as file:
         digest = hashlib.new(mode, file.read()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

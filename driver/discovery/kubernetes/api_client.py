@@ -242,6 +242,5 @@ def _refusal(code: int, error: Exception) -> ApiError:
 
 
 def _short(error: Exception) -> str:
-    """Return a short text without the address, which may contain a selector, and without the pool's name."""
     inner = getattr(error, "reason", None) or error
     return f"{type(inner).__name__}: {inner}".split("\n")[0][:200]

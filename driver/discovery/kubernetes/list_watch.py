@@ -106,11 +106,6 @@ class ListWatch:
                     self._pause(SHORT_S)
 
     def _follow(self) -> None:
-        """Run one watch, after a list if there is no version to continue from.
-
-        Raises:
-            ApiError: the API server did not answer.
-        """
         if not self._version:
             objects, self._version = self._cluster.all(self._kind)
             self._report(Listed(self._kind, objects))
@@ -142,7 +137,6 @@ class ListWatch:
             self._report(WatchFailed(self._kind, None))
 
     def _trouble(self, error: ApiError) -> float:
-        """Record a failure and return the seconds to wait."""
         if error.why is ApiErrorKind.GONE:
             self._version = ""
             return FIRST_PAUSE_S

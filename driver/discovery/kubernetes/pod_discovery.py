@@ -105,7 +105,6 @@ class PodDiscovery:
     # ---- input -----------------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
-        """Wait for at least one update, or until the next deadline."""
         due_s = self._pods.next_look(self._now())
         try:
             self._take(await within(self._updates.get(), due_s))
@@ -167,7 +166,6 @@ class PodDiscovery:
         self._endings = endings
 
     def _clean(self) -> None:
-        """Force the deletion of pods that prevent a StatefulSet from creating a replacement. See `Pods.overdue`."""
         now = self._now()
         for pod in self._pods.overdue(now):
             if self._deletes and now - self._tried.get(pod.uid, 0.0) >= DELETE_AGAIN_S:

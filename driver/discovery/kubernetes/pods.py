@@ -156,7 +156,6 @@ class Pods:
 
 
 def _late(pod: Pod, now: float) -> bool:
-    """Return whether the pod's node should have ended it by now."""
     return pod.ends_at is not None and now >= pod.ends_at + OVERDUE_S
 
 

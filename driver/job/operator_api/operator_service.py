@@ -55,7 +55,6 @@ Grow = Callable[[int], Awaitable[str]]
 
 
 async def _no_room(workers: int) -> str:
-    """Default of ``grow``, used if the hosts are specified."""
     return ""
 
 

@@ -134,7 +134,6 @@ class Frozen(Part):
             self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
-        """Return whether no worker could continue without this host."""
         here = [s for s in self.roster.first_at(*AT_STAKE) if s.worker in self.worlds.world.places]
         return bool(here) and all(s.worker.host == host or s.killed_for for s in here)
 

@@ -201,7 +201,6 @@ class Stuck(Part):
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
-        """Return the suspect, unless it has since made progress, become ready or returned."""
         record = self.roster.get(suspicion.worker)
         if record is None or record.killed_for or record.moved_at > suspicion.since:
             return None
@@ -288,7 +287,6 @@ class Stuck(Part):
         return False
 
     def _look(self) -> None:
-        """Update the waiting workers, the suspects that they wait for, and the start of each wait."""
         now = self.actions.now
         self._look_at = now + self._probe_s
         if self._unnamed:
@@ -411,7 +409,6 @@ class Stuck(Part):
     # ---- all wait --------------------------------------------------------------------------------------------------
 
     def _all_inside(self, waiters: list[WorkerRecord]) -> None:
-        """Handle a world in which all members wait and no rank is missing."""
         limit_s = min(self.settings.idle_s, ALL_INSIDE_S)
         if limit_s <= 0 or not self.roster.inside:
             return
@@ -536,5 +533,4 @@ def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
 
 
 def _counts(gpu: Iterable[Launches]) -> list[tuple[str, int, int, int, bool]]:
-    """Return the counts that show the progress of a GPU."""
     return [(each.group, each.launched, each.arrived, each.done, each.failed) for each in gpu]

@@ -31,8 +31,8 @@ class Cooldown:
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def unhealthy(self, slot: Slot, now: float) -> float:
-        """Record a failed health check, which never leads to giving up a slot and return the seconds until the next
-        check.
+        """Record a failed health check and return the seconds until the next check. A failed check never gives up a
+        slot.
         """
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless += 1

@@ -264,7 +264,6 @@ class WorkerPool:
             self.actions.add(KillWorker(record.worker, reason))
 
     def _dies_within_s(self, record: WorkerRecord) -> float:
-        """Return how long to wait for the exit of a killed worker: only briefly if other workers wait for it too."""
         return self.settings.kill_s if record.stage in AT_STAKE else self.settings.leave_s
 
     # ---- exited ----------------------------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ class Deadlines(Part):
         self.worlds.ending_by = None if self.worlds.ending_by is None else by
 
     def _remind(self) -> None:
-        """Log the workers that are awaited."""
         if self.actions.expired(self.worlds.gathering.remind_at):
             self.worlds.gathering.remind_after_s *= 2
             awaited = list(self.worlds.gathering.awaited(self.roster))
@@ -126,7 +125,6 @@ class Deadlines(Part):
         self.actions.log("warning", str(about), about)
 
     def _remind_of_change(self) -> None:
-        """Log how long a planned change has waited for a commit of the members."""
         change, now = self.worlds.change, self.actions.now
         waits = self.worlds.phase in (Phase.PREPARING, Phase.STOPPING)
         if not waits or change.by is None or not change.remind_at <= now < change.by:

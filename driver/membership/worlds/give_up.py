@@ -73,7 +73,6 @@ class GiveUpRules:
         return None
 
     def _unless_restarted(self, gathering: Gathering, end: Reason) -> Reason | None:
-        """Return ``end``, or None if the job can restart from a checkpoint."""
         limit = self._settings.restarts
         if limit is None or gathering.anew:
             return None if gathering.anew else end
@@ -185,7 +184,6 @@ class GiveUpRules:
         return None
 
     def _too_few_slots(self, need: int) -> Reason | None:
-        """Return the reason for giving up if a fixed list has too few slots for ``need`` workers."""
         slots = self._staff.slots
         usable = slots.usable([record.slot for record in self._staff.roster.in_plans()])
         given_up = slots.given_up()
@@ -220,7 +218,6 @@ class GiveUpRules:
         )
 
     def _of_healthy(self, end: Reason) -> Reason:
-        """Return a reason for a shortage of workers, with the slots whose health checks fail, if any."""
         named = self._unhealthy()
         return because(ReasonKind.TOO_FEW_HEALTHY, cause=end, slots=named) if named else end
 

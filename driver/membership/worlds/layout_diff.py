@@ -35,7 +35,6 @@ def difference(own: str, expected: str) -> str:
 
 
 def _surplus(lines: str, others: str) -> list[str]:
-    """Return the lines that one text contains more often than the other, in order."""
     left = Counter(others.splitlines())
     surplus = []
     for line in lines.splitlines():

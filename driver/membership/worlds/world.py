@@ -50,7 +50,7 @@ class World:
         return [Member(worker, place) for worker, place in self.places.items()]
 
     def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
-        """Record that a member resumed and return the report once all have."""
+        """Record that a member resumed. Return the report when all members have resumed."""
         self.trained = True
         if event.worker in self._resumed:
             return None
@@ -94,7 +94,6 @@ class World:
 
 
 def _divided(reports: Sequence[WorkerResumed]) -> ShardsDivided | None:
-    """Return the division of a sharded state, which all members have reported."""
     parts = [(report.worker.host, report.shards) for report in reports if report.shards is not None]
     if len(parts) < len(reports):
         return None

@@ -138,7 +138,6 @@ class Worlds:
         self.staff.welcome(record, self.members)
 
     def _end_with_the_last_process(self) -> None:
-        """End the job once the last program that never enters elastic.run has exited."""
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
         if self.staff.next_slot_at() is not None:
@@ -277,7 +276,6 @@ class Worlds:
             self.actions.log("warning", str(kept), kept)
 
     def _consider_change(self) -> None:
-        """Begin a planned change if a worker waits to join or has to leave."""
         self.look_again_at = None
         if not self.settings.elastic or not self.world.running or self.stopping:
             return  # a world of init() regroups when elastic.run is entered
@@ -303,7 +301,6 @@ class Worlds:
         self.actions.add(events.PrepareChange(self.generation, self.change.number, members, wish))
 
     def _make_standby(self) -> None:
-        """Make ready workers standbys if the world has its maximum size."""
         for record in self.joining():
             if not record.stands_by:
                 record.stands_by = True
@@ -323,9 +320,6 @@ class Worlds:
         ]
 
     def _wish(self) -> tuple[Reason | None, bool]:
-        """Return the reason for another world of the current workers, and whether one leaves, or None without a
-        reason.
-        """
         joining = self.joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False

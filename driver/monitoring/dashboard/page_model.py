@@ -308,7 +308,6 @@ class PageModel(ViewReader):
             self.state.set("quarantined", quarantined)
 
     def _requested(self, event: events.Event) -> None:
-        """Show an operator's request that is being carried out."""
         match event:
             case events.ScaleRequested(_, workers):
                 self._job(most=workers)
@@ -438,7 +437,6 @@ class PageModel(ViewReader):
             self.state.add("speed", [self.now, rate])
 
     def _far(self, event: events.WorkerSpent) -> None:
-        """Record the step count of the first member."""
         if self.view.ranks.get(event.worker) != 0:
             return
         self._show_steps(self.now)
@@ -464,7 +462,6 @@ class PageModel(ViewReader):
 
 
 def _describe_action(action: events.Action) -> tuple[str, str, str] | None:
-    """Return the description of a decision: action, target and reason."""
     match action:
         case events.StartWorker(worker, _, reason):
             return "start", str(worker), str(reason)

@@ -141,7 +141,6 @@ class PageServer:
         self._wake(IDLE_S)
 
     def _flush(self) -> None:
-        """Send the changes to all viewers as one chunk. Without viewers, they are discarded."""
         assert self._loop is not None
         self._flushed_at = self._loop.time()
         if not self._viewers:

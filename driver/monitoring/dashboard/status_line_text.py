@@ -65,7 +65,6 @@ def _value(reported: Mapping[str, Any], name: str) -> float | None:
 
 
 def _left_s(state: PageState, steps: float) -> float | None:
-    """Return the seconds left at the pace of the last minute, or None if unknown."""
     reported_steps = [(at, value) for at, name, value in state.series["metrics"] if name == "step"]
     recent = [
         each for each in reported_steps[:-2] if each[0] >= reported_steps[-1][0] - PACE_S

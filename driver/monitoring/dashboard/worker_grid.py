@@ -293,7 +293,6 @@ class WorkerGrid:
 
 
 def _state(process: WorkerView) -> tuple[str, str]:
-    """Return the state of a process, and a note about it."""
     failure, state = process.failure, _STATES[process.stage]
     if process.stage is Stage.KILLED and process.why is not None:
         return state, f"killed: {brief(process.why)}"
@@ -308,7 +307,6 @@ def _state(process: WorkerView) -> tuple[str, str]:
 
 
 def _slow(members: Sequence[Cell], ranks: Mapping[Worker, int]) -> list[dict[str, Any]]:
-    """Return the workers that wait less than the others, according to their reports over the last half minute."""
     shares = sorted(cell.share for cell in members if cell.share is not None)
     if len(shares) < 2:
         return []

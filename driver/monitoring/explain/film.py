@@ -95,7 +95,6 @@ def _escape(text: str) -> str:
 
 
 def _ends(story: JobHistory, rows: WorkerRows, begins: float) -> float:
-    """Return the end of the animation: the end of the job or, if earlier, some time after its last loss."""
     end = story.end_at or story.last
     lost = [at for at, _, _ in rows.deaths if at <= end]
     return min(end, lost[-1] + 0.12 * (lost[-1] - begins) + 1.0) if lost else end
@@ -107,7 +106,6 @@ Key = tuple[float, str]
 
 
 def _kept(keys: Sequence[Key], cut: FilmCut) -> list[Key]:
-    """Drop changes that are too short. Times are shares of the animation; the first is 0."""
     kept: list[Key] = []
     for at, value in keys:
         at = min(max(at, 0.0), 1.0)
@@ -121,7 +119,6 @@ def _kept(keys: Sequence[Key], cut: FilmCut) -> list[Key]:
 
 
 def _steps(attribute: str, keys: Sequence[Key], cut: FilmCut) -> str:
-    """Return the animation of an attribute that takes on each value at its time."""
     kept = _kept(keys, cut)
     if len(kept) == 1:
         return f'<set attributeName="{attribute}" to="{kept[0][1]}"/>'
@@ -183,7 +180,6 @@ def _in_order(row: str) -> tuple[str, int]:
 
 
 def _states(spans: Sequence[Span], cut: FilmCut) -> list[Key]:
-    """Return the colours of a slot, each for the minimum visible time."""
     keys: list[Key] = [(0.0, COLOURS[""])]
     seen = cut.seen()
     for start, end, state, *_ in sorted(spans, key=lambda span: span[0]):
@@ -216,7 +212,6 @@ def _on_off(times: Sequence[float], cut: FilmCut) -> list[Key]:
 
 
 def _pulse(attribute: str, times: Sequence[float], low: float, high: float, cut: FilmCut) -> str:
-    """Return an animation from low to high at each of the times."""
     keys: list[tuple[float, float]] = [(0.0, low)]
     length = 1.6 * cut.seen()
     for at in times:
@@ -260,7 +255,6 @@ def _counter(
     cut: FilmCut,
     anchor: str = "start",
 ) -> list[str]:
-    """Return one text element for each value, each shown only while it is current."""
     frames: list[tuple[float, str]] = []
     for index in range(FRAMES + 1):
         share = index / FRAMES
@@ -334,7 +328,6 @@ _TOLD = {
 
 
 def _captions(story: JobHistory, cut: FilmCut) -> list[str]:
-    """Return the captions: one for each loss, until the next."""
     losses = [(cut.share(each.at), _caption(each)) for each in story.incidents if each.first]
     frames = [(0.0, "all workers train")]
     losses = [each for each in losses if 0.0 < each[0] < 1.0]
@@ -357,7 +350,6 @@ def _caption(incident: Incident) -> str:
 
 
 def _curve(rows: WorkerRows, cut: FilmCut) -> list[str]:
-    """Return the size of the world over time, the losses, and a cursor."""
     left, right, top, bottom = 390.0, WIDTH - 30.0, 176.0, 344.0
     most = max([1, *(size for _, size, _ in rows.worlds)])
 

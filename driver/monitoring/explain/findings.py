@@ -249,7 +249,6 @@ def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
 
 
 def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterator[JobFinding]:
-    """Yield the findings on the cause of a failure."""
     end = story.view.end
     if story.began is None or story.code == 0:
         return
@@ -313,7 +312,6 @@ _BRIEFLY = {
 
 
 def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
-    """Yield the driver's reason for the end, unless the cause already contains it."""
     if cause is None or reason.kind in _SAID_BY_THE_CAUSE:
         return
     names = _BRIEFLY.get(reason.kind)
@@ -325,7 +323,6 @@ def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
 
 
 def _trace(story: JobHistory, cause: Death) -> str:
-    """Return the traceback of a cause. It may be stored with another worker that was lost for the same cause."""
     for death in [cause, *story.losses()]:
         if death.trace and death.cause is cause.cause and death.what == cause.what:
             return death.trace
@@ -391,7 +388,6 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
 
 
 def _unhealthy(story: JobHistory) -> dict[str, Any]:
-    """Return the failed checks of the first slots, and the number of other slots."""
     failed = sorted(story.view.failed_checks.items())
     slots = [
         {
@@ -408,7 +404,6 @@ def _unhealthy(story: JobHistory) -> dict[str, Any]:
 
 
 def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
-    """Yield the findings about the course of the job, with their times."""
     if story.trained_at is not None:
         facts: dict[str, Any] = {
             "at_s": _since(story, story.trained_at),
@@ -579,7 +574,6 @@ def time_facts(story: JobHistory) -> dict[str, Any]:
 def _advice(
     story: JobHistory, source: JournalState, cause: Death | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield each advice once, the most useful first."""
     given: set[Advice] = set()
     for advice, facts in _advices(story, source, cause):
         if advice not in given:

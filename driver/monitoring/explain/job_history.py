@@ -243,7 +243,6 @@ class JobHistory(ViewReader):
         return [worker for worker in self.view.exited if worker in self.view.ranks]
 
     def _rank(self, worker: Worker) -> int | None:
-        """Return a process's rank in its last world."""
         known = self.view.get(worker)
         return None if known is None else known.rank
 
@@ -270,7 +269,6 @@ class JobHistory(ViewReader):
                 self._failed_after(death)
 
     def _complete(self, event: events.WorkerExited) -> None:
-        """Add the exit code to a loss that was already recorded."""
         if self._open is None:
             return
         for index, death in enumerate(self._open.deaths):

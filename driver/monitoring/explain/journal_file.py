@@ -211,7 +211,6 @@ def _offset(header: entries.Header) -> float | None:
 
 
 def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
-    """Recompute the actions of an entry that has only their digest."""
     try:
         return membership.handle(entry.event, entry.at)
     # A bug in that version, which the entry may report, or lines that were skipped before.

@@ -358,7 +358,6 @@ def _others(facts: Facts) -> str:
 
 
 def _after(facts: Facts) -> str:
-    """Return the sentence about the other workers."""
     if facts["ended"]:
         later = facts["ended_after_s"]
         return f"The job ended {duration(later)} later." if later >= 0.1 else "The job ended."

@@ -46,8 +46,6 @@ Span = list[float | int]
 
 @dataclass
 class _Now:
-    """Current span of a worker that has not exited."""
-
     row: str
     since: float
     state: str
@@ -108,7 +106,6 @@ class WorkerRows(ViewReader):
                 pass
 
     def _show(self, now: float) -> None:
-        """Begin new spans of the processes that the view has changed."""
         for known in self._view.touched:
             worker, state = known.worker, _state(known)
             rank = -1 if known.rank is None else known.rank
@@ -139,7 +136,6 @@ class WorkerRows(ViewReader):
 
 
 def _state(known: WorkerView) -> str | None:
-    """Return the state of a process, or None if unchanged: it waits for a world, is about to exit, or is killed."""
     if known.failure is not None and known.failure.raised:
         return "lost"
     if known.dismissed and known.stage is Stage.KILLED:
@@ -154,7 +150,6 @@ def _state(known: WorkerView) -> str | None:
 
 
 def _parted(span: Span, stalls: Sequence[Stall]) -> list[Span]:
-    """Split a span into the parts before, in and after each stall."""
     start, end, state, incarnation, rank = span
     if STATES[int(state)] != "training" or rank < 0:
         return [span]

@@ -179,9 +179,7 @@ class AgentActor:
             new.rename(self._folder / "drivers")
 
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
-        """Wait for ``count`` persistent workers on this node, or for the end of the time limit and return their
-        ranks.
-        """
+        """Wait for ``count`` persistent workers on this node, or until the time limit. Return their ranks."""
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
     async def call(
@@ -319,7 +317,6 @@ class AgentActor:
         self._news = asyncio.Event()
 
     async def _clear(self) -> None:
-        """End the agent within a time limit, if it runs, and remove its files."""
         if self._clearing is None:
             self._clearing = asyncio.create_task(self._clear_once())
         await asyncio.shield(self._clearing)

@@ -167,7 +167,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> int | None:
-        """The state's own step counter, or None."""
+        """Step counter of the state, or None."""
         found = self.values.get("step")
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 

@@ -72,7 +72,6 @@ class Storage:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Convert exceptions of the store's client to OSError."""
         try:
             yield
         except (OSError, Invalid):

@@ -79,7 +79,6 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is dense and its bytes, with dtype, shape and stride, are its complete value."""
     if type(tensor) is not torch.Tensor or not state_structure.plain(tensor):
         return False
     lengths = zip(tensor.shape, tensor.stride(), strict=True)

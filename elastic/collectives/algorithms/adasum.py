@@ -90,7 +90,6 @@ def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
-    """Apply `reduce_` to vectors of one dtype."""
     rows, owners, views = _laid_out(vectors, group.size)
     torch._foreach_copy_(views, vectors)
     start, mine = 0, rows
@@ -144,7 +143,6 @@ def _laid_out(
 
 
 def _swapped(group: Collectives, rows: torch.Tensor, partner: int) -> torch.Tensor:
-    """Send ``rows`` to ``partner`` and return the rows that it sent, equally many."""
     theirs = torch.empty_like(rows)
     counts = [len(rows) if rank == partner else 0 for rank in range(group.size)]
     group.alltoall(theirs, rows, received=counts, sent=counts).wait()
@@ -159,7 +157,6 @@ def _combined(
     vectors: int,
     distance: int,
 ) -> torch.Tensor:
-    """Return this rank's slice of Adasum(left, right); ``distance`` ranks hold each whole vector. Overwrites both."""
     dots = _dots(left, right, owners, vectors)
     first = group.rank // (2 * distance) * 2 * distance
     block = range(first, first + 2 * distance)
@@ -173,7 +170,6 @@ def _combined(
 def _dots(
     left: torch.Tensor, right: torch.Tensor, owners: torch.Tensor, vectors: int
 ) -> torch.Tensor:
-    """Return left.right, left.left and right.right by vector: float64 of shape (3, ``vectors``), on the CPU."""
     by_row = torch.empty((3, len(left)), dtype=torch.float64, device=left.device)
     for begin in range(0, len(left), _CHUNK_ROWS):
         chunk = slice(begin, begin + _CHUNK_ROWS)
@@ -185,7 +181,6 @@ def _dots(
 
 
 def _added_up(group: Collectives, dots: torch.Tensor, block: range) -> torch.Tensor:
-    """Return the sum of the block's ``dots`` on the CPU, added in rank order so that all ranks use equal numbers."""
     sent = dots.unsqueeze(0).repeat(len(block), 1, 1)
     received = torch.empty_like(sent)
     counts = [1 if rank in block else 0 for rank in range(group.size)]
@@ -194,7 +189,6 @@ def _added_up(group: Collectives, dots: torch.Tensor, block: range) -> torch.Ten
 
 
 def _factor(both: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Return 1 - a.b / 2|a|^2 for each vector; 1 if a is zero."""
     return torch.where(norm < _NO_NORM, 1.0, 1.0 - both / (2.0 * norm))
 
 

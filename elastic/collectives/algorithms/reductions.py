@@ -208,7 +208,6 @@ def divide_(tensor: torch.Tensor, size: int, postscale: float) -> torch.Tensor:
 
 
 def _flat(tensors: Sequence[torch.Tensor], into: Into, widened: bool) -> torch.Tensor:
-    """Return one vector of all elements: the destinations if they are contiguous in memory, else a copy."""
     targets = [target for target in into if target is not None]
     if not widened and len(targets) == len(tensors) and _in_one_piece(targets):
         moved = [each for each in zip(targets, tensors, strict=True) if each[0] is not each[1]]
@@ -225,7 +224,6 @@ def _flat(tensors: Sequence[torch.Tensor], into: Into, widened: bool) -> torch.T
 
 
 def _in_one_piece(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors are adjacent views of one buffer."""
     storage, following = tensors[0].untyped_storage().data_ptr(), tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != following or not tensor.is_contiguous():
@@ -243,7 +241,6 @@ def _place_all(
     into: Into,
     results: list[torch.Tensor],
 ) -> None:
-    """Put the reduced elements into ``results``, with the shapes and dtypes of ``tensors``."""
     if len(indices) == 1:
         (index,) = indices
         results[index] = _place(flat, tensors[index], into[index])

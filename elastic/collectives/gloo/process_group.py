@@ -550,7 +550,6 @@ class GlooCollectives:
 
 
 def _watch(under_way: collections.deque[Any], work: Any) -> None:
-    """Add a work to those in flight, and drop the completed ones."""
     while under_way and under_way[0].is_completed():
         under_way.popleft()
     under_way.append(work)
@@ -636,7 +635,6 @@ class GlooWork:
         self._conclude()
 
     def _slice(self, timeout: timedelta) -> bool:
-        """Wait up to ``timeout`` for one exchange of the work. Return whether the work is complete."""
         awaited = self._group.awaited(self)
         if awaited is not None:
             try:
@@ -682,7 +680,6 @@ class _Addresses(c10d.Store):
 
 
 def _short(error: Exception) -> str:
-    """Return Gloo's message in one line, without the source location and advice."""
     first = str(error).strip().partition("\n")[0]
     first = re.sub(r"^\[(enforce fail at )?[^]]*\.(cc|h|cpp):\d+\]\s*", "", first)
     return first.partition(". This is typically")[0].strip() or type(error).__name__

@@ -125,10 +125,6 @@ class CpuGroup:
     def _connect_apart(
         self, store: Store, purpose: str, bind_host: str, offer: MemoryOffer
     ) -> tuple[GlooCollectives | None, list[RankInfo]]:
-        """Like `_introduce`, but also exchange Gloo's addresses and connect, unless the ranks are to share memory.
-
-        Two host names may denote one machine.
-        """
         rows: list[RankInfo] = []
 
         def received(words: list[bytes]) -> None:
@@ -152,7 +148,6 @@ class CpuGroup:
     def _meet(
         self, store: Store, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo]
     ) -> tuple[BackendSelection, SharedCollectives | LocalCollectives | None]:
-        """Return the plan of all ranks, and the group of this host if there is one."""
         plan = backend_selection.plan(rows)
         if self._messages and plan.backend is Backend.HIERARCHY:
             plan = BackendSelection(Backend.GLOO, plan.hosts, plan.why)
@@ -176,7 +171,6 @@ class CpuGroup:
     def _join(
         self, purpose: str, offer: MemoryOffer, rows: Sequence[RankInfo], ranks: Sequence[int]
     ) -> tuple[SharedCollectives | LocalCollectives | None, str]:
-        """Return the group of this host, or the reason why there is none."""
         if len(ranks) == 1:
             alone = LocalCollectives()
             self._adopt(alone)
@@ -222,7 +216,6 @@ class CpuGroup:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _adopt(self, part: _Part) -> None:
-        """Register a part before it blocks."""
         self._parts.append(part)
         if self._aborted:  # aborted before the part was registered
             part.abort()
@@ -250,8 +243,6 @@ def _rows(words: Sequence[bytes]) -> list[RankInfo]:
 
 
 class _Part(Protocol):
-    """A group that this one is or contains."""
-
     def abort(self) -> None: ...
 
     def close(self) -> None: ...

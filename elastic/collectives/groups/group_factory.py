@@ -123,7 +123,6 @@ def _making(
     apart: bool,
     agreed: bool,
 ) -> tuple[Abortable, _Connect]:
-    """Return the object that can be aborted from now on, and the function that connects it."""
     if size == 1:
         alone = LocalCollectives()
         return alone, lambda store, purpose, bind_host: alone

@@ -80,7 +80,6 @@ class OrderedExecutor:
                 self._changed.notify_all()
 
     def _next(self) -> OrderedWork | None:
-        """Return the next work, or None if the thread must exit."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue or self.failure), _LINGER_S)
             if self._queue:

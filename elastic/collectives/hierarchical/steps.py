@@ -80,7 +80,6 @@ class Steps:
             self._reduce_by_shares(flat, op, scale)
 
     def _reduce_small(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
-        """Reduce a small tensor in two short steps: between hosts, then within every host."""
         adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, so a half-precision sum could overflow
         wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
@@ -151,7 +150,6 @@ class Steps:
             host.finish(work)
 
     def _copies_of(self, pieces: Sequence[torch.Tensor], chunk_bytes: int) -> list[torch.Tensor]:
-        """Return a place in the arena for every chunk; a few places are used in rotation."""
         if self.copies is None:
             own = arena.mine()
             self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)
@@ -258,7 +256,6 @@ def _exchanged(
     table: list[list[int]],
     like: torch.Tensor,
 ) -> dict[Parcel, torch.Tensor]:
-    """Return the parcels of this rank after one alltoall among the ranks of a part."""
     sent = [parcels[parcel] for peer in exchange.sent for parcel in peer]
     coming = [parcel for peer in exchange.received for parcel in peer]
     lengths = [table[sender][receiver] for sender, receiver in coming]

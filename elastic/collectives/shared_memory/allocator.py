@@ -54,7 +54,7 @@ class Allocator:
         return self._bytes[offset]
 
     def around(self, offset: int) -> int | None:
-        """Return the offset of the region that contains this byte, or None if it is free."""
+        """Return the offset of the region that contains this byte. Return None if the byte is free."""
         position = bisect.bisect_right(self._starts, offset) - 1
         if position < 0:
             return None

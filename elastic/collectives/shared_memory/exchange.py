@@ -113,8 +113,6 @@ class MemoryOffer:
 
 
 class _Held:
-    """Mappings of a group, until it is closed."""
-
     def __init__(self) -> None:
         self.mappings: list[Mapping] = []
         self.control: tuple[int, int] | None = None  # address and size of this rank's own

@@ -240,7 +240,6 @@ class SharedCollectives:
         return SharedWork(self, ticket)
 
     def _let_go(self) -> None:
-        """Release complete entries. One with an unknown ticket is complete when the next one is."""
         held = self._held
         while held:
             ticket = held[0][0] or next((later for later, _ in held if later), 0)

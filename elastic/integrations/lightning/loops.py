@@ -243,7 +243,6 @@ class ElasticFitLoop(Trained):
         return self.within_epoch or bool(super().restarted_mid_epoch)
 
     def _tidy(self) -> None:
-        """Reset a validation or end of an epoch that was interrupted, as if it had not begun."""
         trainer, module = self.trainer, self.trainer.lightning_module
         if not trainer.training:
             self.epoch_loop.val_loop._module_mode.restore(module)
@@ -257,7 +256,6 @@ class ElasticFitLoop(Trained):
         connector._current_fx = None
 
     def _show(self) -> None:
-        """Move progress bars and loggers to a new rank 0."""
         trainer, was = self.trainer, self._shown
         self._shown = trainer.is_global_zero
         if was == self._shown:

@@ -208,7 +208,6 @@ class FlatBucket:
         return gradient.to_dense()
 
     def _fill_small(self) -> None:
-        """Copy all small gradients together, since a call per gradient would cost more than the copy."""
         wires, gradients, missing = [], [], []
         for position, seen, version in self._waiting:
             gradient = self.parameters[position].grad

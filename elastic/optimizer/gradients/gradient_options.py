@@ -137,7 +137,6 @@ def _described(name: str, parameter: torch.Tensor) -> str:
 
 
 def _compression_name(compression: Compressor) -> str:
-    """Return the compression's name as scripts write it."""
     for name in ("none", "fp16", "bf16"):
         if compression is getattr(Compression, name):
             return name

@@ -357,11 +357,6 @@ class GradientReducer:
         return any(each is parameter for each in self._parameters.all())
 
     def _locate(self, world: Context) -> bool:
-        """Determine the ranks to average over in this step. Return whether this rank is one of them.
-
-        Raises:
-            Invalid: the process set was removed.
-        """
         if self._process_set is global_process_set:
             self._size = world.place.size
             return True
@@ -380,7 +375,6 @@ class GradientReducer:
             return ()
 
     def _begin(self, generation: int) -> None:
-        """Begin a step, at its first gradient or in finish()."""
         parameters = self._parameters.all()
         signature = [_trait(parameter) for parameter in parameters]
         own = tuple(int(parameter.requires_grad) for parameter in parameters)
@@ -530,7 +524,6 @@ class GradientReducer:
         moment: ComparisonPoint,
         anew: bool,
     ) -> tuple[plan_agreement.AgreedPlan | None, bool]:
-        """Compare the plan with all other ranks, including joined ones. See `_agree`, also for a result of None."""
         plan = self._plan
         dims: dict[int, int] = {  # keyed by id, because the numbers may change
             id(plan.slots[number].parameter): count for number, count in plan.sparse.items()
@@ -673,7 +666,6 @@ class GradientReducer:
 
 
 def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
-    """Check the first elements of each CPU bucket, at a cost that does not depend on bucket sizes."""
     samples = [
         each.sample
         for each in plan.buckets
@@ -726,5 +718,4 @@ def _too_early(slot: Slot) -> str:
 
 
 def _trait(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return the properties of a parameter that its place in a plan depends on."""
     return (id(parameter), parameter.dtype, parameter.device, parameter.shape, parameter.stride())

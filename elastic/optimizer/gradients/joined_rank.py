@@ -252,7 +252,6 @@ def _zeros(wire: BucketSpec) -> torch.Tensor:
 
 
 def _buffers(wires: list[BucketSpec]) -> dict[str, list[torch.Tensor]]:
-    """Allocate buffers by kind: as many as are in flight at once, each large enough for any wire of the kind."""
     largest: dict[str, BucketSpec] = {}
     for wire in wires:
         kind = wire.dtype + wire.device

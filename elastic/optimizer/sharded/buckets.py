@@ -209,7 +209,6 @@ class ShardBucket:
     def _write(
         self, positions: list[int], value: list[torch.Tensor], views: list[torch.Tensor]
     ) -> None:
-        """Write a partial into its buffer, divided by the divisor of the present shard."""
         copy = None
         if len(positions) == 1 and host_copy.bytewise(value[0], views[0]):
             copy = self._copies[self._merge.place - self._merge.merges].get(positions[0])

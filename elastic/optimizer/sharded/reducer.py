@@ -333,7 +333,6 @@ class ShardReducer:
         return _largest(self._extremes.get(shard, []))
 
     def _trained(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the trained parameters with their numbers."""
         slots = self._plan.slots.values()
         return [(slot.bucket.parameters[slot.position], slot.number) for slot in slots]
 
@@ -459,7 +458,6 @@ class ShardReducer:
         return [*self.shards.layout, f"divisor {self._divisor}", *self._plan.lines(names)]
 
     def _of_all(self, group: Collectives, *own: int) -> list[list[int]]:
-        """Return these numbers of all ranks. Collective."""
         row = torch.tensor(own, dtype=torch.int64, device=self._plan.buckets[0].device)
         rows = [torch.empty_like(row) for _ in range(group.size)]
         group.allgather(rows, row).wait()
@@ -476,7 +474,6 @@ class ShardReducer:
         self._plan.take_order(tuple(order.tolist()))
 
     def _computes_differently(self, world: Context, group: Collectives, who: str) -> None:
-        """Report that a rank's results are not bitwise identical. With a driver, such ranks are rejected earlier."""
         differs = f"{who} computes differently from rank 0: other threads, instructions or versions"
         if not world.env.allow_inexact:
             error = StateMismatch(
@@ -505,5 +502,4 @@ def _digest_of(found: dict[str, int]) -> int:
 
 
 def _digest(lines: list[str]) -> int:
-    """Return a digest of 56 bits."""
     return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")

@@ -61,7 +61,6 @@ class FoldedStack(traceback.StackSummary):
 def _runs(
     frames: Sequence[traceback.FrameSummary],
 ) -> Iterator[tuple[list[str], list[traceback.FrameSummary]]]:
-    """Yield runs of frames in order, each with the libraries of frames to fold; an empty list means to show them."""
     owners = [library_of(frame.filename) for frame in frames]
     fold = [owner == OURS for owner in owners]
     for at in [number for number, owner in enumerate(owners) if owner == OURS]:

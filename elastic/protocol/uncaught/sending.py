@@ -110,7 +110,7 @@ def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bo
 
 
 def _written(fd: int, data: memoryview) -> bool:
-    """Write all of it. Return False if the agent, stopped or busy, reads nothing for READ_S seconds."""
+    """Write all data. Return False if the agent reads nothing for READ_S seconds, because it is stopped or busy."""
     os.set_blocking(fd, False)
     while data:
         if not select.select([], [fd], [], READ_S)[1]:

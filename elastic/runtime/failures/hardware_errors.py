@@ -59,6 +59,5 @@ def _verdict(error: BaseException | None) -> bool | None:
 
 
 def _ask_the_device() -> None:
-    """Query the device, which raises after an error that its context cannot survive. Never waits."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().query()

@@ -226,7 +226,6 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         }
 
     def _row_specs(self, tensors: dict[str, torch.Tensor]) -> dict[str, RowSpec]:
-        """Describe the sharded entries. All other entries are equal on all ranks."""
         parameters = list(self.parameters())
         seen = [*parameters, *tensors.values()]
         if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):

@@ -272,7 +272,6 @@ class ShardedCommits:
         self.spent = spent
 
     def _record(self, world: ShardedWorld | None) -> BufferRecord:
-        """Return the description of the next commit on this rank."""
         if world is None:
             shard, count = self._position()
             return BufferRecord(CommitId(0, self._number), count, shard, (), ())
@@ -309,7 +308,6 @@ class ShardedCommits:
         return time.perf_counter() - began
 
     def _stop_mirroring(self) -> None:
-        """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
         transfers, self._transfers = self._transfers, None
         if transfers and all(transfer.succeeded() for transfer in transfers):
             self._cycle.mirrored()
@@ -344,7 +342,6 @@ class ShardedCommits:
         }
 
     def _everywhere(self) -> bool:
-        """Return whether all ranks have rows of the same tensors."""
         return all(part.everywhere for part in self._parts())
 
     def _compare(
@@ -496,7 +493,6 @@ class ShardedCommits:
         )
 
     def _inventory(self) -> Inventory:
-        """Return this rank's shards, including those in memory of other processes on its host, even exited ones."""
         found = list(self._cycle.inventory())
         for record, bank in zip(self._cycle.banks, self._banks, strict=True):
             if record is not None and record.held():
@@ -655,7 +651,6 @@ class ShardedCommits:
         self._place(bank.specs, found)
 
     def _agree(self, rt: WorkerRuntime, choice: Choice) -> dict[str, RowSpec]:
-        """Return the specs of the commit's sharded tensors, sent to ranks that hold no part of the commit."""
         specs = {} if choice.bank is None else choice.bank.specs
         if not self._everywhere():
             with rt.guard("choice of the commit"):
@@ -757,7 +752,6 @@ class ShardedCommits:
 
 
 def _merged(gathered: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:
-    """Merge the specs of all ranks, sorted by name."""
     found: dict[str, RowSpec] = {}
     for each in gathered:
         found |= each

@@ -172,7 +172,6 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
 
 
 def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """Return the parameters that a reducer would have if it were built now."""
     ddp: Any = model
     found: list[torch.Tensor] = ddp._build_params_for_reducer()[0]
     return found

@@ -66,7 +66,6 @@ def _has_extra_entries(module: Module) -> bool:
 
 
 def _whole(module: Module) -> bool:
-    """Return whether entries of the module appear only in the state dict that includes its submodules."""
     return type(module).state_dict is not Module.state_dict or bool(module._state_dict_hooks)
 
 
@@ -98,7 +97,6 @@ def _added(module: Module) -> dict[str, Any]:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's memory, or 0 if it has no memory."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_mkldnn:
         return 0
     return tensor.data_ptr()

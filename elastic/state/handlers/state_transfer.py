@@ -259,7 +259,6 @@ def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
 def _travel(
     roads: list[Road], root: int, where: dict[Key, torch.Tensor | Destination]
 ) -> tuple[int, dict[Key, torch.Tensor]]:
-    """Broadcast all tensors; on root, ``where`` has the tensors to send. Return bytes sent and allocated tensors."""
     moved = 0
     fresh: dict[Key, torch.Tensor] = {}
     for group, device, specs in roads:
@@ -275,7 +274,6 @@ def _exchange(
     specs: dict[Key, TensorSpec],
     where: dict[Key, torch.Tensor | Destination],
 ) -> dict[Key, torch.Tensor]:
-    """Broadcast the tensors of one group. Return the tensors that were allocated for them on this rank."""
     sending = group.rank == root
     fresh: dict[Key, torch.Tensor] = {}
     under_way: deque[tuple[Work, Callable[[], None]]] = deque()
@@ -338,7 +336,6 @@ def _block(
     key: Key,
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Return the block to broadcast for one tensor, and a function to call when it is complete."""
     if isinstance(where, torch.Tensor) and _direct(where, device):
         return as_bytes(where), _nothing
     if sending:
@@ -359,7 +356,6 @@ def _packed(
     fresh: dict[Key, torch.Tensor],
     sending: bool,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Return one block for several small tensors, and a function to call when it is complete."""
     block = torch.zeros(sum(_aligned(specs[key]) for key in keys), dtype=torch.uint8, device=device)
     views: list[tuple[Key, torch.Tensor]] = []
     start = 0
@@ -397,7 +393,6 @@ def _deliver(
 
 
 def _direct(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return whether a broadcast can read or write the tensor's own memory."""
     return (
         tensor.device == device
         and tensor.is_contiguous()

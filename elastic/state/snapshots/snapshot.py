@@ -78,8 +78,6 @@ class TensorSignature:
 
 
 class _Copy:
-    """Buffer of one tensor, and the storage of the tensor when it was copied."""
-
     __slots__ = ("buffer", "on_gpu", "pointer", "storage")
 
     def __init__(self, tensor: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -179,7 +177,6 @@ class SnapshotBuffers:
         )
 
     def _copies_for(self, look: TensorSignature) -> dict[str, _Copy]:
-        """Return existing copies that fit, and new ones, pinned in one allocation."""
         tensors = dict(zip(look.names, look.tensors, strict=True))
         kept = {n: c for n, c in self.copies.items() if n in tensors and c.fits(tensors[n])}
         if _wasteful([copy.buffer for copy in kept.values() if copy.on_gpu]):
@@ -198,7 +195,6 @@ class SnapshotBuffers:
         return copies
 
     def _arrange(self, look: TensorSignature, copies: dict[str, _Copy]) -> None:
-        """Use these copies from now on, in the order of ``look``."""
         self.copies = copies
         self._names, self._kinds = look.names, look.kinds
         self._buffers = [copy.buffer for copy in copies.values()]
@@ -207,7 +203,6 @@ class SnapshotBuffers:
         self._pointers = []  # new copies have no recorded storages yet
 
     def _refer(self, look: TensorSignature) -> None:
-        """Record the copied storages, which are nearly always the same as in the previous commit."""
         if look.pointers != self._pointers or look.storages != self._storages:
             for copy, tensor in zip(self.copies.values(), look.tensors, strict=True):
                 copy.refer(tensor)

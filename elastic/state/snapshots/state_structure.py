@@ -130,5 +130,4 @@ class StateStructure:
 
 
 def _unsaved(module: torch.nn.Module) -> Any:
-    """Return the keys of buffers registered with ``persistent=False``."""
     return getattr(module, "_non_persistent_buffers_set", ())

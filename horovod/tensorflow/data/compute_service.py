@@ -67,7 +67,7 @@ class TfDataServiceConfig:
             raise Invalid("addresses is empty: pass the addresses of the ComputeService")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Return a client of the service. A training ends the service with ``compute_client().shutdown()``."""
+        """Return a client of the service. A training job ends the service with ``compute_client().shutdown()``."""
         return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,7 +145,6 @@ class TfDataServiceConfig:
             time.sleep(_FILE_LOOK_S)
 
     def _answers(self) -> bool:
-        """Return whether the service exists now."""
         try:
             ComputeClient(self.addresses, self.key, timeout=_ANSWER_S).look()
         except ConnectionError:
