@@ -1,6 +1,6 @@
 """Command lines of the form `PROGRAM COMMAND [options]`.
 
-A command is a module with ``add_arguments(parser)`` and ``main(options) -> int``, its exit code; it may have a
+A command is a module with ``add_arguments(parser)`` and ``main(options) -> int``, its exit code. It may have a
 ``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module of the selected command is imported.
 """
 

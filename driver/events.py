@@ -29,14 +29,14 @@ from elastic.protocol.messages import (
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """Base class of all events: something that happened outside membership."""
+    """Base class of all events. An event is an occurrence outside of membership."""
 
 
 class HostsChanged(Event):
     """A new list of hosts from discovery: the slots of each host, in order of preference.
 
     Args:
-        fixed: discovery cannot list more hosts or slots later; an operator still can add slots to this machine.
+        fixed: discovery cannot list more hosts or slots later. An operator still can add slots to this machine.
     """
 
     hosts: dict[str, int]
@@ -195,7 +195,9 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """Time spent by a worker since ``init()``. See protocol.TimeSpent. No decision depends on it."""
+    """Report of the time that a worker has spent since ``init()``. See protocol.TimeSpent. No decision depends on
+    it.
+    """
 
     worker: Worker
     generation: int
@@ -226,7 +228,7 @@ class WorkerThawed(Event):
 
 
 class WorkerProbed(Event):
-    """Answer to ProbeWorkers: the counters of a worker's process, as read from its host's kernel.
+    """Answer to ProbeWorkers with the counters of a worker's process, as read from the kernel of its host.
 
     Args:
         cpu_s: processor time of the process and its children, in seconds.
@@ -243,7 +245,7 @@ class WorkerProbed(Event):
 
 
 class WorkerRaised(Event):
-    """User code raised an exception; the process is about to exit."""
+    """User code raised an exception. The process is about to exit."""
 
     worker: Worker
     generation: int
@@ -260,7 +262,7 @@ class WorkerRaised(Event):
 
 
 class WorkerQuit(Event):
-    """User code called ``sys.exit`` under ``elastic.run``; the process is about to exit with this code.
+    """User code called ``sys.exit`` under ``elastic.run``. The process is about to exit with this code.
 
     ``call`` is the call as text, for example ``sys.exit(3)``.
     """
@@ -332,7 +334,7 @@ class WorkerHealthChecked(Event):
     """The health check beside a worker's start has ended. See `Settings.health_check`.
 
     Args:
-        worker: the worker that is admitted if it passed; its slot is the one that was checked.
+        worker: the worker that is admitted if it passed. Its slot is the one that was checked.
         outcome: see `HealthOutcome`.
         code: exit code, or minus the signal, or None if it did not end by itself or could not be started.
         line: last line of its output, shortened.
@@ -347,7 +349,7 @@ class WorkerHealthChecked(Event):
 
 
 class HostLost(Event):
-    """The liveness timeout of a host's agent expired: nothing on the host can be killed or notified."""
+    """The liveness timeout of a host's agent expired. The driver can neither kill nor notify processes on the host."""
 
     host: str
     reason: str
@@ -370,8 +372,8 @@ class HostReported(Event):
 
     Args:
         running: workers that run on the host.
-        ordered: workers that it was ordered to start earlier; one that is not in ``running`` has exited, while other
-            start orders may still be in transit. None means every order was received.
+        ordered: workers that it was ordered to start earlier. One that is not in ``running`` has exited, while
+            other start orders may still be in transit. None means every order was received.
         notice: the preemption notice in effect, if any.
     """
 
@@ -448,7 +450,7 @@ class CheckpointMade(Event):
 
 
 class WorkerDiffers(Event):
-    """A worker's ``parts`` of a commit differ from those of ``equal`` others, although all were equal before.
+    """The ``parts`` of a worker's commit differ from those of ``equal`` other workers. All were equal before.
 
     The memory of this worker was damaged.
     """
@@ -500,13 +502,13 @@ class KillWorker(Action):
 
 
 class ProbeWorkers(Action):
-    """Request the process counters of these workers from their agents; each answer is a WorkerProbed."""
+    """Request the process counters of these workers from their agents. Each answer is a WorkerProbed."""
 
     workers: list[Worker]
 
 
 class TellAwaited(Action):
-    """Send these members the rank that they wait for, and its script line."""
+    """Send these members the rank for which they wait, and its script line."""
 
     generation: int
     members: list[Worker]

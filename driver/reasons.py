@@ -191,7 +191,9 @@ def as_sentence(text: str) -> Reason:
 
 
 def brief(reason: Reason | None) -> str:
-    """Return the beginning of a reason's sentence: ``it is frozen`` of ``it is frozen (stopped by a signal)``."""
+    """Return the beginning of a reason's sentence, for example ``it is frozen`` of ``it is frozen (stopped by a
+    signal)``.
+    """
     if reason is None:
         return ""
     return _parts(reason)[0]
@@ -229,7 +231,7 @@ def start_checkpoint(facts: Mapping[str, Any]) -> str:
 
 
 def commit_id(fact: object) -> str:
-    """Return ``g2c300`` for the ``2.300`` of a journal; other text unchanged."""
+    """Return ``g2c300`` for the ``2.300`` of a journal. Return other text unchanged."""
     generation, _, number = str(fact).partition(".")
     if generation.isdecimal() and number.isdecimal():
         return str(Commit(int(generation), int(number)))

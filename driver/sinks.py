@@ -39,7 +39,7 @@ class Sink(Protocol):
         """Accept bytes in the order they were written, split anywhere."""
 
     def finish(self, worker: Worker, stream: Stream) -> None:
-        """End the stream, or flush it while the worker waits for input: pass on an incomplete last line."""
+        """Pass on an incomplete last line, because the stream ended or the worker waits for input."""
 
     def tail(self, worker: Worker) -> str:
         """Return the end of the worker's stderr so far, about 20 KB at most, including its final exception."""

@@ -1,6 +1,6 @@
 """The runtime of this process, as an interface for lower layers: collectives, reports and traces.
 
-`elastic.runtime.lifecycle` registers itself when it is imported; layers above it use it directly.
+`elastic.runtime.lifecycle` registers itself when it is imported. Layers above it use it directly.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Interrupted(BaseException):
 
 
 class PeerLost(Interrupted):
-    """A collective failed: restore the last commit, then rejoin."""
+    """A collective failed. ``elastic.run`` restores the last commit and rejoins."""
 
 
 class WorldChanging(Interrupted):
@@ -41,7 +41,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     """The hosts changed. Raise it under ``elastic.run`` to rejoin with the current state.
 
     Args:
-        skip_sync: kept because scripts set and read it; commits decide whether state is copied.
+        skip_sync: kept because scripts set and read it. Commits decide whether state is copied.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -69,7 +69,7 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """Some shards of a sharded state are lost, because no worker holds them. Ends the job unless a checkpoint exists.
+    """Shards of a sharded state are lost, because no worker holds them. Ends the job unless a checkpoint exists.
 
     Args:
         lost: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
@@ -92,7 +92,8 @@ class ShardLost(ElasticError):
 
 
 class GradientsDiffer(ElasticError):
-    """Ranks computed different gradients of one shard, and a vote can't tell which are right. See `elastic.Shards`.
+    """Ranks computed different gradients of one shard, and a vote can't identify the correct gradients. See
+    `elastic.Shards`.
 
     Args:
         step, shard: of the gradients.
@@ -124,7 +125,7 @@ class ScriptMistakes(ElasticError):
 
 
 class RequestRefused(ElasticError):
-    """A running job refused a request; the message gives the reason."""
+    """A running job refused a request. The message gives the reason."""
 
 
 class JobOver(JobFailed):
@@ -282,7 +283,7 @@ class DuplicateName(Invalid):
 
 
 class UnsupportedType(Invalid, TypeError):
-    """A collective does not support tensors of this dtype; a ValueError in Horovod."""
+    """A collective does not support tensors of this dtype. Horovod raises ValueError in this case."""
 
 
 class NotPicklable(Invalid, TypeError):
@@ -297,7 +298,7 @@ class StaleValueWarning(UserWarning):
 
 
 def summary_of(error: BaseException) -> str:
-    """Return ``OSError: the first line of its message``, up to `SUMMARY_LIMIT` characters, without notes.
+    """Return ``OSError: the first line of its message``, with up to `SUMMARY_LIMIT` characters and without notes.
 
     Returns only the class name if the message is empty.
     """

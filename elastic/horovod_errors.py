@@ -2,11 +2,10 @@
 
 Pure: no I/O, no clock.
 
-In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
-accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry:
-for such scripts, interruptions are raised as subclasses of both.
-Importing this module changes nothing; the ``horovod`` package calls
-`raise_as_horovod`.
+In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not
+caught by accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log,
+clean up or retry: for such scripts, interruptions are raised as subclasses of both. Importing this module
+changes nothing. The ``horovod`` package calls `raise_as_horovod`.
 """
 
 from __future__ import annotations

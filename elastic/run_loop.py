@@ -77,7 +77,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
     the current one (after a planned change).
 
-    ``sys.exit`` in the function removes this worker from the job; the other workers continue immediately.
+    ``sys.exit`` in the function removes this worker from the job. The other workers continue immediately.
 
     A script may train again, with another such function or another fit() of a trainer, once the first has returned on
     all workers. That training is not elastic, which is logged.
@@ -367,7 +367,7 @@ def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Send the state from rank 0 to the ranks that lack the newest commit; other ranks return immediately.
+    """Send the state from rank 0 to the ranks that lack the newest commit. Other ranks return immediately.
 
     Returns the number of bytes copied.
     """

@@ -120,7 +120,7 @@ def need(package: str, front_end: str) -> None:
             raise
         what = "tf-keras" if package == "tf_keras" else f"'hvd-elastic[{package}]'"
         raise ImportError(
-            f"{front_end} needs {package}, which is not installed; run: pip install {what}",
+            f"{front_end} needs {package}, which is not installed: run pip install {what}",
             name=package,
         ) from error
     version = str(module.__version__)

@@ -1,6 +1,6 @@
 """`python -m elastic.chaos run`: run a user's job, inject the faults of a plan, and print a report.
 
-Everything is checked before anything is started; `faulty_job` runs the job.
+Everything is checked before anything is started. `faulty_job` runs the job.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def _chance_of(options: argparse.Namespace) -> Chance:
     kinds = [kind.strip() for kind in words.split(",")]
     for kind in kinds:
         if kind not in KINDS:
-            raise Invalid(f"--faults: unknown fault {kind!r}; choose from {','.join(KINDS)}")
+            raise Invalid(
+                f"--faults contains the unknown fault {kind!r}: pass one or more of {','.join(KINDS)}"
+            )
     return Chance(mean, tuple(kinds), duration_s=duration)
 
 
@@ -270,12 +272,12 @@ def check_json(path: Path) -> None:
     folder = path.resolve().parent
     if not folder.is_dir():
         raise Invalid(
-            f"--json {path}: folder {folder} does not exist; create the folder, or pass another file"
+            f"the folder {folder} of --json {path} does not exist: create the folder, or pass another file"
         )
     if path.is_dir():
-        raise Invalid(f"--json {path} is a folder: pass a file name")
+        raise Invalid(f"--json is {path}, which is a folder: pass a file name")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise Invalid(f"--json {path} is not writable: pass a writable file")
+        raise Invalid(f"--json is {path}, which is not writable: pass a writable file")
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:

@@ -1,7 +1,7 @@
 """Run one job under faults: start it, follow its journal, and inject the faults that are due.
 
-`plan` decides and `injection` acts; this loop checks the journal some fifty times a second. At every exit, including
-Ctrl-C, lasting faults are undone, and the job is ended if it still runs.
+`plan` decides and `injection` acts. This loop checks the journal some fifty times a second. At every exit,
+including Ctrl-C, lasting faults are undone, and the job is ended if it still runs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def under_fire(
 ) -> FaultyJob:
     """Run the job to its end. ``each_turn`` receives the story so far, the driver's process ID and the time.
 
-    ``env`` is added to the job's environment; ``output`` is where it writes (default: this process's output).
+    ``env`` is added to the job's environment. ``output`` is where it writes (default: this process's output).
     """
     mark = secrets.token_hex(8)
     environ = {**os.environ, **(env or {}), MARK: mark}
@@ -189,7 +189,9 @@ class _Fire:
 
 
 class _Stop:
-    """A request to end by a signal. A terminal also sends the signal to the job; otherwise it is passed on."""
+    """A request to end by a signal. A terminal sends the signal to the job too. Otherwise the tool passes the
+    signal on.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.asked_at: float | None = None

@@ -47,7 +47,7 @@ def check_partition() -> None:
         PacketFilter(os.getpid()).close()
     except OSError as error:
         raise Invalid(
-            f"cannot create a partition on this machine: {error}; omit partition"
+            f"no partition can be created on this machine: {error}. Omit partition from the faults"
         ) from None
 
 
@@ -194,7 +194,9 @@ class PacketFilter:
         self._nft.stdin.flush()
 
     def _check(self) -> None:
-        """Wait until the table exists, since nft does not report this. Raises OSError if it does not appear."""
+        """Wait until the table exists, because nft does not report its creation. Raises OSError if the table does
+        not appear.
+        """
         deadline = time.monotonic() + ANSWER_S
         while self._nft.poll() is None and time.monotonic() < deadline:
             listed = subprocess.run(

@@ -50,7 +50,7 @@ class Fault:
         return f"{self.when()}: {self.what()} {self.victim}"
 
     def what(self) -> str:
-        """Describe the fault: ``freeze for 8 s``."""
+        """Return a description such as ``freeze for 8 s``."""
         slower = f" {self.factor:g} times" if self.kind == "slow" else ""
         lasting = f" for {self.for_s:.3g} s" if self.for_s else ""
         return f"{self.kind}{slower}{lasting}"
@@ -148,7 +148,7 @@ def draw(chance: Chance) -> Iterator[Fault]:
 class Schedule:
     """Determines which faults are due. Each is returned once, at its time or at the next call.
 
-    At most DRAWN_PER_LOOK drawn faults are returned at once; the next call returns the others.
+    At most DRAWN_PER_LOOK drawn faults are returned at once. The next call returns the others.
     """
 
     def __init__(self, plan: Plan) -> None:

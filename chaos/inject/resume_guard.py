@@ -33,7 +33,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """End the guard, which is no longer needed."""
+        """End the guard."""
         self._process.kill()  # before the pipe is closed, which would make the guard act
         self._process.wait()
         if self._process.stdin is not None:

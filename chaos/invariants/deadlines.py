@@ -33,7 +33,7 @@ class Deadlines:
         self._by.clear()
 
     def overdue(self, now: float) -> str:
-        """Return the events that were due before ``now`` but have not occurred; may be empty."""
+        """Return the events that were due before ``now`` but have not occurred. May be empty."""
         while self._by and self._by[0][0] < now:
             by, _, key = heapq.heappop(self._by)
             found = self._open.get(key)

@@ -1,4 +1,4 @@
-"""Invariants of every job, checked on the events that the driver received and on its resulting actions.
+"""Invariants of every job. They are checked on the driver's events and on the resulting actions.
 
 Pure: no I/O, no clock.
 

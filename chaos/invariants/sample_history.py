@@ -75,7 +75,7 @@ class SampleHistory:
     def began(
         self, generation: int, size: int, commit: Commit | None, back_to: int | None = None
     ) -> str:
-        """Record a world. Commits after its own are undone; earlier ones are final.
+        """Record a world. Commits after its own are undone. Earlier ones are final.
 
         Args:
             back_to: the oldest generation to which a later world may still return.

@@ -46,7 +46,7 @@ class ShardedWorld:
         return set(range(max((each.shards for each in found), default=1))) - there
 
     def kept_by(self, shard: int, present: Iterable[Worker]) -> set[Worker]:
-        """Return which of these workers hold a shard that was sealed in this world."""
+        """Return the given workers that hold a shard of a commit sealed in this world."""
         owners = {worker for worker, part in self.placed.items() if part.shard == shard}
         lasting = {worker.host for worker in owners if self.placed[worker].lasting}
         return {

@@ -145,7 +145,7 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def kill(self, worker: Worker) -> None:
-        """Kill with SIGKILL, which also ends frozen processes."""
+        """Kill the process with SIGKILL. This also ends frozen processes."""
         if worker in self.processes:
             self.processes[worker].die(-9)
 

@@ -1,9 +1,9 @@
 """A driver on the virtual clock: the real JobDecisions and AgentPool under a model of their loop, server and journal.
 
-Every event is written to the journal, with the resulting actions, before these are carried out. The driver can crash
-wherever it yields control: before an event is written, or between any two actions. After a restart, it replays its
-journal into a new Membership and continues. It then knows its decisions, but not which actions were carried out. Agents
-communicate with its AgentPool; workers have their own connections, as on a single machine.
+Every event is written to the journal, with the resulting actions, before these are carried out. The driver can
+crash wherever it yields control: before an event is written, or between any two actions. After a restart, it
+replays its journal into a new Membership and continues. It then knows its decisions, but not which actions were
+carried out. Agents communicate with its AgentPool. Workers have their own connections, as on a single machine.
 """
 
 from __future__ import annotations

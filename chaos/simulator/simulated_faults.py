@@ -63,7 +63,7 @@ def _agent(sim: SimulatedJob) -> SimulatedAgent | None:
 
 
 def kill_one(sim: SimulatedJob) -> None:
-    """Kill a worker, but not one of the last members that hold the state."""
+    """Kill a worker, except one of the last holders of the state."""
     holders = [p for p in sim.processes.values() if newest(p) is not None]
     spare = [p for p in sim.processes.values() if newest(p) is None]
     victims = [p for p in [*(holders if len(holders) > 2 else []), *spare] if _spared(sim, [p])]
@@ -178,7 +178,7 @@ def hang_a_gpu(sim: SimulatedJob) -> None:
 
 
 def hang_the_network(sim: SimulatedJob) -> None:
-    """Hang the network of GPUs: no collective of this world ends, and no worker is to blame."""
+    """Hang the network of the GPUs. No collective of this world ends, and no worker is to blame."""
     sim.training.on_gpus = True
     if sim.training.worlds:
         generation = max(sim.training.worlds)
@@ -239,7 +239,7 @@ def lose_host(sim: SimulatedJob) -> None:
 
 
 def announce_an_end(sim: SimulatedJob) -> None:
-    """Announce the end of a machine, which then ends, withdraws the notice, or does nothing."""
+    """Announce the end of a machine. The machine then ends, withdraws the notice, or does nothing."""
     random = sim.clock.random
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2 or agent.notice is not None:
@@ -380,7 +380,7 @@ def remove(sim: SimulatedJob) -> None:
 
 
 def crash_driver(sim: SimulatedJob) -> None:
-    """Crash the driver at one of the next places at which it yields control."""
+    """Crash the driver at one of the next points at which it yields control."""
     driver = sim.driver
     if driver.up and driver.doom is None:
         driver.doom = sim.clock.random.randint(1, 60)

@@ -98,7 +98,7 @@ class SimulatedNetwork:
 
 
 class Connection:
-    """One connection. ``lost`` notifies the process; the driver is notified by its own method."""
+    """One connection. ``lost`` notifies the process. The driver is notified by its own method."""
 
     __slots__ = (
         "_ahead",
@@ -174,7 +174,7 @@ class Connection:
                 self._carry(way, self._sent[way])
 
     def close(self) -> None:
-        """Close at the end of the process: its messages arrive, then the driver detects the end."""
+        """Close the link at the end of the process. Its messages arrive before the driver detects the end."""
         if not self.over:
             self.send(INWARD, self._closed)
             self.over = True
@@ -208,7 +208,7 @@ class Connection:
 
 
 class SimulatedLink:
-    """A process's connections to the driver, one after the other."""
+    """Connections of one process to the driver. A new connection replaces a lost one."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
 class Sealed(NamedTuple):
-    """A sealed commit, and the workers that made it."""
+    """A sealed commit with the workers that made it."""
 
     steps: int
     workers: tuple[Worker, ...]

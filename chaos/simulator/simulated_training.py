@@ -90,7 +90,7 @@ class Process(Protocol):
     def alive(self) -> bool: ...
 
     def poke(self) -> None:
-        """Recheck the condition that it waits for."""
+        """Recheck the condition of the current wait."""
 
     @property
     def reports(self) -> WaitReports: ...
@@ -248,7 +248,9 @@ class Training:
     # ---- lost peers ------------------------------------------------------------------------------------------------
 
     def peers_lose(self, process: Process, generation: int) -> None:
-        """Close a worker's sockets of a generation: blocked collectives fail at the other ranks, at different times."""
+        """Close the sockets of a worker in one generation. Blocked collectives of the other ranks fail at different
+        times.
+        """
         world = self.worlds.get(generation)
         if world is None:
             return
@@ -306,7 +308,7 @@ class Training:
 
 
 class WorldRun:
-    """All members of one generation in lockstep: a step of the whole world is one event, regardless of its size."""
+    """All members of one generation in lockstep. One step of the whole world is one event, regardless of its size."""
 
     def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
         self.training = training
@@ -317,8 +319,9 @@ class WorldRun:
         self._due = False
 
     def join(self, process: Process, commits: Callable[[], bool]) -> None:
-        """Add a process. ``commits`` makes a step of this worker; it returns False if the worker has other work
-        first."""
+        """Add a process. ``commits`` makes a step of this worker. It returns False if the worker has other work
+        first.
+        """
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:
             self._due = True

@@ -102,7 +102,7 @@ class Simulation:
     """Simulated job.
 
     Args:
-        faults: number of injected faults; ``mild`` ones spare the last holder of the state.
+        faults: number of injected faults. ``mild`` ones spare the last holder of the state.
     """
 
     def __init__(
@@ -311,8 +311,7 @@ class Simulation:
             self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Check that no worker is killed because it is slow, in a phase marked as long, or waiting for another worker's
-        GPU."""
+        """Check that no worker is killed because it is slow, is in a long phase, or waits for another worker's GPU."""
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
             why = action.reason.kind

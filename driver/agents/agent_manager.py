@@ -57,7 +57,7 @@ class AgentManager:
         sink: receives the workers' output.
         log: called with a level and a text.
         starter: starts agents, or None if agents are started externally.
-        reach: called with a host; returns the configuration with which its agent finds this driver.
+        reach: called with a host. Returns the configuration with which its agent finds this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.
         environ_of: additional environment of the workers on a host.
@@ -124,7 +124,7 @@ class AgentManager:
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
-        """Send messages to the agent of a host. Returns False if none is connected, in which case they are dropped."""
+        """Send messages to the agent of a host. If the agent is not connected, drop the messages and return False."""
         agent = None if self._leadership_lost() else self.pool.agent_of(name)
         return agent is not None and self._server.send(agent, *messages)
 
@@ -288,7 +288,7 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False, since exits need not wait for messages: the agent sends both in order."""
+        """Return False. Exits need not wait for messages, because the agent sends both in order."""
         return False
 
     def drain(self, worker: Worker) -> None:

@@ -15,7 +15,8 @@ On each new connection, the agent reports the running workers, from which a Host
 repeat their state. Orders sent on a lost connection are not repeated, since the report shows whether they were carried
 out.
 
-`agent_manager.AgentManager` performs the actions; the simulator in `elastic.chaos` performs them on a virtual clock.
+`agent_manager.AgentManager` performs the actions. The simulator in `elastic.chaos` performs them on a virtual
+clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agent process: reads its configuration as one line of JSON from standard input (see `Bootstrap`).
+"""Process of an agent. It reads its configuration as one line of JSON from standard input (see `Bootstrap`).
 
     python -m elastic.driver.agents.agent_process
 

@@ -1,4 +1,4 @@
-"""Decisions of an agent: which driver it serves, and how long it waits for a driver. Pure: no I/O, no clock.
+"""Decisions of an agent about its driver and about the time to wait for one. Pure: no I/O, no clock.
 
     IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
              |                       |
@@ -67,7 +67,7 @@ class AgentState:
         return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
-        """Return whether a driver of this term replaces the current one, which may be stopped and not notice it."""
+        """Return whether a driver of this term replaces the current driver, which may be stopped."""
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:

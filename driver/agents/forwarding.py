@@ -23,7 +23,7 @@ class ForwardingSink:
     """Forwards output to the driver. See `Sink`.
 
     Args:
-        send: sends a message; returns False without a connection.
+        send: sends a message. Returns False without a connection.
         backlog: returns the bytes that are pending on the connection.
     """
 

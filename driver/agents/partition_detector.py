@@ -1,8 +1,9 @@
 """Decides whether a silent host is lost or this driver itself is disconnected. Pure: no I/O, no clock.
 
-A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. The hosts
-continue training meanwhile, and the driver cannot send them decisions. Therefore, if several hosts were reachable
-before and none is now, no host is given up. Once one host is reachable again, the deadlines of the others restart.
+A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. In the
+meantime, the hosts continue training, and the driver cannot send them decisions. Therefore, if several hosts were
+reachable before and none is reachable now, no host is given up. When one host is reachable again, the deadlines of the
+other hosts restart.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PartitionDetector:
         return True
 
     def give_up(self) -> list[str]:
-        """Return the held hosts, which are lost because no host was reachable before the timeout."""
+        """Return the retained hosts. They are lost, because no host was reachable before the timeout."""
         held, self._held = self._held, set()
         self._known -= held
         return sorted(held)

@@ -47,7 +47,7 @@ class AgentDisconnected(msgspec.Struct, frozen=True):
 
 
 class AgentStarted(msgspec.Struct, frozen=True):
-    """A `StartAgent` succeeded; the agent has yet to connect.
+    """A `StartAgent` succeeded. The agent has yet to connect.
 
     Args:
         outlives: it may outlive its starter.
@@ -142,7 +142,7 @@ class RelayMessage(msgspec.Struct, frozen=True):
 
 
 class RelayOutput(msgspec.Struct, frozen=True):
-    """Show a worker's output; empty at the end of the stream."""
+    """Show output of a worker. An empty chunk marks the end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]

@@ -44,7 +44,7 @@ class DeadlineKind(enum.IntEnum):
 
 
 class PoolDeadlines:
-    """One deadline for each host and purpose; ``""`` represents all hosts."""
+    """One deadline for each host and purpose. The host ``""`` represents all hosts."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}

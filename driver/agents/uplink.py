@@ -39,7 +39,7 @@ class Uplink:
     Args:
         agent: identity of the agent.
         secret: the job's secret.
-        find: returns numeric addresses and ports to try, in order; may wait, and may raise NoDriver.
+        find: returns numeric addresses and ports to try, in order. May wait, and may raise NoDriver.
         opened: called when both sides have authenticated.
         heard: called for each message.
         closed: called with the reason when an open connection ended.

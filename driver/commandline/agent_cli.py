@@ -132,7 +132,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     options = AgentOptions()
     parser.parse_args(own, namespace=options)
     if rest:
-        raise Invalid(f"unexpected argument {rest[0]!r}; see elasticrun agent --help")
+        raise Invalid(f"unexpected argument {rest[0]!r}: see elasticrun agent --help")
     bootstrap = agent_bootstrap(options, environ)
     agent_process.check(bootstrap)
     level = {"TRACE": "debug", "FATAL": "error"}.get(bootstrap.log_level, bootstrap.log_level)

@@ -446,8 +446,8 @@ def _torch_additions(
 ) -> dict[str, str]:
     """Return additional environment for scripts written for torch.distributed.
 
-    With another backend than this package's, rank 0 would listen at the address. ``bind`` is empty if workers run on
-    several hosts; ``first_host`` may then be known.
+    With another backend than this package's, rank 0 would listen at the address. ``bind`` is empty if workers run
+    on several hosts. ``first_host`` may then be known.
     """
     name = options.job_name or uuid.uuid4().hex
     env = {
@@ -525,7 +525,7 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 
 def _dashboard(text: str | None) -> tuple[str, int] | None:
-    """Return address and port; an address without brackets is IPv4 or a name. Raises Invalid."""
+    """Return address and port. An address without brackets is IPv4 or a name. Raises Invalid."""
     if text is None:
         return None
     address, _, port = text.rpartition(":")
@@ -655,7 +655,7 @@ def _writable_dir(flag: str, path: str | None, traces: StartCleanup) -> str | No
         raise Invalid(f"{flag} {path} is a file: pass a directory") from None
     except OSError as error:
         raise Invalid(
-            f"{flag} {path} is not writable: {error.strerror}; pass another directory"
+            f"{flag} {path} is not writable: {error.strerror}. Pass another directory"
         ) from None
     return os.path.abspath(path)
 
@@ -671,7 +671,7 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
             pass
     except OSError as error:
         raise Invalid(
-            f"--journal {path} is not writable: {error.strerror}; pass another file"
+            f"--journal {path} is not writable: {error.strerror}. Pass another file"
         ) from None
     return os.path.abspath(path)
 
@@ -689,7 +689,7 @@ def _writable_place(flag: str, path: str | None) -> str | None:
         trouble = "permission denied, or a read-only file system"
     else:
         return os.path.abspath(path)
-    raise Invalid(f"{flag} {path} is not writable: {trouble}; pass another file")
+    raise Invalid(f"{flag} {path} is not writable: {trouble}. Pass another file")
 
 
 def _given(value: T | None, default: T) -> T:

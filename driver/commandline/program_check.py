@@ -13,7 +13,7 @@ _EXAMPLE = "elasticrun -np 4 python train.py"
 
 
 def run_by_python(command: Sequence[str], python: str) -> list[str]:
-    """Return the command, preceded by Python if it is a script that is not executable."""
+    """Return the command. A script that is not executable is preceded by Python."""
     if command and command[0].endswith(".py") and not _runs_itself(command[0]):
         return [python, *command]
     return [*command]

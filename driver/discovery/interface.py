@@ -31,7 +31,8 @@ class Discovery(Protocol):
     """Watches the available hosts."""
 
     def watch(self) -> AsyncIterator[dict[str, int]]:
-        """Yield the complete list ``{host: slots}`` in order of preference, first the current one, then each new one.
+        """Yield complete lists ``{host: slots}`` in order of preference. The first list is the current one, and each
+        change follows.
 
         Ends when the list can no longer change. Never blocks the event loop. If a source fails, the last valid list is
         kept and one warning is logged. Called once per object.

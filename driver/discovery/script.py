@@ -1,8 +1,8 @@
-"""Runs a script that prints the available hosts: ``host`` or ``host:slots``, one per line.
+"""Runs a script that prints the available hosts, one ``host`` or ``host:slots`` per line.
 
 If the script fails, hangs or prints invalid lines, the last valid list is kept. The failure and its end are logged
-once. If it succeeds several times in a row without printing a host, the list becomes empty, and no workers are started.
-Until then the last valid list is kept, since a source may print nothing while it restarts.
+once. A source may print nothing while it restarts, so an empty output does not take effect immediately. After several
+consecutive runs without a host, the list becomes empty, and no workers are started.
 
 The script runs in its own process group and outside the event loop, so a script that hangs does not block the driver.
 """

@@ -52,10 +52,11 @@ class EtcdClient:
     Args:
         access: endpoints and credentials.
         log: called with a level and a text.
-        root: prefix of all keys that are used; it must be readable.
+        root: prefix of all keys that are used. It must be readable.
         grace_s: silence after which etcd counts as unavailable.
 
-    Methods raise Rejected, and Unavailable if there was no answer in time; the request may then have been carried out.
+    Methods raise Rejected, and Unavailable if there was no answer in time. The request may then have been carried
+    out.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Unavailable(ElasticError):
 
 
 class AccessDenied(Unavailable):
-    """etcd answers but denies access. At startup, this is reported to the user; later, the request is retried."""
+    """etcd answers but denies access. At startup, this is reported to the user. Later, the request is retried."""
 
 
 class Rejected(ElasticError):
@@ -47,7 +47,7 @@ class LeaseExpired(Rejected):
 
 
 def load() -> Any:
-    """Return the module ``aetcd.rpc``: messages and stubs. Raises Invalid if the extra is not installed."""
+    """Return the module ``aetcd.rpc`` with messages and stubs. Raises Invalid if the extra is not installed."""
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update({name: text for name, text in QUIET.items() if before[name] is None})
     try:

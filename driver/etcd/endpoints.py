@@ -96,7 +96,7 @@ class Endpoints:
         raise Invalid(f"{'; '.join(texts)}. Start etcd, or pass other addresses") from None
 
     async def close(self) -> None:
-        """Close; pending and later requests raise Unavailable."""
+        """Close. Pending and later requests raise Unavailable."""
         self.closed = True
         self._leave(self._connection)
         if self._pulse_task is not None:

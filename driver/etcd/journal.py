@@ -3,10 +3,11 @@
     journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file
 
-A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into pieces with
-their own numbers, and is valid once the last piece exists. Actions are omitted, since they can be recomputed from the
-events; a digest shows whether another driver computes the same actions. Transactions succeed only while this driver
-leads, so a driver that was replaced can neither write nor act, because actions require a written record.
+A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into
+pieces with their own numbers, and is valid once the last piece exists. Actions are omitted, since they can be
+recomputed from the events. A digest shows whether another driver computes the same actions. Transactions
+succeed only while this driver leads, so a driver that was replaced can neither write nor act, because actions
+require a written record.
 
 A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted in
 this and in later transactions, since etcd limits the number of operations of each.

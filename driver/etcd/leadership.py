@@ -1,9 +1,9 @@
-"""Leader election between drivers of a job, by a key in etcd. Decides nothing; etcd does.
+"""Leader election between drivers of a job, by a key in etcd.
 
-The seat is a key under a lease. A driver that takes it increments the job's term in the same transaction, and its later
-writes are conditional on that being the last change of the term. Therefore, a driver that was stopped or disconnected
-and then replaced cannot write anything when it continues. A driver that has lost the seat but was not replaced takes it
-again with the same term, since no other driver has acted in between.
+The seat is a key under a lease. A driver that takes the seat increments the term of the job in the same transaction.
+Its later writes are conditional on this term. A driver that was stopped or disconnected and then replaced therefore
+cannot write when it continues. A driver that has lost the seat but was not replaced takes the seat again with the same
+term, because no other driver has acted in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETAKE_S = 1.0  # time for the previous leader to take its seat again once etcd 
 
 
 class LeadershipLost(ElasticError):
-    """Another driver leads this job, or this one has resigned. Nothing was written, and later writes fail too."""
+    """Another driver leads this job, or this driver has resigned. The write failed, and later writes fail too."""
 
 
 class Leadership:

@@ -1,9 +1,8 @@
-"""Process that revokes the lease of a killed driver, so that its seat is free immediately. It renews nothing. Decides
-nothing.
+"""Process that revokes the lease of a killed driver, so that its seat is free immediately. It renews no lease.
 
-It runs in its own session. Its standard input is a pipe from the driver, which contains a line with the access to etcd,
-then a line for each lease of the driver. When the driver's process exits, the last lease is revoked. If this fails, the
-lease expires by itself a little later.
+The process runs in its own session. Its standard input is a pipe from the driver. The pipe contains a line with the
+access to etcd, then a line for each lease of the driver. When the driver exits, the process revokes the last lease. If
+this fails, the lease expires a little later.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Registration:
         log: called with a level and a text.
         ttl_s: time to live of the lease.
 
-    ``ended`` is set when a later agent has taken over; ``why`` then contains the logged reason.
+    ``ended`` is set when a later agent has taken over. ``why`` then contains the logged reason.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Log lines about checkpoints: one for each checkpoint if they are rare, and one for each problem that an operator must
-solve."""
+"""Log lines about checkpoints. Rare checkpoints have one line each. Each problem that needs an operator has a line."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Decisions about one job: `Membership` while it trains, `Shutdown` once its outcome is known. Pure: no I/O, no clock.
+"""Decisions about one job. `Membership` decides during training, and `Shutdown` after the outcome is known.
+
+Pure: no I/O, no clock.
 
     answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
     actions = decisions.follow(event, answer, now)   all actions to perform
 
 After an exception in membership, it is not called again, and the job ends. An operator's first stop request sets the
-exit code and limits the time for waiting; the second request kills immediately.
+exit code and limits the time for waiting. The second request kills all workers immediately.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
-    """The connections of all workers: a `ControlServer` to which workers connect, or an `AgentManager`."""
+    """Connections of all workers. The implementation is a `ControlServer`, or an `AgentManager`."""
 
     async def open(
         self,

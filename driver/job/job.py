@@ -26,14 +26,14 @@ class Stoppable(Protocol):
     """A driver whose job can be stopped."""
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code; kill it on the second call. Thread-safe."""
+        """End the job with this exit code. Kill it on the second call. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A job. At most one of ``hosts``, ``script`` and ``allocation`` is set; without any, ``fleet`` supplies the hosts.
 
-    ``settings.env`` is added to every worker's environment; ``environ`` is the driver's environment.
+    ``settings.env`` is added to every worker's environment. ``environ`` is the driver's environment.
     """
 
     command: list[str]  # the program and its arguments

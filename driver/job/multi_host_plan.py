@@ -89,7 +89,7 @@ class MultiHostPlan:
 
 
 def provided(plan: MultiHostPlan, provider: Provider) -> MultiHostPlan:
-    """Return the plan for a job whose hosts an engine supplies."""
+    """Return the plan for a job with hosts from an engine."""
     return replace(
         plan,
         provider=provider,

@@ -13,7 +13,7 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Supplies machines. Does not decide about the job; the driver decides when it has how many workers."""
+    """Supplies machines. Does not decide about the job. The driver decides when it has how many workers."""
 
     outlived: bool  # the job can outlive its driver and be resumed by another driver
     fresh: bool  # this is the first driver of the job
@@ -32,7 +32,7 @@ class Provider(Protocol):
     def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> Discovery:
         """Return the discovery of machines and slots.
 
-        Called once; it may call ``need`` at any time in the driver's loop.
+        Called once. It may call ``need`` at any time in the driver's loop.
         """
 
     def starter(self, log: Log) -> Starter | None:

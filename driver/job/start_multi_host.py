@@ -1,7 +1,8 @@
-"""Execution of a job whose workers belong to agents: on several hosts, or with driver failover. Acts.
+"""Runs a job whose workers belong to agents, on several hosts or with driver failover.
 
-The steps are, in order: become the leader, read the journal, listen, announce the address, and adopt or begin the job.
-A driver that loses the leadership in between exits without an effect on workers, which then belong to another driver.
+The driver becomes the leader, reads the journal, listens, announces its address, and adopts or begins the job, in this
+order. A driver that loses the leadership in between exits without an effect on workers, because they belong to another
+driver.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
                 " --driver-port to use any free port"
             ) from error
         raise Invalid(
-            f"{where}, where the agents of this job look for its driver, can't be used: {error.strerror}; free the"
-            " and rerun the command, or pass --fresh to start a new job"
+            f"{where} can't be used, although the agents of this job look for the driver there:"
+            f" {error.strerror}. Free the address and rerun the command, or pass --fresh to start a new job"
         ) from error
 
 

@@ -37,7 +37,7 @@ SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The driver that writes the following entries: the first driver or a successor.
+    """The driver that writes the following entries. It is the first driver or a successor.
 
     ``at``, ``unix_s`` and ``boot`` are the values of its clocks and the boot ID of its machine when it started.
     """
@@ -169,7 +169,7 @@ def readable(words: Sequence[str]) -> list[str]:
 
 
 def encoded(line: Header | Line) -> bytes:
-    """Encode one line, including its newline."""
+    """Encode one line with its newline."""
     return _encoder.encode(line) + b"\n"
 
 

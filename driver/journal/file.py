@@ -134,7 +134,7 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """Make the file private, since an existing file keeps its mode when it is opened. Raises Invalid."""
+        """Make the file private, because opening does not change the mode of an existing file. Raises Invalid."""
         try:
             os.fchmod(self.fd, 0o600)
         except OSError as error:

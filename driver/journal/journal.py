@@ -164,7 +164,7 @@ class Journal:
 
 
 class Archive(Protocol):
-    """Storage of the journal of one job, current or previous. While it is open, no other process writes to it."""
+    """Storage of the journal of one job. While the archive is open, no other process writes to the journal."""
 
     async def past(self) -> RecoveredJob | None:
         """Return the job to resume, or None.

@@ -1,7 +1,7 @@
 """Restoration of a job from its journal for another driver, and the conversion of its clock.
 
-`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
-of the process that wrote it; `clock_offset` returns the offset of another clock.
+`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on
+the clock of the process that wrote it. `clock_offset` returns the offset of another clock.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Describe the differences between the command and settings and those with which the job started."""
+    """Describe how the command and settings differ from those at the start of the job."""
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")

@@ -19,7 +19,7 @@ from elastic.driver.journal.records import PendingRecord
 
 
 class Place(NamedTuple):
-    """End of a record: its chapter and the number of the next piece in it."""
+    """End of a record, given by its chapter and the number of the next piece."""
 
     chapter: str
     end: int

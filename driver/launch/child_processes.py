@@ -212,10 +212,10 @@ class ChildProcesses:
     """All processes of one starter.
 
     Args:
-        describe: called with host and process; returns the reason why a ready process ended.
+        describe: called with host and process. Returns the reason why a ready process ended.
         at_once: maximum number of processes that are being started at the same time.
         ready_s: time limit for one start, once it is its turn.
-        close_s: time limit for the end of all processes; one second is added.
+        close_s: time limit for the end of all processes. One second is added.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class ChildProcesses:
         """Start ``command`` on a host, send it the bootstrap, and return when it is ready.
 
         Args:
-            explain: called with the process and the release that it reported; returns the reason why the process cannot
+            explain: called with the process and the release that it reported. Returns the reason why the process cannot
                 be used. The release is None if the process ended before it was ready, or was killed at the time limit
                 (its ``code`` is then None).
             first: bytes to send before the bootstrap.

@@ -36,11 +36,11 @@ def worker_environment(
 
     Args:
         inherited: the driver's own environment.
-        place: provisional place; the final one is sent after the worker has connected.
+        place: provisional place. The final one is sent after the worker has connected.
         driver, secret, bind, tls: see `host_environment`.
         threads: see `defaults`.
-        extra: the job's additional variables, including its timeouts. Like ``inherited``, they override the defaults
-            but not the worker's identity.
+        extra: the job's additional variables, including its timeouts. Like ``inherited``, they override the
+            defaults but not the worker's identity.
     """
     env = {
         **defaults(threads),

@@ -50,7 +50,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
 
 
 class StartFailed(ElasticError):
-    """An agent could not be started; the message contains the reason and a remedy."""
+    """An agent could not be started. The message contains the reason and a remedy."""
 
 
 class Starter(Protocol):

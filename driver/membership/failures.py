@@ -140,8 +140,8 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
-        """Handle a worker that is about to exit. The others have disconnected from it and continue immediately, since
-        an interpreter that has loaded torch takes seconds to exit.
+        """Handle a worker that is about to exit. The other workers have disconnected from it and continue
+        immediately, because an interpreter that has loaded torch takes seconds to exit.
         """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:

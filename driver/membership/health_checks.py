@@ -1,9 +1,9 @@
-"""Decisions about health checks: a worker is admitted once the check of its slot has passed. Pure: no I/O, no clock.
+"""Decisions about health checks. A worker is admitted when the check of its slot has passed. Pure: no I/O, no clock.
 
-The check runs beside the start of each worker (`processes.health_check_run`). Until it has passed, init() of the worker
-is not answered, so the worker cannot become ready and is in no world. Only the first world waits for it, and only
-briefly. A slot whose check fails cools down like any slot whose worker failed, and its next worker is checked again. It
-is never given up, since an operator may repair its host.
+The check runs beside the start of each worker (`processes.health_check_run`). Until the check has passed, init() of the
+worker is not answered, so the worker cannot become ready. Only the first world waits for a check, and only briefly. A
+slot with a failed check cools down like any slot with a failed worker, and its next worker is checked again. The slot
+is never given up, because an operator may repair its host.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
 
     TRAINING --a member returned--> ENDING --all returned--> DONE         any phase --> DONE (failed)
 
-Every world has a generation, and every event about a world carries it; each handler starts by dropping events of older
-generations. A lost worker is dead before the world shrinks: exits are reported by the agent that reaped the process,
-and a worker that cannot be reached is killed first.
+Every world has a generation, and every event about a world carries it. Each handler starts by dropping events
+of older generations. A lost worker is dead before the world shrinks: exits are reported by the agent that
+reaped the process, and a worker that cannot be reached is killed first.
 
 This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
 transitions between phases, `worker_reports` the workers' reports, `failures` broken worlds and dead workers,
@@ -109,7 +109,7 @@ class Membership:
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
-        """Return the worker's place in the last published world, or None if it is not a member."""
+        """Return the place of a worker in the last published world, or None if the worker is not a member."""
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
@@ -244,7 +244,7 @@ class Membership:
         return record is not None and record.stage is WorkerStage.FINISHED
 
     def check(self) -> None:
-        """Assert the invariants; called by tests after every event."""
+        """Assert the invariants. Tests call this method after every event."""
         self.stuck.check()
         assert not any(self.roster[w].unchecked for w in self.members if w in self.roster)
         slots = {record.slot for record in self.roster.values()}

@@ -4,9 +4,9 @@
               --> HURRY_S before the end they leave, even if too few stay
     withdrawn --> workers that have not left yet stay
 
-If all members run on such machines, no worker could continue: they keep training, and a checkpoint is requested at
-once and again shortly before the end. If the driver's own machine is reclaimed, and with it all workers, the job ends
-once that checkpoint is durable; rerunning the command resumes from it.
+If all members run on such machines, no worker could continue. The members then keep training, and a checkpoint is
+requested at once and again shortly before the end. If all workers and the driver's own machine are reclaimed, the job
+ends when this checkpoint is durable. Rerunning the command resumes from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decisions about the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
 
-Every event about a world carries its generation; each handler starts by dropping events of older ones. Failures are
-handled in `failures`, missing progress in `failure_detection`.
+Every event about a world carries its generation. Each handler starts by dropping events of older ones. Failures
+are handled in `failures`, missing progress in `failure_detection`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The current number of commits per second of a job: the last measurement, which decays while no commits are possible.
+"""Current number of commits per second of a job. The last measurement decays while no commits are possible.
 
 Pure: no I/O, no clock.
 """

@@ -1,5 +1,4 @@
-"""Log lines about slots whose workers exited: the first line is logged immediately, later ones are combined in a
-summary."""
+"""Log lines about slots with exited workers. The first line is logged immediately, and later lines are combined."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass(eq=False, slots=True)
 class WorkerView:
-    """One process, from the order to start it until its exit."""
+    """One process, from its start order to its exit."""
 
     worker: Worker
     stage: Stage = Stage.STARTING
@@ -86,7 +86,7 @@ class ViewReader:
 
 
 class JobView:
-    """State of one job. Times are seconds on the caller's clock, the same for all its calls."""
+    """State of one job. Times are seconds on one clock, chosen by the caller."""
 
     def __init__(self) -> None:
         # Ordered processes that are not known to have exited, in the order of their first mention.
@@ -176,7 +176,7 @@ class JobView:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def get(self, worker: Worker) -> WorkerView | None:
-        """Return a process that runs, or whose end is the event of the current decision."""
+        """Return a running process, or the process that the current event ended."""
         return self.workers.get(worker) or self.exited.get(worker)
 
     # ---- private ---------------------------------------------------------------------------------------------------

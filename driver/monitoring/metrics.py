@@ -1,7 +1,8 @@
 """Prometheus metrics of a job, from the events and decisions that the journal contains. Decides nothing.
 
-`JobMetrics` is pure: it receives events and keeps numbers. `MetricsServer` serves them over HTTP from its own threads,
-so that a scrape never blocks the driver. All names begin with ``elastic_``; worker labels are limited to live workers.
+`JobMetrics` is pure: it receives events and keeps numbers. `MetricsServer` serves them over HTTP from its own
+threads, so that a scrape never blocks the driver. All names begin with ``elastic_``. Worker labels are limited
+to live workers.
 """
 
 from __future__ import annotations

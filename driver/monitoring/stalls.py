@@ -245,7 +245,7 @@ class Stalls(ViewReader):
         """Return the stalled seconds in an interval.
 
         Args:
-            lasting: `current` at ``until``; no past stall may end later.
+            lasting: `current` at ``until``. No past stall may end later.
         """
         first = bisect_right(self._ends, since)
         before = self._sums[first - 1] if first else 0.0

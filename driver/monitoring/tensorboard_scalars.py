@@ -54,7 +54,7 @@ class ScalarsOfReports:
         self._counts: dict[int, int] = {}  # reports, by rank
 
     def of(self, report: Report) -> list[Scalar]:
-        """Return the numbers of a report. Numbers in nested dicts are named ``outer/inner``.
+        """Return the numbers of a report. A number in nested dicts is named ``outer/inner``.
 
         Their step is the value reported as ``step``, otherwise the number of the rank's report.
         """

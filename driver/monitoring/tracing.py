@@ -260,11 +260,11 @@ class _Writer:
     def put(
         self, lines: Callable[[], list[str]], *, taken: tuple[Worker, int, int] | None = None
     ) -> None:
-        """Queue lines. ``lines`` is called in the thread; ``taken``: worker to notify when the lines are written."""
+        """Queue lines. The thread calls ``lines``, and notifies the worker ``taken`` when the lines are written."""
         self._jobs.put(_Job(lines, taken))
 
     def end(self, done: Callable[[], None] | None) -> None:
-        """Close the current file after all queued lines; then call ``done`` in the loop."""
+        """Close the current file after all queued lines. Then call ``done`` in the event loop."""
         now_ns = time.monotonic_ns()
         self._jobs.put(_Job(lambda: self._timeline.end(now_ns), done=done, last=True))
 

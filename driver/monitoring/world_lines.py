@@ -14,7 +14,7 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
 
     Args:
         world: the new world.
-        before: the previous log line; a cause at its end is not repeated in the new line.
+        before: the previous log line. A cause at its end is not repeated in the new line.
         wanted: number of workers of -np.
         slots: number of listed slots.
     """
@@ -35,7 +35,8 @@ def recovery_line(
     """Return for example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
 
     Args:
-        held: whether a member held a commit; every survivor holds a commit that all members of the previous world made.
+        held: whether a member held a commit. Every survivor holds a commit that all members of the previous world
+            made.
         committed: whether any commit was made in this job; without one, members hold the initial state.
     """
     verb = _VERBS.get(report.kind, report.kind)

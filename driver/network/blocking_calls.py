@@ -61,7 +61,7 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 
 
 class SequentialCalls:
-    """Runs blocking calls one at a time. A call that exceeds its limit continues, and later calls wait for it."""
+    """Runner of blocking calls, one at a time. A call that exceeds its limit continues, and later calls wait for it."""
 
     def __init__(self, name: str) -> None:
         self._name = name  # name of the threads

@@ -40,7 +40,7 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
 
     @property
     def link_local(self) -> bool:
-        """True if the address needs a scope. False for IPv4, whose link-local addresses are usable."""
+        """Whether the address needs a scope. False for IPv4, because its link-local addresses work without a scope."""
         address = ipaddress.ip_address(self.address)
         return address.version == 6 and address.is_link_local
 

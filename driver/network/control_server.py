@@ -91,7 +91,7 @@ class ControlServer(Generic[Who]):
     """Server for one kind of callers.
 
     Args:
-        secret: the job's secret; messages of callers that cannot prove knowledge of it are ignored.
+        secret: the job's secret. Messages of callers that cannot prove knowledge of it are ignored.
         log: called with a level and a text.
         callers: kind of callers.
         lease_s: liveness timeout.
@@ -129,7 +129,7 @@ class ControlServer(Generic[Who]):
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
-        """Bind an address before `open` listens on it, so that it can be announced. Raises OSError."""
+        """Bind an address before `open` listens on it, so that the address can be announced. Raises OSError."""
         if self._listening is None:
             self._listening = _bound(interface, port)
         bound: tuple[str, int] = self._listening.getsockname()[:2]
@@ -152,7 +152,7 @@ class ControlServer(Generic[Who]):
             port: 0 lets the system choose.
             heard: called with each message of a caller.
             gone: called once when a caller's connection ends, with whether it was silent.
-            expected: called with a caller; returns whether it may connect.
+            expected: called with a caller. Returns whether it may connect.
             accepted: called with each authenticated caller.
 
         All are called in the event loop's thread. Raises OSError.
@@ -205,7 +205,7 @@ class ControlServer(Generic[Who]):
             connection.drain()
 
     def disconnect(self, peer: Who) -> None:
-        """Drop the connection; ``gone`` is called before this returns."""
+        """Drop the connection. ``gone`` is called before this returns."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.end()

@@ -1,8 +1,8 @@
-"""Parsing of host lists, and recognition of names of this machine. Starts nothing; name lookups have a deadline.
+"""Parsing of host lists, and recognition of names of this machine. Starts nothing. Name lookups have a deadline.
 
-A host is written ``name``, ``name:slots`` or ``name slots=N``; an IPv6 address is in brackets, ``[::1]:4``. The name
-identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
-machine. A name listed twice is an error, since adding up the slots could silently overload a host.
+A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The
+name identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both
+are this machine. A name listed twice is an error, since adding up the slots could silently overload a host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINE = re.compile(r"(?P<host>\S+?)(\s+slots\s*=\s*(?P<slots>\S+))?")
 
 
 def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int]:
-    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``; without slots ``default_slots``. Raises Invalid with a clause."""
+    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without slots, use ``default_slots``. Raises Invalid with a clause."""
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(name) or (rest and not rest.startswith(":")):
@@ -35,12 +35,12 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
         slots = rest[1:] if rest else None
     elif text.count(":") > 1:
         raise Invalid(
-            f"{text!r} has several colons; write IPv6 addresses in brackets, as in [::1]:4"
+            f"{text!r} has several colons: write IPv6 addresses in brackets, as in [::1]:4"
         )
     else:
         name, colon, rest = text.partition(":")
         if not _NAME.fullmatch(name):
-            raise Invalid(f"{text!r} has no valid host name; write host:slots, as in gpu7:4")
+            raise Invalid(f"{text!r} has no valid host name: pass host:slots, as in gpu7:4")
         slots = rest if colon else None
     return name, default_slots if slots is None else _slots(text, slots, slots_min)
 
@@ -56,7 +56,7 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
     host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
     if match["slots"] is not None:
         if match["host"] not in (host, f"[{host}]"):
-            raise Invalid("the slots are specified twice; write host:slots or host slots=N")
+            raise Invalid("the slots are specified twice: write host:slots or host slots=N")
         slots = _slots(text, match["slots"], slots_min)
     return host, slots
 
@@ -106,7 +106,7 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
 
 
 def show(hosts: dict[str, int]) -> str:
-    """Return hosts in the format of ``-H``; a long list is truncated."""
+    """Return hosts in the format of ``-H``. A long list is truncated."""
     entries = [f"[{h}]:{n}" if ":" in h else f"{h}:{n}" for h, n in hosts.items()]
     more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
     return (",".join(entries[:8]) or "none") + more
@@ -117,7 +117,7 @@ class _Unresolved(Exception):
 
 
 class ThisHost:
-    """Recognizes names of this machine: loopback addresses in any form, its other addresses, its name, and names that
+    """Recognizer of this machine's names. It accepts loopback addresses, other addresses, its name, and names that
     resolve to these.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
@@ -217,7 +217,7 @@ def _slots(text: str, slots: str, slots_min: int) -> int:
         )
     if number > SLOTS_LIMIT:
         raise Invalid(
-            f"{text!r} has more than {SLOTS_LIMIT} slots for one host; write host:slots, without a port"
+            f"{text!r} has more than {SLOTS_LIMIT} slots for one host: pass host:slots, without a port"
         )
     return number
 

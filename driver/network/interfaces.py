@@ -146,7 +146,7 @@ def _prefix_length(address: str, netmask: str | None) -> int:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free now, without reserving it."""
+    """Return a port that is free now. The port is not reserved."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         return int(listener.getsockname()[1])

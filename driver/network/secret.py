@@ -55,7 +55,7 @@ def make_secret_file(path: str) -> None:
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """Return a key for one purpose. It reveals neither the secret nor the keys for other purposes.
+    """Return a key for one purpose. The key reveals neither the secret nor the keys for other purposes.
 
     Workers have a separate key, since it is in their environment, which scripts often print and upload. This key does
     not authorize orders to agents.

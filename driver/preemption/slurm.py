@@ -1,8 +1,8 @@
 """Slurm as a source of preemption notices: the end of the allocation, and the signal of `sbatch --signal`.
 
-slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME is in seconds since 1970; Slurm 22.05 does not set it yet.
---signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` to pass it on. Only `squeue` knows
-whether the time limit was extended meanwhile.
+slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME is in seconds since 1970. Slurm 22.05 does not set it yet.
+--signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` to pass it on. Only `squeue`
+knows whether the time limit was extended meanwhile.
 """
 
 from __future__ import annotations

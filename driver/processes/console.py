@@ -45,7 +45,7 @@ class WriterThread:
         self._thread: threading.Thread | None = None
 
     def put(self, write: Write, data: bytes) -> None:
-        """Queue a call of ``write(data)``. Never blocks; drops the oldest data if the queue is full."""
+        """Queue a call of ``write(data)``. Never blocks. Drops the oldest data if the queue is full."""
         with self._changed:
             if self._closed or not data:
                 return

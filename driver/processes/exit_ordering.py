@@ -39,7 +39,7 @@ class ExitBarrier:
             self._part(event.worker)
 
     def disconnected(self, worker: Worker) -> None:
-        """Handle the end of a worker's connection: all its messages have arrived."""
+        """Handle the end of a worker's connection. All its messages have arrived."""
         self._part(worker)
 
     def _part(self, worker: Worker) -> None:

@@ -52,7 +52,9 @@ def without_check(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a check: that of its worker without secrets, and with the host and the slot."""
+    """Return the environment of a health check. It is the worker's environment without secrets, and with the host
+    and the slot.
+    """
     kept = {name: value for name, value in env.items() if name not in WITHHELD}
     return {**kept, "ELASTIC_HOST": worker.host, "ELASTIC_SLOT": str(worker.slot)}
 

@@ -43,7 +43,7 @@ class OrphanReaper:
         return self._popen.pid if self._popen else None
 
     def ensure(self) -> None:
-        """Start a reaper, unless one is running or too many have died."""
+        """Start a reaper, unless a reaper is running or too many reapers have exited."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
         # Standard error is closed too: a reaper must not keep the terminal or a pipe of the driver's parent open.

@@ -2,11 +2,11 @@
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
-FOLDER: the first entry of sys.path, which is the folder of the script or, with -m, the worker's working folder. TOLD: a
-pipe. One byte means that WHAT, an open file, holds the command, the part of it to run, the environment and the folder,
-as JSON; end of file means that the process is not needed. MODULES: names separated by commas; `auto` stands for the
-modules that SCRIPT, or the module NAME of "-m NAME", imports before any other statement. ROOM: padding, so that the
-worker's command line fits in the place of this one.
+FOLDER: the first entry of sys.path, which is the folder of the script or, with -m, the worker's working folder.
+TOLD: a pipe. One byte means that WHAT, an open file, holds the command, the part of it to run, the environment
+and the folder, as JSON. End of file means that the process is not needed. MODULES: names separated by commas;
+`auto` stands for the modules that SCRIPT, or the module NAME of "-m NAME", imports before any other statement.
+ROOM: padding, so that the worker's command line fits in the place of this one.
 
 To the worker's script, the process looks like one that was started for it, with its own arguments, environment, folder
 and ``__main__``.

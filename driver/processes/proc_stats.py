@@ -1,7 +1,7 @@
 """State and resource counters of processes from /proc. Decides nothing.
 
-A process keeps its pid until it is reaped, so the values cannot be those of another process. The ``parse_`` functions
-are pure; the functions below them read one or a few small files, without waiting.
+A process keeps its pid until it is reaped, so the values cannot be those of another process. The ``parse_``
+functions are pure. The functions below them read one or a few small files, without waiting.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def end_of(pid: int) -> int | None:
 
 
 def uses_devices(pid: int) -> bool:
-    """Return whether a process has a device such as a GPU open, which may work for it until closed.
+    """Return whether a process has a device such as a GPU open. The device may work for the process until it is closed.
 
     Also True if this cannot be determined.
 

@@ -1,4 +1,4 @@
-"""The end of each worker's stderr and the exception that ended it; decides which tracebacks are shown.
+"""The end of each worker's stderr and the exception that ended it. Decides which tracebacks are shown.
 
 Pure: no I/O, no clock.
 """

@@ -14,8 +14,8 @@ that, as soon as none of its threads can run any more (see `life_lock`), unless 
 The state of all processes is checked four times a second. A process that was not able to run during its whole liveness
 timeout is reported as frozen, and as thawed once it runs again. Resource counters are only read on request.
 
-Each worker is a session of its own and dies with the thread that started it (PDEATHSIG); the orphan reaper kills its
-children if the driver is killed. Everything here runs in the event loop's thread.
+Each worker is a session of its own and dies with the thread that started it (PDEATHSIG). The orphan reaper
+kills its children if the driver is killed. Everything here runs in the event loop's thread.
 """
 
 from __future__ import annotations

@@ -109,5 +109,5 @@ class UsageMeter:
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of those of these processes that run. Raises OSError."""
+        """Return the usage of the running processes among the given ones. Raises OSError."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

@@ -17,7 +17,7 @@ class Taken(Exception):
 
 
 class Actors(Protocol):
-    """Operations on actors. Handles are opaque; Ray's errors are passed on."""
+    """Operations on actors. Handles are opaque. Ray's errors are passed on."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
         """Create an AgentActor on this node and no other. Returns before the actor runs. Raises Taken."""

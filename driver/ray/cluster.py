@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class Cluster(Protocol):
-    """Operations on Ray. All may block, and raise RayUnavailable; `discovery_calls.RayCalls` is the implementation."""
+    """Operations on Ray. All may block, and raise RayUnavailable. `discovery_calls.RayCalls` is the implementation."""
 
     def claims(self, prefix: str) -> list[Group]:
         """Return the placement groups of this namespace with this name prefix, including removed ones."""
@@ -111,6 +111,6 @@ def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
 
 
 def present(cluster: Cluster, prefix: str) -> list[tuple[int, Group]]:
-    """Return the claims that have not been removed, with their numbers."""
+    """Return the remaining claims with their numbers."""
     found = numbered(cluster.claims(prefix), prefix)
     return [(number, group) for number, group in found if group.state != "REMOVED"]

@@ -1,14 +1,15 @@
 """Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. No policy.
 
-Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining nodes,
-then nodes: with this order, a node that dies in between is never considered alive. A check without an answer changes
-nothing; it is logged once, and once more when Ray answers again. Calls to Ray may block for long while its head is
-away, so they run in a thread, one at a time, with a deadline.
+Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then
+draining nodes, then nodes: with this order, a node that dies in between is never considered alive. A check
+without an answer changes nothing. It is logged once, and once more when Ray answers again. Calls to Ray may
+block for long while its head is away, so they run in a thread, one at a time, with a deadline.
 
-Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray job of
-their creator, even if the actor that created them has ended earlier; those created by a *detached* actor end with its
-process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close` or `remove_claims`. A
-driver that is a detached actor therefore needs ``detached=True``, and the next one finds them by name.
+Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray
+job of their creator, even if the actor that created them has ended earlier. Those created by a *detached* actor
+end with its process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close`
+or `remove_claims`. A driver that is a detached actor therefore needs ``detached=True``, and the next one finds
+them by name.
 """
 
 from __future__ import annotations

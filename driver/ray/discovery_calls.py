@@ -1,4 +1,4 @@
-"""Ray calls of the discovery. Imported only if Ray is used; all calls may block.
+"""Ray calls of the discovery. Imported only if Ray is used. All calls may block.
 
 Ray has no public function for the list of draining nodes. The private one used here exists in 2.30, the oldest
 supported release, and in 2.60. If it is missing, draining nodes are not recognized.

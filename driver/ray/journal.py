@@ -3,11 +3,11 @@
     journal/<job>/writers/000002                            the ID of the driver that has the second turn
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
-A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into pieces
-with numbers of their own, and is valid once the last one exists. A driver writes chapters: each snapshot begins one
-(000001 is the driver's second), and the earlier ones are then removed. The first record of a driver that resumes a job
-states which record of which chapter it continues. Actions are omitted; a digest shows whether recomputed actions
-are the same.
+A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into
+pieces with numbers of their own, and is valid once the last one exists. A driver writes chapters: each snapshot
+begins one (000001 is the driver's second), and the earlier ones are then removed. The first record of a driver
+that resumes a job states which record of which chapter it continues. Actions are omitted. A digest shows
+whether recomputed actions are the same.
 
 The store has no transactions, so a deposed driver is made harmless when reading, not when writing:
 
@@ -219,7 +219,7 @@ class WriterTerm:
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece. May be repeated; `check` shows whether the piece is valid. Raises LeadershipLost if this
+        """Write a piece. May be repeated. `check` shows whether the piece is valid. Raises LeadershipLost if this
         driver is known to be deposed.
         """
         if self._lost.is_set():

@@ -1,9 +1,9 @@
-"""Calls of Ray's key-value store. Imported only if Ray is used; all calls may block.
+"""Calls of Ray's key-value store. Imported only if Ray is used. All calls may block.
 
-As tested with Ray 2.60, they fail after the timeout or, if the head's process has exited, within a second of it, with
-RpcError ("Deadline Exceeded", "Timed out while waiting for GCS to become available."). A call that timed out may still
-be carried out. Values of 60 MB work; a key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and similar functions
-have no timeout, and wait until Ray ends the process.
+As tested with Ray 2.60, they fail after the timeout or, if the head's process has exited, within a second of
+it, with RpcError ("Deadline Exceeded", "Timed out while waiting for GCS to become available."). A call that
+timed out may still be carried out. Values of 60 MB work. A key of one kilobyte takes 0.4 ms.
+``_internal_kv_put`` and similar functions have no timeout, and wait until Ray ends the process.
 """
 
 from __future__ import annotations

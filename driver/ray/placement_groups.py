@@ -54,7 +54,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, as reported by Ray. Numbers are never reused; a claim with a larger number is younger."""
+    """A claim, as reported by Ray. Numbers are never reused. A claim with a larger number is younger."""
 
     number: int
     stage: ClaimStage
@@ -82,8 +82,9 @@ class Decision:
 
 
 class SlotTable:
-    """Assignment of claims to slots: existing claims keep their slots, and new claims get the following slots, oldest
-    first."""
+    """Assignment of claims to slots. Existing claims keep their slots, and new claims get the following slots,
+    oldest first.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -116,8 +117,9 @@ class SlotTable:
 
 
 class PlacementGroupPool:
-    """The claims of one job. ``ours`` False: the claims are bundles of a given group and are never created or removed
-    here."""
+    """Claims of one job. If ``ours`` is False, the claims are bundles of a given group and are never created or
+    removed here.
+    """
 
     def __init__(self, most: int, *, ours: bool = True) -> None:
         self._most = most
@@ -134,7 +136,7 @@ class PlacementGroupPool:
         """Set the wanted number of slots, besides those on ``emptied`` nodes.
 
         Args:
-            used: number of slots of each node up to the last one with a worker; these are always kept.
+            used: number of slots of each node up to the last one with a worker. These are always kept.
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)

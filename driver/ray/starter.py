@@ -52,7 +52,7 @@ class RayStarter:
     """Starts agents through actors. Must be created in the event loop.
 
     Args:
-        node_of: called with a host; returns its node, or raises KeyError.
+        node_of: called with a host. Returns its node, or raises KeyError.
         call: pickled function of the workers.
         log: called with a level and a text.
         job: name of the job.

@@ -4,7 +4,7 @@ The backward pass runs collectives among the same ranks and is itself differenti
 names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched
 by their order. Integer tensors have no gradient and are skipped.
 
-``members`` are the ranks of a process set, None for the world; roots are world ranks.
+``members`` are the ranks of a process set, None for the world. Roots are world ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Broadcast parameters, optimizer state and Python objects from one rank to all.
 
-Tensors are packed into a few large broadcasts. Objects are pickled: they come from this job's own workers.
-All functions are collective, among the ranks of ``process_set`` if given; ``root_rank`` is always a world rank. Layouts
-are compared first: if they differ, every rank raises and nothing has changed.
+Tensors are packed into a few large broadcasts. Objects are pickled: they come from this job's own workers. All
+functions are collective, among the ranks of ``process_set`` if given. ``root_rank`` is always a world rank.
+Layouts are compared first: if they differ, every rank raises and nothing has changed.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def broadcast_parameters(
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                "broadcast_parameters needs a state_dict() or (name, tensor) pairs; use model.named_parameters()"
+                "broadcast_parameters got neither a state_dict() nor (name, tensor) pairs: pass"
+                " model.named_parameters()"
             )
         if not (pair[1] is None or isinstance(pair[1], torch.Tensor)):
             raise TypeError(
-                f"{pair[0]} is a {type(pair[1]).__name__}, not a tensor; send it with broadcast_object"
+                f"{pair[0]} is a {type(pair[1]).__name__}, not a tensor: send it with broadcast_object"
             )
     tensors = [(name, tensor) for name, tensor in pairs if tensor is not None]
     _compare("parameters", [_describe(name, tensor) for name, tensor in tensors], process_set)
@@ -96,9 +97,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the options and the state of the optimizer from rank ``root_rank``, without taking a step.
 
-    State entries that this rank lacks are allocated, those that the root lacks are dropped; existing tensors are
-    overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,
-    as with Horovod.
+    State entries that this rank lacks are allocated, those that the root lacks are dropped. Existing tensors are
+    overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero
+    gradient, as with Horovod.
 
     Args:
         optimizer: any torch optimizer except LBFGS, or a `DistributedOptimizer`, over the same parameters on every
@@ -114,7 +115,9 @@ def broadcast_optimizer_state(
         PeerLost: when the world breaks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer; pass one")
+        raise TypeError(
+            f"a {type(optimizer).__name__} is not a torch.optim.Optimizer: pass a torch optimizer"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "the state of LBFGS can't be broadcast: create the optimizer after broadcast_parameters, with the same"
@@ -194,7 +197,7 @@ def allgather_object(
     """Gather Python objects from all ranks on every rank.
 
     Args:
-        obj: pickled as by `broadcast_object`; its size may differ between ranks.
+        obj: pickled as by `broadcast_object`. Its size may differ between ranks.
         name, process_set: as in `elastic.api.ops`.
 
     Returns:

@@ -36,7 +36,7 @@ class _CastCompressor:
 
 
 class FP16Compressor(_CastCompressor):
-    """float16: 11 significant bits; sums beyond 65504 overflow."""
+    """Compressor to float16, which has 11 significant bits. Sums above 65504 overflow."""
 
     dtype = torch.float16
 

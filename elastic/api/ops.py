@@ -1,8 +1,8 @@
-"""Collectives for user code, with Horovod's names, signatures and defaults; `submission` does the work.
+"""Collectives for user code, with Horovod's names, signatures and defaults. `submission` does the work.
 
-All functions take CPU or CUDA tensors, contiguous or not. Reductions take uint8, int8, int16, int32, int64, float16,
-bfloat16, float32 and float64; all other collectives take every dtype. Shapes and dtypes are the same on all ranks,
-unless a function says otherwise.
+All functions take CPU or CUDA tensors, contiguous or not. Reductions take uint8, int8, int16, int32, int64,
+float16, bfloat16, float32 and float64. All other collectives take every dtype. Shapes and dtypes are the same
+on all ranks, unless a function says otherwise.
 
 Common arguments:
 
@@ -15,14 +15,14 @@ Common arguments:
     compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods, to send fewer bytes.
     process_set: only its ranks call the function and take part. Default: all ranks.
 
-Forms of a collective: ``X`` waits and is differentiable; ``X_`` works in place; ``X_async`` returns a handle, an
-integer for `poll` and `synchronize`; ``grouped_X`` takes several tensors on one device, which are reduced together or
-not at all.
+Forms of a collective: ``X`` waits and is differentiable; ``X_`` works in place. ``X_async`` returns a handle,
+an integer for `poll` and `synchronize`. ``grouped_X`` takes several tensors on one device, which are reduced
+together or not at all.
 
-All raise, before anything is sent: TypeError and ValueError for invalid arguments, `UnsupportedType` (both) for a dtype
-that can't be reduced, `NotInitialized` before ``init()``. From the call, or from `synchronize` for an ``_async`` form:
-`TensorMismatch` on every rank, with ranks and shapes, if the ranks pass mismatched tensors; `PeerLost` when the world
-breaks, which ``elastic.run`` handles.
+All raise, before anything is sent: TypeError and ValueError for invalid arguments, `UnsupportedType` (both) for
+a dtype that can't be reduced, `NotInitialized` before ``init()``. From the call, or from `synchronize` for an
+``_async`` form: `TensorMismatch` on every rank, with ranks and shapes, if the ranks pass mismatched tensors.
+`PeerLost` when the world breaks, which ``elastic.run`` handles.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce`; `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allreduce`. `synchronize` returns the list of new tensors."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, as_op(op, average), *scales, members=members)
@@ -233,7 +233,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `grouped_allreduce`; do not touch the tensors before `synchronize`."""
+    """Start an in-place `grouped_allreduce`. Do not touch the tensors before `synchronize`."""
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, reduction, *scales, members=members, into=tensors)
@@ -245,7 +245,7 @@ def sparse_allreduce_async(
     """Start a reduction of a sparse tensor: its entries are gathered and summed.
 
     Args:
-        tensor: sparse COO, of the same shape and dtype on all ranks; the number of entries may differ.
+        tensor: sparse COO, of the same shape and dtype on all ranks. The number of entries may differ.
         name: required.
         op: Average or Sum.
         process_set: see the module.
@@ -259,10 +259,12 @@ def sparse_allreduce_async(
     """
     members, reduction = resolve(process_set), as_op(op, None)
     if not tensor.is_sparse:
-        raise ValueError("sparse_allreduce_async needs a sparse COO tensor; use allreduce_async")
+        raise ValueError(
+            "sparse_allreduce_async got a dense tensor: pass a sparse COO tensor, or use allreduce_async"
+        )
     if reduction not in (Op.AVERAGE, Op.SUM):
         raise ValueError(
-            f"sparse tensors can't be reduced with {reduction.name.title()}; use Average or Sum"
+            f"sparse tensors can't be reduced with {reduction.name.title()}: use Average or Sum"
         )
     entries = tensor.detach().coalesce()
     if not isinstance(name, str):
@@ -309,7 +311,7 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an `allgather`; `synchronize` returns the new tensor."""
+    """Start an `allgather`. `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_allgather([tensor], name, members=members, pick=lambda gathered: gathered[0][0])
 
@@ -324,7 +326,7 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a `grouped_allgather`; `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allgather`. `synchronize` returns the list of new tensors."""
     members = resolve(process_set)
     return start_allgather(tensors, name, members=members, pick=lambda gathered: gathered[0])
 
@@ -367,7 +369,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `broadcast`; `synchronize` returns the new tensor."""
+    """Start a `broadcast`. `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=False)
 
@@ -437,7 +439,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `alltoall`; `synchronize` returns (rows, rows per rank)."""
+    """Start an `alltoall`. `synchronize` returns (rows, rows per rank)."""
     return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
 
@@ -481,7 +483,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `reducescatter`; `synchronize` returns this rank's rows."""
+    """Start a `reducescatter`. `synchronize` returns this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(
@@ -498,7 +500,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce and scatter several tensors on one device, as `reducescatter`; returns a list. Differentiable."""
+    """Reduce and scatter several tensors on one device, as `reducescatter`. Returns a list. Differentiable."""
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
@@ -519,7 +521,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `grouped_reducescatter`; `synchronize` returns the list of this rank's rows."""
+    """Start a `grouped_reducescatter`. `synchronize` returns the list of this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(tensors, name, as_op(op, None), *scales, members=members)

@@ -1,9 +1,9 @@
 """`SyncBatchNorm`: batch normalization with the statistics of all ranks' batches together.
 
-In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them: sums and
-sums of squares per channel in float64, and the number of values. Backward reduces two more sums per channel.
-Sums instead of per-rank statistics allow batches of different sizes, including empty ones; a rank that has joined
-contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them:
+sums and sums of squares per channel in float64, and the number of values. Backward reduces two more sums per
+channel. Sums instead of per-rank statistics allow batches of different sizes, including empty ones. A rank that
+has joined contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 
 Communicates only through `elastic.api.ops`. Uses only torch operations, so it runs on any device.
 """

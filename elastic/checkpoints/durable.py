@@ -68,7 +68,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
 
 
 def entered(rt: WorkerRuntime, world: World) -> None:
-    """Use the run number of the world, so that all members write under the same one even after a driver failover.
+    """Use the run number of the world. All members then use the same number, even after a driver failover.
 
     Observations about non-finite gradients are discarded if this worker receives another state.
     """

@@ -9,7 +9,7 @@ from elastic.errors import Invalid
 
 
 class ExportFormat(enum.Enum):
-    """Format of an exported checkpoint; the values are the accepted suffixes."""
+    """Format of an exported checkpoint. The values are the accepted suffixes."""
 
     TORCH = (".pt", ".pth", ".bin", ".ckpt")  # torch.save
     SAFETENSORS = (".safetensors",)

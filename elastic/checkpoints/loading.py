@@ -147,7 +147,7 @@ def by_file(tensors: Iterable[StoredTensor]) -> dict[str, list[StoredTensor]]:
 def read_file(
     storage: Storage, found: Manifest, file: str, tensors: list[StoredTensor]
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
-    """Read one file from beginning to end, so that its checksum is verified before any tensor is used.
+    """Read one file from beginning to end. Its checksum is verified before any tensor is used.
 
     Raises:
         UnreadableCommit: the file is damaged.

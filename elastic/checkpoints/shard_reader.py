@@ -65,7 +65,8 @@ class ShardReader:
         self._passed: resuming.Passed = {}  # used on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
-        """Set the state to the newest commit that all ranks can read, and commit it. Return False if there is none.
+        """Set the state to the newest commit that all ranks can read, and commit it. Return False without such a
+        commit.
 
         Args:
             reset: called before the state is changed.

@@ -1,8 +1,9 @@
 """Background writer of one worker's durable commits, from the copies that commits make anyway.
 
-The training thread only marks a commit as held; later commits are copied to other memory. A background thread writes
-this rank's share, retries while the storage fails, and reports completion. Once the driver has received the reports of
-all ranks, rank 0 writes the rest. A storage failure never fails a step; it only delays the next checkpoint.
+The training thread only marks a commit as held. Later commits are copied to other memory. A background thread
+writes this rank's share, retries while the storage fails, and reports completion. Once the driver has received
+the reports of all ranks, rank 0 writes the rest. A storage failure never fails a step; it only delays the next
+checkpoint.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class BackendSelection:
 
     Args:
         backend: the backend.
-        hosts: the ranks of each host, ascending; hosts are in the order of their first ranks.
+        hosts: the ranks of each host, ascending. Hosts are in the order of their first ranks.
         why: reason why ranks on one machine do not share memory, or an empty result if they do, or if no host has
             several ranks.
     """

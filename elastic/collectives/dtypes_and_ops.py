@@ -93,7 +93,7 @@ def carried(
 
 
 def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
-    """Multiply floats by ``scale``, then divide by ``divisor``, in place; each step rounds once."""
+    """Multiply floats by ``scale``, then divide by ``divisor``, in place. Each operation rounds once."""
     if tensor.is_complex():  # complex division can be off by one bit
         rescale_(torch.view_as_real(tensor), scale, divisor)
         return tensor
@@ -110,7 +110,7 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
     """Return integers in the order of these floats: -0.0 is less than 0.0, and ``op``, MIN or MAX, selects NaN.
 
-    Gloo's reduction of floats would lose NaN or not, depending on which rank has it; NCCL's would lose it.
+    Gloo's reduction of floats would lose NaN or not, depending on which rank has it. NCCL's would lose it.
     """
     wide = floats if floats.dtype in _INTEGERS else floats.float()
     keys = _turned(wide.view(_INTEGERS[wide.dtype]))

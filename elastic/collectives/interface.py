@@ -1,7 +1,7 @@
 """Interface of all collectives: one group of ranks, of one generation, on one backend.
 
-Callers do not depend on Gloo or NCCL; implementations do not depend on State, the optimizer or the driver. Every tensor
-is contiguous and on the group's device. Ranks are indices in the group.
+Callers do not depend on Gloo or NCCL. Implementations do not depend on State, the optimizer or the driver.
+Every tensor is contiguous and on the group's device. Ranks are indices in the group.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReportsMissingRanks(Protocol):
     """A collective in flight that reports the ranks it waits for."""
 
     def missing(self) -> list[int]:
-        """Return the ranks of the group that have not called it, or the oldest incomplete collective before it."""
+        """Return the ranks of the group that have not called this collective, or an earlier incomplete one."""
 
 
 class Collectives(Protocol):
@@ -75,7 +75,7 @@ class Collectives(Protocol):
         """Reduce in place. Every rank's tensor has the same number of elements and dtype.
 
         The result is multiplied by ``scale`` and then divided by ``divisor``, which are equal on every rank; integers
-        ignore both. An average is a sum with a divisor; multiplying by 1/n would differ in the last bit.
+        ignore both. An average is a sum with a divisor. Multiplying by 1/n would differ in the last bit.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
@@ -93,7 +93,7 @@ class Collectives(Protocol):
         """Complete when every rank has called it."""
 
     def abort(self) -> None:
-        """Make all pending waits and later calls raise CollectiveFailed. Thread-safe and idempotent; never blocks."""
+        """Make all pending waits and later calls raise CollectiveFailed. Thread-safe and idempotent. Never blocks."""
 
     def drain(self, timeout_s: float) -> bool:
         """Wait, after `abort`, until no collective of this group writes to any tensor.
@@ -108,7 +108,7 @@ class Collectives(Protocol):
 
 @runtime_checkable
 class GathersAndScatters(Protocol):
-    """A group with native collectives for models whose parameters are sharded.
+    """A group with native collectives for models with sharded parameters.
 
     Each takes lists of tensors and launches them as one. Reductions are of floating point. The order of the additions
     and the rounding of factors are the backend's, and half precision may be summed in half precision.
@@ -186,7 +186,7 @@ class SumsTrees(Protocol):
         program: Sequence[tuple[int, int] | None],
         divisor: int = 1,
     ) -> Work:
-        """Sum rows of ``places`` of any ranks in a given order; only the first ``elements`` of a row are used.
+        """Sum rows of ``places`` of any ranks in a given order. Only the first ``elements`` of a row are used.
 
         The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
 
@@ -204,7 +204,7 @@ class SumsTrees(Protocol):
 
 
 class Counts(NamedTuple):
-    """Progress of the collectives of one group, in order: launched by this rank, reached by its GPU, and ended."""
+    """Progress of the collectives of one group. Each field counts collectives in their order."""
 
     launched: int
     arrived: int
@@ -215,7 +215,7 @@ class Counts(NamedTuple):
 
 
 class DeviceCollectives(Collectives, Protocol):
-    """A group of several ranks on GPUs, whose kernels run after calls have returned."""
+    """A group of several ranks on GPUs. Its kernels run after calls have returned."""
 
     @property
     def unsettled(self) -> bool:

@@ -5,15 +5,16 @@ then orders its stream behind it. An abort therefore needs no cooperation of the
 those on which FSDP2 communicates, it does not wait at all: the stream waits (`NcclWork.follow`), and `settle` polls at
 the next commit.
 
-A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and nothing is
-freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next world is formed; a
-member reports ready for that world only after its own kernels have ended. A communicator that is not connected yet, or
-whose NCCL cannot revoke, is aborted and freed immediately.
+A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and
+nothing is freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next
+world is formed. A member reports ready for that world only after its own kernels have ended. A communicator
+that is not connected yet, or whose NCCL cannot revoke, is aborted and freed immediately.
 
-After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and no
-gradient of an aborted step may be used. Unless a side stream follows a collective, nothing that reads a result is
-queued before the collective is known to have succeeded. After a side stream has followed one, parameters can contain
-such data, until the newest commit is restored; commits cannot, because they call `settle` first.
+After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and
+no gradient of an aborted step may be used. Unless a side stream follows a collective, nothing that reads a
+result is queued before the collective is known to have succeeded. After a side stream has followed one,
+parameters can contain such data, until the newest commit is restored. Commits cannot, because they call
+`settle` first.
 
 Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
 This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
@@ -50,7 +51,9 @@ _WARM_UP_S = 30.0
 
 
 class NcclCollectives:
-    """One group of one generation, on the tensors of one CUDA device. `connect` first; `abort` works at any time."""
+    """One group of one generation, on the tensors of one CUDA device. Call `connect` first. Any thread may call
+    `abort`.
+    """
 
     scales_inside = False
 

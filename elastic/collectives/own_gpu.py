@@ -34,7 +34,7 @@ def meet(device: torch.device) -> None:
 
 
 def settle() -> None:
-    """Use the training thread's device in other threads. Called in the training thread; does not initialize a GPU."""
+    """Use the training thread's device in other threads. Called in the training thread. Does not initialize a GPU."""
     global _chosen
     if torch.cuda.is_initialized():
         _chosen = torch.cuda.current_device()

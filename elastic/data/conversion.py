@@ -16,7 +16,7 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
 
     ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``;
     ``changes`` override its arguments. ``DistributedSampler``, ``ElasticSampler``, ``RandomSampler`` and
-    ``SequentialSampler`` are converted to their shuffle and seed; other samplers are iterated for their order in
+    ``SequentialSampler`` are converted to their shuffle and seed. Other samplers are iterated for their order in
     every epoch. The position of ``loader`` is not copied.
 
     Raises:

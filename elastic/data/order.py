@@ -21,7 +21,7 @@ def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def sequential(length: int) -> torch.Tensor:
-    """Return 0, 1, ...: int64 of shape ``[length]``."""
+    """Return 0, 1, ... as int64 of shape ``[length]``."""
     return torch.arange(length, dtype=torch.int64, device="cpu")
 
 

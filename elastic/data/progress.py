@@ -1,9 +1,9 @@
 """Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
-A batch is handed out, then trained on; batches that loader workers have prefetched do not count. If an optimizer steps
-between batches, its steps define what has been trained: a commit before the step, or in the middle of a gradient
-accumulation, has the position of the last step, and the batches since then are handed out again. If no optimizer ever
-steps, as in an evaluation, every batch that was handed out counts.
+A batch is handed out, then trained on. Batches that loader workers have prefetched do not count. If an
+optimizer steps between batches, its steps define what has been trained: a commit before the step, or in the
+middle of a gradient accumulation, has the position of the last step, and the batches since then are handed out
+again. If no optimizer ever steps, as in an evaluation, every batch that was handed out counts.
 
     handed out      | b0 | b1 | b2 | b3 |
     optimizer steps           ^              a commit here has the position after b1: b2 and b3 are handed out again
@@ -64,7 +64,7 @@ class DataProgress:
         self._trained = self.reached
 
     def finish(self) -> None:
-        """Record that a batch was requested after the last one: end the epoch and start the next."""
+        """Record that a batch was requested after the last one. Ends the epoch and starts the next one."""
         last = self.reached
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None
@@ -95,7 +95,7 @@ class DataProgress:
         self.settle()
 
     def state_dict(self, *, before_steps: bool = False) -> dict[str, Any]:
-        """The numbers stored in a commit; constant size."""
+        """Numbers of a commit. Their size is constant."""
         position = self.committed(before_steps=before_steps)
         return {
             "epoch": position.epoch,

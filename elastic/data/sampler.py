@@ -72,8 +72,9 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch with its own order and no progress. Call it at the end of each epoch: at the start of a loop
-        it would discard the progress."""
+        """Start an epoch with its own order and no progress. Call this method at the end of each epoch. At the
+        start of a loop, the call would discard the progress.
+        """
         self.epoch = epoch
         self.processed_num = 0
         self.reset()

@@ -6,7 +6,8 @@ import hashlib
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """Return a 64-bit hash: ``seed_of("sample", seed, epoch, index)``. The same in every process and version.
+    """Return a 64-bit hash, as in ``seed_of("sample", seed, epoch, index)``. It is the same in every process and
+    version.
 
     The hash is BLAKE2b (RFC 7693) of the arguments, joined by commas.
     """

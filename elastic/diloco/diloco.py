@@ -42,16 +42,17 @@ class DiLoCo:
         state.commit()
 
     Args:
-        model: its parameters with ``requires_grad`` are averaged; all others and buffers are each worker's own.
+        model: its parameters with ``requires_grad`` are averaged. All others and buffers are each worker's own.
         inner_optimizer: steps the model's parameters; any torch optimizer.
-        outer_optimizer: a new torch optimizer of the model's trained parameters, which this object points to the outer
-            parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
+        outer_optimizer: a new torch optimizer of the model's trained parameters, which this object points to the
+            outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
         every: inner steps of a round, the same on all workers.
         fragments: parts of the parameters, sent one at a time, spread over the round.
-        delay: inner steps between sending a fragment and merging its mean, so that the collective overlaps training.
-        mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. It is the mixing factor
-            alpha of arXiv:2501.18512, whose figure 8 compares 0 with 0.5 for several delays, and whose figure 10 uses
-            0.5. Default: 0.0 without a delay, else 0.5.
+        delay: inner steps between sending a fragment and merging its mean, so that the collective overlaps
+            training.
+        mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. It is the mixing
+            factor alpha of arXiv:2501.18512, whose figure 8 compares 0 with 0.5 for several delays, and whose
+            figure 10 uses 0.5. Default: 0.0 without a delay, else 0.5.
         dtype: the pseudo-gradients are cast to it before they are sent: float16, bfloat16 or float32. With int8 or
             ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker adds its
             quantization errors to what it sends in the next round. Default: the parameters' own dtype.
@@ -79,7 +80,7 @@ class DiLoCo:
         dtype: torch.dtype | str | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise Invalid(f"model is a {type(model).__name__}; pass the torch.nn.Module itself")
+            raise Invalid(f"model is a {type(model).__name__}: pass the torch.nn.Module itself")
         if isinstance(model, torch.nn.parallel.DistributedDataParallel) or fsdp2.sharded_params(
             model
         ):
@@ -358,7 +359,8 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Local SGD: each worker takes ``every`` steps on its own, then all continue from the mean of their parameters.
+    """Local SGD. Each worker takes ``every`` steps on its own. Then all workers continue from the mean of their
+    parameters.
 
     It is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's entries
     are not part of a commit.

@@ -13,7 +13,7 @@ SCALE_BYTES = 4
 
 
 def packed_bytes(elements: int, bits: int) -> int:
-    """Return the size of packed elements; the last block is padded."""
+    """Return the size of packed elements. The last block is padded."""
     return -(-elements // BLOCK) * (SCALE_BYTES + BLOCK * bits // 8)
 
 
@@ -62,7 +62,7 @@ def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
 
 
 def mean(gathered: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
-    """Return the mean of the ranks' values: float32, with the same bits on all ranks, which sum in rank order.
+    """Return the float32 mean of the ranks' values. All ranks sum in rank order and get the same bits.
 
     Args:
         gathered: uint8, the ranks' results of `pack`, one after the other.

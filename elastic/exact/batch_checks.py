@@ -82,7 +82,7 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
 def _inputs_and_targets(batches: object) -> bool:
     """Return whether the value looks like a batch of a torch loader.
 
-    Micro-batches have one dtype and number of dimensions; their sizes may differ, as with padded text.
+    Micro-batches have one dtype and number of dimensions. Their sizes may differ, as with padded text.
     """
     if not isinstance(batches, list | tuple):
         return False

@@ -1,9 +1,9 @@
 """Buffers that a forward pass changes, such as running statistics: the values of shard 0 are used.
 
-Before each shard of a step, every buffer is reset to its value at the start of the step; after the step, it has the
-value computed by shard 0, on every rank. Buffers therefore do not depend on the assignment of shards to ranks. Models
-also have constant buffers, such as masks, which may be large: unchanged buffers are neither copied nor sent. Sparse
-buffers are assumed to be constant.
+Before each shard of a step, every buffer is reset to its value at the start of the step. After the step, it has
+the value computed by shard 0, on every rank. Buffers therefore do not depend on the assignment of shards to
+ranks. Models also have constant buffers, such as masks, which may be large: unchanged buffers are neither
+copied nor sent. Sparse buffers are assumed to be constant.
 
 Parameters have their values from the start of the step in every shard: a forward pass that changes one is rejected.
 """
@@ -27,7 +27,7 @@ COMPARED_BYTES = 1 << 20
 
 
 class KeptBuffer:
-    """One buffer: its value at the start of the step, and the result of shard 0."""
+    """One buffer with its value at the start of the step and its result of shard 0."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.start = tensor.detach().clone()
@@ -64,7 +64,7 @@ class KeptBuffer:
 
 
 class WatchedParameter:
-    """One parameter, as it was at the start of the step."""
+    """One parameter, with its properties at the start of the step."""
 
     __slots__ = ("_place", "_tensor", "_version", "name")
 

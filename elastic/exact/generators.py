@@ -16,7 +16,7 @@ def set_seed(seed: int) -> None:
     """Seed torch on every device, NumPy if imported, and Python.
 
     Args:
-        seed: 64 bits; NumPy uses the lower 32.
+        seed: 64 bits. NumPy uses the lower 32.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)

@@ -24,7 +24,7 @@ Division = tuple[int, ...]  # number of shards by rank
 
 
 def even(shards: int, ranks: int) -> Division:
-    """Return numbers of shards that differ by at most one. Ranks beyond the number of shards have none."""
+    """Return numbers of shards that differ by at most one. Ranks beyond the number of shards get none."""
     least, larger = divmod(shards, ranks)
     return tuple(least + (rank < larger) for rank in range(ranks))
 
@@ -47,12 +47,12 @@ def fastest(seconds: Sequence[float], shards: int) -> Division:
 
 
 def step_s(seconds: Sequence[float], division: Division) -> float:
-    """Return the duration of a step in seconds, which is that of its slowest rank."""
+    """Return the duration of a step in seconds, which is the duration of its slowest rank."""
     return max(each * size for each, size in zip(seconds, division, strict=True))
 
 
 def known(seconds: Sequence[float]) -> list[float]:
-    """Return positive seconds per shard for all ranks; a rank without a measurement (0.0) gets the mean of the others.
+    """Return positive seconds per shard for all ranks. A rank without a measurement (0.0) gets the mean of the others.
 
     Returns an empty list if no rank has measured.
     """
@@ -107,7 +107,7 @@ class LoadBalancer:
         self._changes: list[int] = []  # the exchanges of recent changes
 
     def due(self) -> bool:
-        """Count a step. Return whether the ranks exchange their speeds after it."""
+        """Count a step. Return whether the ranks exchange their speeds after this step."""
         self._steps += 1
         several = 1 < len(self.division) < self.shards  # otherwise each rank has at most one
         return several and (self._steps == 2 or self._steps % PERIOD == 0)

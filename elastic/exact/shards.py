@@ -52,9 +52,9 @@ class Shards:
             loss.backward()
         optimizer.step()                                # gradients are the mean over all shards
 
-    With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run, whichever
-    workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which is faster if a
-    rank has several shards; the global batch is still the same.
+    With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run,
+    whichever workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which
+    is faster if a rank has several shards. The global batch is still the same.
 
     ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the present
     step. Ranks beyond ``count`` compute nothing but take part in every step as warm spares.
@@ -204,7 +204,7 @@ class Shards:
 
     @property
     def checked(self) -> frozenset[int]:
-        """This rank's shards of the present step whose gradients need a digest."""
+        """Shards of this rank in the present step with gradients that need a digest."""
         return self._verifier.checked
 
     @property
@@ -216,7 +216,9 @@ class Shards:
 
     @property
     def assigned(self) -> tuple[int, ...]:
-        """This rank's shards. Unlike `held`, reading them does not keep the division beyond the next commit."""
+        """Shards of this rank. Unlike `held`, reading this attribute does not keep the division beyond the next
+        commit.
+        """
         step = self._step()
         return step.held[step.rank]
 
@@ -237,7 +239,9 @@ class Shards:
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
-        """Start a step in loaders with their own loop: `begin_shard` for each of these follows, then `end_step`."""
+        """Start a step in loaders with their own loop. A call of `begin_shard` for each shard follows, then
+        `end_step`.
+        """
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
             raise Invalid(
@@ -371,7 +375,7 @@ class Shards:
         balancer.exchanged(seconds, all(bool(each[1]) for each in found))
 
     def committed(self) -> None:
-        """Adopt a new division after a commit, which all ranks make after the same step."""
+        """Adopt a new division after a commit. All ranks make this commit after the same step."""
         if self._balancer is None:
             return
         if self._balancer[2].committed(self._fetched) and self._step().rank == 0:
@@ -395,7 +399,7 @@ class Shards:
         float64, along the tree.
 
         Args:
-            named: for each name, the numbers of this rank's shards in their order; an empty list on a spare.
+            named: for each name, the numbers of this rank's shards in their order. An empty list on a spare.
 
         Raises:
             Invalid: called within the loop, or the numbers do not match the shards.
@@ -551,8 +555,9 @@ class Shards:
         return ended if same else step
 
     def _balancer_of(self, generation: int, ranks: int) -> LoadBalancer:
-        """Return the load balancer of a world. The first division is even; speeds measured in earlier worlds are
-        kept."""
+        """Return the load balancer of a world. The first division is even. Speeds measured in earlier worlds are
+        kept.
+        """
         runtime: Context | None = lifecycle.active()
         of = None if runtime is None else weakref.ref(runtime)
         known = self._balancer

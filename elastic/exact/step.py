@@ -44,7 +44,7 @@ class StepListener(Protocol):
     def shard_ends(self, shard: int) -> None: ...
 
     def step_ends(self) -> None:
-        """Finish the step, after all of this rank's shards. Raises PeerLost."""
+        """Finish the step after all shards of this rank. Raises PeerLost."""
 
     def step_abandoned(self) -> None:
         """Discard an incomplete step."""

@@ -27,7 +27,9 @@ class Node(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Operations for one shard's value: push it to ``place`` of a stack, then add the top two ``merges`` times."""
+    """Operations for the value of one shard. Push it to ``place`` of a stack, then add the top two values
+    ``merges`` times.
+    """
 
     shard: int
     place: int

@@ -57,7 +57,7 @@ class VoteResult(NamedTuple):
 
 
 def unit(held: Held, share: float) -> int:
-    """Return how many shards are checked together: one of each rank, if the share permits."""
+    """Return the number of shards that are checked together. It is one shard per rank, if the fraction permits."""
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
 

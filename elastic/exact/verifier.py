@@ -1,7 +1,7 @@
 """Checks of drawn shards: another rank computes them again, and a vote names the rank whose gradients are wrong.
 
-`verification` decides; this module computes shards once more, compares digests and reports culprits. A second pass
-leaves no trace: its gradients are only digested, and buffers and random generators are set back.
+`verification` decides. This module computes shards once more, compares digests and reports culprits. A second
+pass leaves no trace: its gradients are only digested, and buffers and random generators are set back.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
     ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules
 
-A rule is a place, an action and conditions; rules are separated by ``;`` or newlines. Scripts can define their own
-places: ``failpoint("evaluation")``. The built-in places:
+A rule is a place, an action and conditions. Rules are separated by ``;`` or newlines. Scripts can define their
+own places: ``failpoint("evaluation")``. The built-in places:
 
     rendezvous        has reported ready and waits for a world
     bucket            is about to send a gradient bucket
@@ -63,7 +63,7 @@ _step = ""
 
 
 def failpoint(place: str) -> None:
-    """Inject a fault here if ELASTIC_FAILPOINTS has a rule for it."""
+    """Inject a fault at this place if ELASTIC_FAILPOINTS has a matching rule."""
     if _text:
         _reached(place)
 

@@ -16,10 +16,10 @@ Factor = Callable[[float], float]  # learning-rate factor by the position in a s
 class ScaledSchedule:
     """A factor for ``LambdaLR`` that follows the number of steps in the current world, without a jump.
 
-    It is a function of the completed share of training. ``make(steps)`` creates the factor for a number of steps;
+    It is a function of the completed share of training. ``make(steps)`` creates the factor for a number of steps.
     ``steps`` is that number in the first world. Every attribute except these two is a number and part of
-    ``LambdaLR.state_dict()``. A joining worker, whose own first world had another number of steps, therefore has the
-    same factor as all others once it has loaded that dict.
+    ``LambdaLR.state_dict()``. A joining worker, whose own first world had another number of steps, therefore has
+    the same factor as all others once it has loaded that dict.
     """
 
     __slots__ = ("__dict__", "_made", "_make")
@@ -62,7 +62,7 @@ class ScaledSchedule:
 class ScheduleLengthChange:
     """Detects that the number of steps differs from the number given to a script's schedule.
 
-    `warn` warns once; the numbers are part of a state.
+    `warn` warns once. The numbers are part of a state.
     """
 
     def __init__(self) -> None:

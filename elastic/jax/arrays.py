@@ -41,7 +41,8 @@ def check_device(array: jax.Array, what: str) -> None:
 
 
 def view(array: jax.Array) -> torch.Tensor:
-    """Return a tensor over the memory of an array; of PRNG keys, over their uint32 data. Waits until it is computed.
+    """Return a tensor over the memory of an array, or over the uint32 data of PRNG keys. Waits until the array is
+    computed.
 
     The tensor must not be written to. On a GPU it is on the host if torch was built without CUDA.
 

@@ -79,7 +79,7 @@ def broadcast(
 ) -> Any:
     """Return the tree of rank ``root_rank`` on every rank. PRNG keys are sent too.
 
-    A `JaxState` sends its trees itself; scripts without one call this before the first step.
+    A `JaxState` sends its trees itself. Scripts without one call this before the first step.
 
     Args:
         tree: tree of leaves of any dtype that torch has.

@@ -23,7 +23,7 @@ _raised: deque[BaseException] = deque(maxlen=8)  # errors of callbacks, which JA
 def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
     """Call ``compute`` on these traced arrays each time the function runs, in the order of the calls.
 
-    ``compute`` takes and returns CPU tensors; its results have the shapes and dtypes of ``arrays``.
+    ``compute`` takes and returns CPU tensors. Its results have the shapes and dtypes of ``arrays``.
 
     Raises:
         Invalid: JAX can't run it here: within ``vmap``, or in a function of which a gradient is computed.

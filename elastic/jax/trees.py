@@ -16,7 +16,7 @@ from elastic.state.handlers.python_values import ATOMS
 
 
 class Tree:
-    """Holder of a pytree, so that a state can replace it as a whole."""
+    """Holder of a pytree, with which a state can replace the whole tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -123,7 +123,7 @@ def is_module(value: Any) -> bool:
 
 
 def flatten(value: Any, known: Flat | None = None) -> Flat:
-    """Return the leaves of a pytree. Those of Flax modules in it are the leaves of their states.
+    """Return the leaves of a pytree. The leaves of a Flax module are the leaves of its state.
 
     Args:
         known: an earlier result, whose paths are used again if the structure is the same.

@@ -40,8 +40,8 @@ def broadcast_variables(
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcast rank ``root_rank``'s model and optimizer to all ranks.
 
-    The model is broadcast before the first batch if its weights exist by then; both are broadcast after it, when all
-    variables exist.
+    The model is broadcast before the first batch if its weights exist by then. Both are broadcast after it, when
+    all variables exist.
 
     Args:
         local_variables: one or several variables of the model that are not broadcast.
@@ -355,7 +355,7 @@ class _EndOfEpoch:
 class UpdateBatchStateCallback(_Position):
     """Keep ``state.batch``, the number of completed batches of this epoch.
 
-    An epoch that was interrupted is resumed, so fewer batches are trained in it. The data set decides which ones;
+    An epoch that was interrupted is resumed, so fewer batches are trained in it. The data set decides which ones.
     ``fit(dataset.skip(state.batch), ...)`` would skip the completed ones in every epoch.
     """
 
@@ -389,7 +389,7 @@ class UpdateBatchStateCallback(_Position):
 
 
 class UpdateEpochStateCallback(_Position):
-    """Keep ``state.epoch``, the number of completed epochs, including those before this ``fit``."""
+    """Callback that maintains ``state.epoch``, the number of completed epochs, including epochs before this ``fit``."""
 
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)

@@ -36,7 +36,7 @@ def DistributedOptimizer(
     """Make a Keras optimizer apply gradients reduced over all ranks, and return it.
 
     All gradients of a step are reduced in one call. A model saved with it is an ordinary Keras model, which can be
-    loaded without Horovod; `load_model` makes its optimizer distributed again.
+    loaded without Horovod. `load_model` makes its optimizer distributed again.
 
     Args:
         optimizer: optimizer of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.

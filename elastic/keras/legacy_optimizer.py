@@ -65,7 +65,7 @@ class ReducesLegacyGradients:
 
 
 def distribute(optimizer: Any, options: GradientOptions, passes: int, average: bool) -> Any:
-    """Make an optimizer reduce from now on; for a loss scale, pass the optimizer in it."""
+    """Make an optimizer reduce its gradients. For a loss scale, pass the inner optimizer."""
     # Bypasses the tracking of Keras, so that the attributes are not saved.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())

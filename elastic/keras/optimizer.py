@@ -127,7 +127,7 @@ def is_built(optimizer: Any) -> bool:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Return its own variables, its loss scale, and accumulated gradients of a distributed one."""
+    """Return the optimizer's own variables, its loss scale, and accumulated gradients of a distributed optimizer."""
     if not LEGACY:
         return list(optimizer.variables)
     own = inside(optimizer).variables
@@ -157,7 +157,7 @@ def check(optimizer: object) -> None:
 
 
 def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:
-    """Make an optimizer reduce from now on, and return it. `check` it first.
+    """Make an optimizer reduce its gradients, and return it. Call `check` with the optimizer first.
 
     ``factor`` applies to accumulated gradients.
     """

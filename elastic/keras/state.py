@@ -15,7 +15,7 @@ from elastic.state.handled_state import HandledState
 
 
 class KerasState(HandledState):
-    """A Keras model, its optimizer, and Python values: ``KerasState(model, batch=0, epoch=0)``.
+    """State of a Keras model, its optimizer, and Python values, as in ``KerasState(model, batch=0, epoch=0)``.
 
     Commits, restores and broadcasts all weights, the state of the optimizer, and the values.
 

@@ -32,7 +32,7 @@ def backend() -> str:
 def apply(
     compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tensors: Sequence[Any]
 ) -> list[Any]:
-    """Apply ``compute`` to torch's or JAX's tensors; results have the same shapes and dtypes.
+    """Apply ``compute`` to torch's or JAX's tensors. Results have the same shapes and dtypes.
 
     It runs now, or, in a step compiled by JAX, each time that step runs. For TensorFlow see
     `elastic.tensorflow.bridge`.
@@ -58,7 +58,7 @@ def is_traced(value: Any) -> bool:
 
 
 def of_backend(value: Any) -> Any:
-    """Convert a number, an array or a tensor to a tensor of torch or JAX; torch tensors stay on their device."""
+    """Convert a number, an array or a tensor to a tensor of torch or JAX. Torch tensors stay on their device."""
     if is_traced(value) or isinstance(value, torch.Tensor):
         return value
     made = value_of(value)

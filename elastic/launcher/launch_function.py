@@ -39,12 +39,12 @@ def launch(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on every worker and return the values by rank of the last world.
 
-    The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds; ``min_np``,
-    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle; hosts that do
-    not share this one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces the
-    environment that workers inherit (default: this process's). ``on_report`` is called here with a `Report` for each
-    `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If the callback raises, the first
-    exception is logged, and the job continues.
+    The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds. ``min_np``,
+    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle. Hosts
+    that do not share this one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces
+    the environment that workers inherit (default: this process's). ``on_report`` is called here with a `Report` for
+    each `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If the callback raises, the
+    first exception is logged, and the job continues.
 
     Raises:
         Invalid: (a ValueError) for bad arguments, before anything is started.
@@ -86,7 +86,7 @@ def launch(
 
 
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
-    """Return the values by rank. Raises JobFailed if one is missing, since later values would shift."""
+    """Return the values by rank. Raises JobFailed if a value is missing, because later values would shift."""
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"

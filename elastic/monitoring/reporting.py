@@ -20,13 +20,13 @@ CLOSE_S = 3.0  # seconds at exit for the driver to accept the remaining reports
 def report(metrics: Mapping[str, Any]) -> None:
     """Send metrics to the driver: ``elastic.report({"loss": loss, "step": state.step})``.
 
-    Values are None, bool, int, float, str, and lists and dicts of them; a tensor or an array of one element is
-    converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in the
-    order in which this worker reported them, and the last report of each rank is kept. Reports do not influence the
-    job.
+    Values are None, bool, int, float, str, and lists and dicts of them. A tensor or an array of one element is
+    converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in
+    the order in which this worker reported them, and the last report of each rank is kept. Reports do not influence
+    the job.
 
-    Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later; the
-    log shows how many older ones were dropped. Without a driver it does nothing.
+    Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later.
+    The log shows how many older ones were dropped. Without a driver it does nothing.
 
     Raises:
         NotInitialized: ``init()`` was not called.

@@ -25,7 +25,7 @@ def committed(step: object, taken: int | None = None) -> None:
 
     Args:
         step: the state's attribute of this name.
-        taken: the number of steps that an optimizer of the state has counted; it decreases if a commit is restored.
+        taken: the number of steps that an optimizer of the state has counted. It decreases if a commit is restored.
     """
     global state_step, steps, _taken
     state_step = step if isinstance(step, int) and not isinstance(step, bool) else taken

@@ -77,7 +77,7 @@ class TimeAccount:
             self._spent["training"] = self._kept["training"] = 0.0
 
     def stepped_back(self) -> None:
-        """Record a rollback to the newest commit: the time since then is lost."""
+        """Record a rollback to the newest commit. The time since this commit is lost."""
         with self._lock:
             for part in REPEATED:
                 self._spent["lost"] += self._spent[part] - self._kept[part]

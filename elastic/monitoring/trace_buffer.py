@@ -1,6 +1,6 @@
 """Buffer of timeline records that wait to be sent. Times are passed in.
 
-A record is a tuple ``(kind, row, name, at_ns, ns)``; kinds are the letters of the trace format:
+A record is a tuple ``(kind, row, name, at_ns, ns)``. Kinds are the letters of the trace format:
 
     X  a span of ``ns`` nanoseconds that began at ``at_ns``
     B  the beginning of a span that still lasts, E the end of the innermost one of its row

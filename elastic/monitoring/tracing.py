@@ -254,7 +254,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a timeline to this file from now on. ``mark_cycles`` adds an instant for every cycle of negotiation.
 
     One file contains all workers of the job, so one rank's call is enough; if several ranks call, the first one
-    determines the file. Under ``elasticrun`` the path is on the driver's host; a relative one is relative to this
+    determines the file. Under ``elasticrun`` the path is on the driver's host. A relative one is relative to this
     worker's folder. Returns when the file exists. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
 
     Raises:
@@ -271,7 +271,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """End the timeline that this script has started or found running. Its file is complete on return.
 
-    It ends for all workers at the first call; later calls have no effect.
+    It ends for all workers at the first call. Later calls have no effect.
 
     Raises:
         NotInitialized: (a ValueError) ``init()`` was not called.

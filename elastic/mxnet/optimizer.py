@@ -33,7 +33,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         optimizer: an optimizer of MXNet. Do not use it directly afterwards.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
         num_groups: ignored, since everything that MXNet updates at once is reduced in one call.
-        process_set: the ranks that reduce among themselves; other ranks keep their own gradients.
+        process_set: the ranks that reduce among themselves. Other ranks keep their own gradients.
 
     Raises:
         Invalid: not an optimizer of MXNet, or a factor that is not positive.
@@ -129,16 +129,16 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """Gluon's trainer with gradients summed over all ranks in one call; ``step()`` applies their average.
+    """Gluon's trainer with gradients summed over all ranks in one call. ``step()`` applies their average.
 
     Args:
         params: ``net.collect_params()``, a dict, or a list of parameters, which is sorted by name.
         optimizer, optimizer_params: as for Gluon's trainer. A `DistributedOptimizer` is unwrapped, with a warning.
         compression: `Compression.none`, `Compression.fp16`, or a class with the same two methods.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
-        prefix: prefix of the collective's name; must differ if a program has several trainers.
+        prefix: prefix of the collective's name. Must differ if a program has several trainers.
         num_groups: number of calls for the gradients; one by default.
-        process_set: the ranks that reduce among themselves; other ranks keep their own gradients.
+        process_set: the ranks that reduce among themselves. Other ranks keep their own gradients.
 
     Raises:
         Invalid: a factor that is not positive, or a compression without the two methods; in ``step()`` a parameter that

@@ -26,10 +26,10 @@ def broadcast_parameters(
     A parameter whose shape is not known yet is broadcast separately when MXNet initializes it.
 
     Args:
-        params: ``Block.collect_params()``, a part of ``Module.get_params()``, or any dict of names and parameters or
-            arrays: the same names, shapes and dtypes on every rank.
+        params: ``Block.collect_params()``, a part of ``Module.get_params()``, or any dict of names and parameters
+            or arrays: the same names, shapes and dtypes on every rank.
         root_rank: a rank of the world.
-        prefix: put before the names; must differ between calls that run at the same time.
+        prefix: put before the names. Must differ between calls that run at the same time.
 
     Raises:
         ValueError: ``params`` is not a dict; on every rank, if names, shapes or dtypes differ between ranks.

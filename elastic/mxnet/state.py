@@ -118,7 +118,7 @@ def _together(state: Any, tensors: dict[str, torch.Tensor], context: Any) -> Any
 
 
 class MXNetState(HandledState):
-    """A Gluon block, its trainer, and Python values: ``MXNetState(net, trainer, epoch=0, batch=0)``.
+    """State of a Gluon block, its trainer, and Python values, as in ``MXNetState(net, trainer, epoch=0, batch=0)``.
 
     Commits, restores and broadcasts all parameters, the state of the optimizer, and the values.
 

@@ -6,12 +6,13 @@ Each generation has one coordinator, on rank 0, for the world and all its proces
 order. A collective that all members have requested runs immediately, in the same order on every rank. The coordinator
 handles no tensors.
 
-A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
-only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the same request as last
-time". A rank with a different request under the same name sends it in full, and the other ranks' bits are expanded to
-the requests that they stand for. The number of a name changes only in a decision in which all its members took part,
-never while a rank might still be requesting the old one. When the numbers are used up, all are dropped at once and a
-new epoch starts; bits of the previous epoch are understood until every member has seen the new one.
+A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the
+coordinator only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the
+same request as last time". A rank with a different request under the same name sends it in full, and the other
+ranks' bits are expanded to the requests that they stand for. The number of a name changes only in a decision in
+which all its members took part, never while a rank might still be requesting the old one. When the numbers are
+used up, all are dropped at once and a new epoch starts. Bits of the previous epoch are understood until every
+member has seen the new one.
 
 A rank whose only submitting thread has been blocked for a moment reports what it waits for. If all members of a
 collective wait, each for a different one, none of these can ever run, and every rank receives the list of calls.
@@ -274,7 +275,7 @@ class Coordinator:
     ) -> tuple[list[str], list[ResponseList]]:
         """Find collectives that make no progress.
 
-        Call it about once a second; times are on the caller's clock, and 0 disables a limit.
+        Call it about once a second. Times are on the caller's clock, and 0 disables a limit.
 
         Returns:
             One sentence per newly stalled group (waiting for ``warn_s`` seconds), and the decisions that fail

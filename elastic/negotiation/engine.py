@@ -1,7 +1,7 @@
 """Run the collectives that a script calls by name: request them, and start them in the order that was decided.
 
-`coordinator` on rank 0 decides which collectives may run and when; `fusion` decides which of them are fused. Each
-generation has one engine, created by its first such collective.
+`coordinator` on rank 0 decides which collectives may run and when. `fusion` decides which of them are fused.
+Each generation has one engine, created by its first such collective.
 
 The waiting thread drives: inside `Pending.wait` it sends what was submitted, receives decisions and starts what they
 contain, so that a blocking call needs no thread switch. While no thread waits, the engine's own thread drives, one
@@ -55,7 +55,7 @@ _SLICE_S = 0.05  # seconds between two checks of a thread that waits while anoth
 class Engine:
     """Negotiate and start the named collectives of one generation.
 
-    ``group_for(purpose, device, members)`` makes or finds a data group; ``broken(reason)`` reports that the world
+    ``group_for(purpose, device, members)`` makes or finds a data group. ``broken(reason)`` reports that the world
     broke.
     """
 
@@ -334,7 +334,7 @@ class Engine:
             return self._line
 
     def rules(self) -> list[bytes]:
-        """Return rank 0's rules for a rank that wants to connect. Thread-safe; needs no submission on rank 0."""
+        """Return rank 0's rules for a rank that wants to connect. Thread-safe. Needs no submission on rank 0."""
         return [encode_rules(self._local_controller().rules)]
 
     # ---- carrying out ----------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Handles:
         return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
-        """Free handle and name: the collective was not submitted after all, or its result was taken."""
+        """Free the handle and the name, because the collective was not submitted or its result was taken."""
         with self._lock:
             claimed = self._claimed.pop(handle, None)
             if claimed is not None:

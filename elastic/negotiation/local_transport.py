@@ -50,7 +50,7 @@ def silence_s(env: Environment) -> float:
 
 
 class LocalController:
-    """Rank 0's end: requests are decided immediately, in the thread that makes or receives them.
+    """Rank 0's end of the negotiation. Requests are decided immediately, in the thread that makes or receives them.
 
     ``died(why)`` is called in the server's thread when the server fails.
     """

@@ -2,9 +2,9 @@
 
 Pure: no I/O, no clock.
 
-A rank sends a `Request`: ``kind`` and ``name`` identify the collective, and the other fields must match as its kind
-requires. The result is a `Response`. Members of a process set are given by their ranks in the world; an empty list of
-members means all ranks.
+A rank sends a `Request`: ``kind`` and ``name`` identify the collective, and the other fields must match as its
+kind requires. The result is a `Response`. Members of a process set are given by their ranks in the world. An
+empty list of members means all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Collectives that this rank has submitted, from submission to result.
 
-`engine` decides which collectives start and when; this module contains the part for waiting threads.
+`engine` decides which collectives start and when. This module contains the part for waiting threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Driver(Protocol):
 
 
 class FusedBatch:
-    """Collectives that were started together. Any member may wait; the first one finishes the batch."""
+    """Collectives that were started together. Any member may wait. The first waiter finishes the batch."""
 
     def __init__(self, started: Started, rows: Sequence[str], backend: str, began_ns: int) -> None:
         self._works: list[Work]
@@ -172,7 +172,7 @@ class Pending:
         return row(self.name, self.members)
 
     def begin(self, group: Collectives, response: Response) -> Started:
-        """Start it unfused. Not for allreduce, which may share a buffer."""
+        """Begin the collective without fusion. Not for allreduce, which may share a buffer."""
         match self.kind:
             case "allgather":
                 return exchanges.allgather(group, self.tensors, response.rows)
@@ -285,7 +285,7 @@ def run_alone(pending: Pending, group: Collectives) -> None:
 
 
 def row(name: str, members: Members) -> str:
-    """Return the row in the timeline: one for each set in which the name is used."""
+    """Return the row in the timeline. Each set that uses the name has its own row."""
     return f"{name} of {list(members)}" if members else name
 
 

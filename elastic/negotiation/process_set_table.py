@@ -4,11 +4,11 @@ Every worker keeps its own table, and all tables must be equal. All ranks reques
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
 requests alone, so all ranks reach the same result or all raise.
 
-Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
-a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error; all
-ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), as it
-adopts the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets
-apply and not its own.
+Tables may differ for a while, because a world can break when only some ranks have made a change. After the
+rollback to a commit those ranks request it again. So adding a set that was registered in an earlier generation
+is not an error. All ranks get it under one number. A worker that lacks the newest commit adopts the whole table
+of rank 0 (`adopt`), as it adopts the model: a newly started worker ran the script with a provisional rank and
+world size, so the world's sets apply and not its own.
 
 Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
 """
@@ -132,7 +132,7 @@ class ProcessSetTable:
     def add(
         self, wishes: Sequence[TableProposal], generation: int, fixed_size: int = 0
     ) -> list[SetEntry]:
-        """Register the requested sets; ``wishes`` has the request of each rank.
+        """Register the requested sets. ``wishes`` has the request of each rank.
 
         ``fixed_size`` is the size of a world that never changes, else 0. Raises Invalid, leaving the table unchanged,
         if the wishes differ, a rank has never existed, or a set is already registered.

@@ -3,8 +3,8 @@
 All ranks, members or not, register and remove the same sets in the same order: in ``init()``, or later if that is
 enabled (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use a set.
 
-A set is a list of ranks, not of workers. When the world changes, it consists of the workers that then have these ranks;
-ranks that the world no longer has are left out until it is large enough again.
+A set is a list of ranks, not of workers. When the world changes, it consists of the workers that then have
+these ranks. Ranks that the world no longer has are left out until it is large enough again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """All given ranks in ascending order, including those that do not exist in the current world."""
+        """All given ranks in ascending order, including ranks that do not exist in the current world."""
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
@@ -266,7 +266,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_sets() -> list[ProcessSet]:
-    """Return all registered sets, ordered by number; the first is ``global_process_set``."""
+    """Return all registered sets, ordered by number. The first is ``global_process_set``."""
     return [global_process_set, *(_object(entry) for entry in _table.entries())]
 
 
@@ -338,7 +338,7 @@ def _found(ranks: Ranks) -> ProcessSet:
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
     """Send rank 0's sets to members that lack the newest commit, before any message that refers to one.
 
-    Collective among rank 0 and ``lacking``; returns immediately on other ranks. Returns sentences for users.
+    Collective among rank 0 and ``lacking``. Returns immediately on other ranks. Returns sentences for users.
     """
     rank = rt.place.rank
     news: list[str] = []
@@ -353,7 +353,7 @@ def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
 
 
 def _broadcast(group: Collectives, text: bytes) -> bytes:
-    """Broadcast rank 0's text; the text of other ranks is ignored."""
+    """Broadcast rank 0's text. The text of other ranks is ignored."""
     head = len(text).to_bytes(_HEAD_BYTES, "big")
     room = _PACKET_BYTES - _HEAD_BYTES
     packet = torch.frombuffer(bytearray(head + text[:room].ljust(room, b"\0")), dtype=torch.uint8)

@@ -66,7 +66,7 @@ def _need_tensors(kind: str, tensors: Sequence[object]) -> None:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"{kind} takes a torch.Tensor, not a {type(tensor).__name__}; convert it with torch.as_tensor()"
+                f"{kind} takes a torch.Tensor, not a {type(tensor).__name__}: convert it with torch.as_tensor()"
             )
 
 
@@ -108,7 +108,7 @@ def start_reducescatter(
 ) -> int:
     _need_rows(REDUCESCATTER, tensors)
     if op not in (Op.AVERAGE, Op.SUM):
-        raise Unsupported(f"reducescatter can't use {op.name.title()}; use Average or Sum")
+        raise Unsupported(f"reducescatter can't use {op.name.title()}: use Average or Sum")
     reductions.check(REDUCESCATTER, tensors, op, (prescale, postscale) != (1.0, 1.0))
 
     scales = (float(prescale), float(postscale))
@@ -175,7 +175,7 @@ def start_alltoall(
 ) -> int:
     _need_tensors(ALLTOALL, [tensor])
     if tensor.dim() == 0:
-        raise ValueError("alltoall needs a tensor with at least 1 dimension; use tensor.reshape(1)")
+        raise ValueError("alltoall needs a tensor with at least 1 dimension: use tensor.reshape(1)")
     size = group_size(_CPU, members)
     rows = _splits(splits, len(tensor))
     if rows is None:
@@ -275,12 +275,12 @@ def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
-    """Return the rows per rank. Raises ValueError for invalid values; their number is checked by the caller."""
+    """Return the rows per rank. Raises ValueError for invalid values. Their number is checked by the caller."""
     if splits is None:
         return None
     if isinstance(splits, torch.Tensor):
         if splits.dtype != torch.int32 or splits.dim() != 1:
-            raise ValueError("splits must be a vector of torch.int32; use splits.to(torch.int32)")
+            raise ValueError("splits is not a vector of torch.int32: pass splits.to(torch.int32)")
         splits = splits.tolist()
     counts = [int(count) for count in splits]
     if any(count < 0 for count in counts) or sum(counts) > rows:
@@ -296,7 +296,7 @@ def _need_rows(kind: str, tensors: Tensors) -> None:
     for tensor in tensors:
         if tensor.dim() == 0:
             raise Unsupported(
-                f"{kind} needs tensors with at least 1 dimension; use tensor.reshape(1)"
+                f"{kind} needs tensors with at least 1 dimension: use tensor.reshape(1)"
             )
 
 

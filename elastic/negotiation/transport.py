@@ -1,8 +1,9 @@
 """Connections over which collectives are negotiated: one from every rank to rank 0, for one generation.
 
-This is a rank's end; `local_transport` is rank 0's. The address of rank 0 is in the generation's store. Frames are
-those of `elastic.protocol.framing`: authenticated from the first one, which proves that the caller knows the job's
-secret, validated against their schema, never pickled. Blocking calls end with `abort`, from any thread.
+This is a rank's end. `local_transport` is rank 0's. The address of rank 0 is in the generation's store. Frames
+are those of `elastic.protocol.framing`: authenticated from the first one, which proves that the caller knows
+the job's secret, validated against their schema, never pickled. Blocking calls end with `abort`, from any
+thread.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def encode_rules(rules: ControllerSettings) -> bytes:
 
 
 def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> ControllerSettings:
-    """Fetch rank 0's rules; rank 0 need not have called a collective yet. Raises CollectiveFailed."""
+    """Fetch rank 0's rules. Rank 0 need not have called a collective yet. Raises CollectiveFailed."""
     try:
         return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=ControllerSettings)
     except (msgspec.MsgspecError, IndexError) as error:
@@ -76,7 +77,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 
 
 class ControllerClient:
-    """A rank's end of the connection. One thread receives at a time; another may send.
+    """A rank's end of the connection. One thread receives at a time. Another may send.
 
     Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. 0 means never.
     """

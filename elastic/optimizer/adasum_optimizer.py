@@ -29,7 +29,9 @@ from elastic.runtime import lifecycle
 
 
 class AdasumDistributed(WrappedOptimizer):
-    """Methods that ``op=Adasum`` adds to an optimizer's class; precedes that class in the method resolution order."""
+    """Methods that ``op=Adasum`` adds to an optimizer's class. They precede this class in the method resolution
+    order.
+    """
 
     _compression: Compressor
     _sparse_as_dense: bool
@@ -38,7 +40,7 @@ class AdasumDistributed(WrappedOptimizer):
         """Do nothing. Gradients remain local, and `step` reduces the changes of the parameters."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError: without the reduction of deltas, the ranks' parameters would diverge."""
+        """Raise AssertionError, because parameters of the ranks would diverge without the reduction of deltas."""
         raise AssertionError(
             "skip_synchronize() can't be used with op=Adasum, because step() itself reduces the changes: call"
             " optimizer.step() without skip_synchronize()"
@@ -233,8 +235,8 @@ class BackwardPasses:
         if count > self._passes:
             raise AssertionError(
                 f"{self._names.get(parameter, 'a parameter')} received more than"
-                f" backward_passes_per_step={self._passes} gradients before step(); to accumulate over several"
-                " backward passes, increase backward_passes_per_step"
+                f" backward_passes_per_step={self._passes} gradients before step(): increase"
+                " backward_passes_per_step to accumulate over several backward passes"
             )
         self._counts[id(parameter)] = count
 

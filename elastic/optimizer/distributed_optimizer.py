@@ -269,7 +269,7 @@ def _checked_names(
             for index, parameter in enumerate(group["params"])
         }
     if isinstance(named_parameters, torch.nn.Module) or callable(named_parameters):
-        raise Invalid("named_parameters is not a list of pairs; pass model.named_parameters()")
+        raise Invalid("named_parameters is not a list of pairs: pass model.named_parameters()")
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise Invalid(
@@ -279,8 +279,8 @@ def _checked_names(
     twice = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
     if twice:
         raise Invalid(
-            f"named_parameters contains duplicate names: {', '.join(twice)}; make them unique, for example with a"
-            " prefix for each model"
+            f"named_parameters contains duplicate names: {', '.join(twice)}. Make them unique, for example with"
+            " a prefix for each model"
         )
     names = {parameter: name for name, parameter in named}
     missing = [

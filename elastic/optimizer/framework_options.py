@@ -21,7 +21,7 @@ class GradientOptions:
         compression: a class with ``compress`` and ``decompress`` for the framework's tensors.
         sparse_as_dense: sparse gradients are reduced as dense tensors; otherwise values and indices are gathered.
         predivide_factor: Average divides by it before the sum and multiplies by it after.
-        process_set: the ranks that reduce among themselves; others keep their own gradients.
+        process_set: the ranks that reduce among themselves. Others keep their own gradients.
         scale_local_gradients: gradients of variables that are not reduced are divided by the number of ranks.
     """
 

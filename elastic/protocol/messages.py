@@ -140,7 +140,9 @@ class Place(Value):
 
 
 class Launches(Value):
-    """Progress of a worker's GPU in the collectives of one group, which all its ranks launch in one order."""
+    """Progress of a worker's GPU in the collectives of one group. All ranks of the group launch them in the same
+    order.
+    """
 
     group: str  # ID of the group, the same on all its ranks
     size: int  # ranks of the group
@@ -536,7 +538,7 @@ class TimelineWanted(Message):
 
 
 class TimelineUnwanted(Message):
-    """The script ends this timeline; the answer is sent when its file is complete."""
+    """The script ends this timeline. The answer is sent when its file is complete."""
 
     request: int
     timeline: int
@@ -626,12 +628,12 @@ class Welcome(Message):
 class World(Message):
     """Place of the receiver in a new generation.
 
-    Ranks ``0 .. holders-1`` hold ``commit``, the newest one; the others lack it and receive it from rank 0. If no
+    Ranks ``0 .. holders-1`` hold ``commit``, the newest one. The others lack it and receive it from rank 0. If no
     worker has committed, ``holders`` is 0 and ``commit`` None, and rank 0 is the source anyway.
 
     Args:
-        run: the ID under which this world's checkpoints are written, 0 without checkpoints; after a failover the new
-            driver has another one, and all members must use the same.
+        run: the ID under which this world's checkpoints are written, 0 without checkpoints. After a failover the
+            new driver has another one, and all members must use the same.
         checkpoint: the initial commit is made durable before training starts.
     """
 
@@ -678,7 +680,7 @@ class Leave(Message):
     """The receiver is no longer part of the job: exit with code 0.
 
     Args:
-        fenced: the driver has fenced the worker, so its later work is discarded; the exit code shows this.
+        fenced: the driver has fenced the worker, so its later work is discarded. The exit code shows this.
     """
 
     reason: str
@@ -711,7 +713,7 @@ class Rejected(Message):
 
 
 class StandBy(Message):
-    """The world has its maximum size: the receiver waits, without a timeout, for a free place."""
+    """The world has its maximum size. The receiver waits without a timeout for a free place."""
 
 
 class Finish(Message):

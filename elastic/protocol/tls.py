@@ -1,7 +1,7 @@
 """TLS of a control connection: contexts from PEM files, and an endpoint that converts bytes. Opens no socket.
 
-Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change; the challenge of
-`elastic.protocol.framing`, which TLS does not replace, proves that the peer belongs to this job.
+Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change. The
+challenge of `elastic.protocol.framing`, which TLS does not replace, proves that the peer belongs to this job.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TlsEndpoint:
             self.feed(b"")
 
     def feed(self, data: bytes) -> bytes:
-        """Return the decrypted bytes of the peer. Raises TlsFailed; an alert may be `due` then."""
+        """Return the decrypted bytes of the peer. Raises TlsFailed. An alert may be `due` then."""
         if data and not self._begun:
             self._begun = True
             if data[0] not in _RECORDS:

@@ -61,7 +61,7 @@ class TraceFormat:
         return key in self._names
 
     def records(self, key: str, records: Iterable[Trace], offset_ns: int = 0) -> list[str]:
-        """Format the records of one process, in order. ``offset_ns`` is added to their times; unknown kinds are
+        """Format the records of one process, in order. ``offset_ns`` is added to their times. Unknown kinds are
         skipped.
         """
         lines: list[str] = []

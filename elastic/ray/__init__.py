@@ -1,6 +1,6 @@
 """Elastic training on a Ray cluster: ``elastic.ray.run(train_fn, config, num_workers=4, min_workers=2)``.
 
-Ray supplies hosts, placement and supervision; the driver decides the world; gradients are sent between workers.
+Ray supplies hosts, placement and supervision. The driver decides the world. Gradients are sent between workers.
 Importing this does not import Ray.
 """
 

@@ -29,7 +29,7 @@ _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """A call failed on a worker with an exception that can't be raised here; the message has the worker's traceback."""
+    """A call failed on a worker with an exception that can't be raised here. The message has the worker's traceback."""
 
 
 class WorkerTraceback(ElasticError):

@@ -145,7 +145,7 @@ class DriverActor:
         return self._desk
 
     async def stop(self, reason: str) -> None:
-        """End the job with exit code 130; a second call ends it immediately."""
+        """End the job with exit code 130. A second call ends it immediately."""
         await self._in_loop(self._stop(reason))
 
     async def close(self) -> None:

@@ -53,15 +53,15 @@ def run(
     placement_timeout: float = PLACEMENT_S,
     **options: Unpack[RayOptions],
 ) -> Result:
-    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster; wait for the end.
+    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster. Wait for the end.
 
     ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there are resources for
     ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
     uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
 
     ``on_report`` receives workers' `elastic.report` calls, ``on_output`` their output and the log ("stdout" or
-    "stderr", bytes; whole lines up to 64 KiB); both are called in this thread. ``detached`` names a job that survives
-    its caller, with a driver that Ray restarts; `attach` follows it. Times are in seconds.
+    "stderr", bytes; whole lines up to 64 KiB). Both are called in this thread. ``detached`` names a job that
+    survives its caller, with a driver that Ray restarts. `attach` follows it. Times are in seconds.
 
     Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. The same
     call resumes from the newest one, unless ``fresh``.
@@ -72,9 +72,9 @@ def run(
         JobFailed: the job failed.
 
     Args:
-        placement_group: place workers in its bundles; by default in those of the caller's group (as in a trial of Ray
-            Tune), except the first one, otherwise in groups that the job creates. ``env`` is added to the workers'
-            environment; its variables of `elasticrun` and OpenTelemetry also apply to the driver.
+        placement_group: place workers in its bundles; by default in those of the caller's group (as in a trial of
+            Ray Tune), except the first one, otherwise in groups that the job creates. ``env`` is added to the
+            workers' environment. Its variables of `elasticrun` and OpenTelemetry also apply to the driver.
     """
     with Executor(
         num_workers,

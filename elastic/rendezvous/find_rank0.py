@@ -61,7 +61,7 @@ class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundRank0(NamedTuple):
-    """``env`` with the results; ``store`` of the rendezvous, to be closed once the world is formed."""
+    """``env`` with the results. ``store`` of the rendezvous, to be closed once the world is formed."""
 
     env: Environment
     store: Store

@@ -191,7 +191,10 @@ def _mpich(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
 
 
 def _slurm(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """Return the launcher environment of a job step of srun. A batch script also has SLURM_PROCID and SLURM_NTASKS, but runs only once."""
+    """Return the environment of a job step of srun.
+
+    A batch script also has SLURM_PROCID and SLURM_NTASKS, but runs only once.
+    """
     job = _slurm_step(env)
     if job is None or not _has(env, "SLURM_PROCID"):
         return None

@@ -1,9 +1,10 @@
 """Store through which the ranks of one generation exchange addresses: one exchange per group, one connection each.
 
-Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only. Every rank
-sends (key, rank, size, blob); when all have, each receives all blobs. Frames are sealed (`elastic.protocol.framing`)
-and carry the generation, which excludes unauthenticated peers and ranks of other generations. torch's TCPStore is
-unsuitable: it cannot be aborted while it connects, accepts writes from anyone, and needs 2 round trips per rank.
+Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only.
+Every rank sends (key, rank, size, blob). When all have, each receives all blobs. Frames are sealed
+(`elastic.protocol.framing`) and carry the generation, which excludes unauthenticated peers and ranks of other
+generations. torch's TCPStore is unsuitable: it cannot be aborted while it connects, accepts writes from anyone,
+and needs 2 round trips per rank.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ class Store:
         self._provided[key] = make
 
     def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
-        """Return what rank 0 provides under this key, without waiting for other ranks. Raises CollectiveFailed."""
+        """Return the value that rank 0 provides under this key. Does not wait for other ranks. Raises
+        CollectiveFailed.
+        """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return self.exchange(key, rank, _FETCH, b"", limit_s)
 
@@ -218,7 +221,7 @@ class Store:
 
 
 class Call:
-    """A connection to the server for one exchange, which another thread may abort even before it starts."""
+    """Connection to the server for one exchange. Another thread may abort the connection, even before it starts."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -230,7 +233,7 @@ class Call:
         return self._aborted.is_set()
 
     def connect(self, address: Address, deadline: float) -> None:
-        """Connect, retrying while refused: without a driver, it is unknown when the rank of the store has started."""
+        """Connect, and retry while the connection is refused. Without a driver, the start of rank 0 is unknown."""
         while not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
             with self._lock:

@@ -33,7 +33,7 @@ class ConnectionClosed(ProtocolError):
 
 
 class ControlClient:
-    """A connection to a driver. Any thread may send; one at a time receives.
+    """A connection to a driver. Any thread may send. One at a time receives.
 
     Args:
         sock: connected socket, which the client owns.

@@ -89,9 +89,10 @@ class SealedServer:
     Args:
         listener: bound socket, which the server closes.
         name: name of the thread.
-        decoder: decoder of first messages, of at most ``first_limit`` bytes, which arrive within ``first_s`` seconds.
+        decoder: decoder of first messages, of at most ``first_limit`` bytes, which arrive within ``first_s``
+            seconds.
         secret: see `elastic.protocol.framing.derived`.
-        received: called for each message; raises ProtocolError to drop the caller.
+        received: called for each message. Raises ProtocolError to drop the caller.
         lost: called when an authenticated caller has disconnected, unless the server is closed.
         nonce: this end's nonce, if callers know it.
         extra: number of callers that may connect at once.

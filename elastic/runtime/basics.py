@@ -12,7 +12,7 @@ from elastic.runtime import lifecycle
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job that this process was started for; without ``elasticrun``, create a world of size 1. Idempotent.
+    """Join the job of this process. Without ``elasticrun``, create a world of size 1. Idempotent.
 
     Args:
         comm: a list of all ranks, which has no effect. A subset of the ranks is not supported.
@@ -125,7 +125,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this worker's slot on its host. It does not change with the world, so it can select the GPU."""
+    """Return this worker's slot on its host. The slot does not change with the world, so it can select the GPU."""
     return lifecycle.place().local_rank
 
 
@@ -145,7 +145,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has as many workers as this one: size == local_size * cross_size."""
+    """Return whether every host has as many workers as this host (size == local_size * cross_size)."""
     place = lifecycle.place()
     return place.size == place.local_size * place.cross_size
 

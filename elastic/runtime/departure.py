@@ -41,7 +41,7 @@ class Departure:
     def excuses_error(self) -> bool:
         """Return whether another world may follow an error of user code, with this worker in it.
 
-        True only once per request to leave; the next error is raised. Children remain ignored until `watch_children`.
+        True only once per request to leave. The next error is raised. Children remain ignored until `watch_children`.
         """
         self.ignore_children()
         return self._ends_soon() and self._excused()

@@ -64,7 +64,7 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 
 
 def tell(timestamp: float, result: HostUpdateResult) -> None:
-    """Notify all listeners, in the thread that reads the driver's messages; listeners should return immediately.
+    """Notify all listeners, in the thread that reads the driver's messages. Listeners should return immediately.
 
     An exception of a listener is printed and does not affect other listeners.
 

@@ -85,7 +85,7 @@ def in_forked_child() -> bool:
 
 
 def init() -> None:
-    """Join the job that this process was started for; without ``elasticrun``, create a world of size 1. Idempotent.
+    """Join the job of this process. Without ``elasticrun``, create a world of size 1. Idempotent.
 
     In a job of fixed size, and at the first start of an elastic one, this returns when the first world is formed. A
     worker that joins a training world returns immediately, with a provisional size and a rank other than 0. Under

@@ -1,4 +1,4 @@
-"""The worker's connection to the driver, read by one thread. Transports messages; makes no decisions."""
+"""The worker's connection to the driver, read by one thread. Transports messages. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEND_S = 10.0  # seconds until a driver that does not read counts as lost
 
 
 class Link:
-    """Connection to the driver. It is established by the constructor; `start` begins to deliver messages.
+    """Connection to the driver. It is established by the constructor. `start` begins to deliver messages.
 
     Raises:
         DriverLost: the driver cannot be reached.
@@ -85,7 +85,7 @@ class Link:
 
         Args:
             receive: called for every message.
-            poked: called after each poke; returns the seconds until its next call.
+            poked: called after each poke. Returns the seconds until its next call.
             lost: called with the reason when the connection is lost.
         """
         self._client.socket.settimeout(SEND_S)

@@ -81,7 +81,7 @@ class LinkThread:
             self.listen_for_sigterm()
 
     def listen_for_sigterm(self) -> None:
-        """Install the handler of SIGTERM, unless the script has one.
+        """Install a handler of SIGTERM, unless the script has its own handler.
 
         In an elastic job, SIGTERM makes this worker leave at its next commit. In a job of fixed size, it ends this
         worker unless the driver requests a last checkpoint within `STAY_S`.

@@ -48,7 +48,7 @@ GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
 
 class DeferredCloser:
-    """Thread that closes old groups, which takes tens of milliseconds that no step should pay."""
+    """Thread that closes old groups. Closing takes tens of milliseconds, which must not delay a step."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -100,7 +100,7 @@ class Groups:
     # ---- the store -------------------------------------------------------------------------------
 
     def listen(self, address: Address | None = None) -> Address:
-        """Return the address at which this worker would serve the next generation's store; it is already bound."""
+        """Return the address at which this worker would serve the next generation's store. It is already bound."""
         if self._listener is None:
             if address is None:
                 self._listener = listen(self._env.bind_host)
@@ -220,7 +220,7 @@ class Groups:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Take part in creating this group, in a thread, once another rank requests it. Does not wait."""
+        """Help to create this group in a thread when another rank requests the group. Does not wait."""
         store = self._store
 
         def listen() -> None:
@@ -233,7 +233,7 @@ class Groups:
             threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
 
     def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
-        """Return the engine for collectives called by name; created at the first call.
+        """Return the engine for collectives called by name. Created at the first call.
 
         Raises:
             CollectiveFailed: the generation has ended.
@@ -267,7 +267,9 @@ class Groups:
         return engine
 
     def leave(self) -> None:
-        """Announce, at ``shutdown()`` or exit, that this rank submits no more collectives, so no rank waits for it."""
+        """Announce at ``shutdown()`` or exit that this rank submits no more collectives. No rank then waits for
+        this rank.
+        """
         store, place = self._store, self._place
         if self._engine is None and store is not None and place is not None and place.size > 1:
             self._engine = self._make_engine(store, place, lambda reason: None)

@@ -87,9 +87,9 @@ class ProgressCounter:
 
         Args:
             now: seconds.
-            gpu: called at each check of a lasting wait; returns the progress of GPU groups.
-            line: returns the script line of the waiting thread; called if a wait is reported.
-            followed_since: called unless the training thread waits; returns the launch time of the oldest collective
+            gpu: called at each check of a lasting wait. Returns the progress of GPU groups.
+            line: returns the script line of the waiting thread. Called if a wait is reported.
+            followed_since: called unless the training thread waits. Returns the launch time of the oldest collective
                 for which only the GPU waits, or None.
         """
         due: list[messages.Message] = []
@@ -109,7 +109,7 @@ class ProgressCounter:
         return due
 
     def next_look_s(self, now: float) -> float:
-        """Return how long the link thread may sleep, so that a wait is reported as soon as it has lasted `WAIT_S`."""
+        """Return how long the link thread may sleep. A wait must be reported after `WAIT_S`."""
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 

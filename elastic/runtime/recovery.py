@@ -7,9 +7,9 @@
                                                    | a collective failed in a second training: no world follows
                                                    +--> BROKEN
 
-Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the training
-thread with the events of user code. It never raises into user code; it returns what the training thread must raise at
-its next check, collective or step.
+Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the
+training thread with the events of user code. It never raises into user code. It returns what the training
+thread must raise at its next check, collective or step.
 
 Safepoints are numbered from the start of each world. A planned change is agreed without a collective: the driver asks
 all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the
@@ -406,7 +406,7 @@ class Recovery:
         return Verdict.PASS
 
     def release(self) -> None:
-        """Continue because the driver did not answer in time. This worker then cannot stop with the others."""
+        """Continue because the driver did not answer in time. This worker cannot stop together with the others."""
         self._hold_at = self._stop_at = None
         self._passed = self._change
 

@@ -28,7 +28,7 @@ class Phases:
         self._ms = {"raised": self._between("broken", "raised")}
 
     def broken_at(self) -> float:
-        """Return when the last world ended or a planned change stopped it, or 0 if neither has happened."""
+        """Return when the last world ended or was stopped by a planned change. Return 0 if neither has happened."""
         return self._marks.get("broken", 0.0)
 
     def restored(self, now: float) -> None:

@@ -233,7 +233,7 @@ class Session:
 
     @property
     def recovers(self) -> bool:
-        """Whether another world follows one that broke.
+        """Whether a new world follows a broken world.
 
         In a job of fixed size this is only the case for its last checkpoint.
         """
@@ -273,7 +273,7 @@ class Session:
 
     @property
     def unheard(self) -> bool:
-        """Whether only this worker can report why it ends, because the driver was lost or has fenced it."""
+        """Whether only this worker can report the reason for its end, because it lost the driver or was fenced."""
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 

@@ -129,7 +129,7 @@ class Training:
     def quits(self, code: object) -> bool:
         """Report to the driver that this process is about to exit for ``SystemExit(code)``.
 
-        An interpreter with torch takes seconds to exit, and its sockets stay open until then; thanks to the report, the
+        An interpreter with torch takes seconds to exit, and its sockets stay open until then. Thanks to the report, the
         other workers do not wait for this.
 
         Returns:

@@ -88,7 +88,7 @@ class WorkerRuntime:
 
     @property
     def provisional(self) -> bool:
-        """Whether this worker has not joined a world yet, so that its collectives act as in a world of one."""
+        """Whether this worker has not joined a world yet. Its collectives then act as in a world of one."""
         return self.session.recovery.provisional
 
     # ---- collectives ---------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class CommitCall(enum.Enum):
 
 @dataclass(frozen=True)
 class RestartingLoop:
-    """A loop, such as ``for epoch in range(10)``, and the function that contains it."""
+    """A loop, such as ``for epoch in range(10)``, with its function."""
 
     head: str
     function: str
@@ -53,7 +53,7 @@ class RestartingLoop:
 
 @dataclass(frozen=True)
 class UsedPart:
-    """An object that the training uses: its class, and whether it is in the state or in a member of the state."""
+    """An object that the training uses, with its class and its membership in the state."""
 
     name: str
     in_state: bool
@@ -75,7 +75,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class UsedLoader:
-    """The loader from which the steps take their batches.
+    """The loader that supplies the batches of the steps.
 
     Args:
         keeps_position: its class can resume within an epoch.

@@ -13,13 +13,13 @@ class StepSource(Protocol):
     """Observes one training of one framework. Methods must be called from the training thread."""
 
     def classes(self) -> list[type]:
-        """Return the classes whose objects, including subclasses, are passed to `meet`."""
+        """Return the classes with objects that are passed to `meet`. Subclasses are included."""
 
     def meet(self, found: Iterable[Any]) -> None:
         """Receive the objects that exist before the training."""
 
     def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
-        """Call ``stepped`` with the optimizer after each step from now on; it may raise.
+        """Call ``stepped`` with the optimizer after each step from now on. It may raise.
 
         Args:
             world: rank and size.

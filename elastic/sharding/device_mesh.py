@@ -14,7 +14,7 @@ from elastic.errors import Invalid
 
 
 class MeshShape(NamedTuple):
-    """Shape of a mesh; the product of its fields is the number of ranks."""
+    """Shape of a mesh. The product of its fields is the number of ranks."""
 
     replicas: int
     shards: int
@@ -37,7 +37,7 @@ def mesh_shape(size: int, least: int) -> MeshShape:
 
 
 def columns(order: Sequence[int], shards: int) -> list[tuple[int, ...]]:
-    """Return the ranks that hold each shard, one per replica."""
+    """Return the ranks that hold each shard. Each replica has one rank per shard."""
     return [tuple(order[shard::shards]) for shard in range(shards)]
 
 

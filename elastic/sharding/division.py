@@ -28,7 +28,7 @@ class Division:
 
     @classmethod
     def among(cls, order: Sequence[int], rank: int) -> Division:
-        """Return a division in which each rank has its own shard.
+        """Return a division with one shard per rank.
 
         Args:
             order: the rank of each shard.

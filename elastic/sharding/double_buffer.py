@@ -77,7 +77,7 @@ class DoubleBuffer:
         self.written().state = BufferState.MIRRORED
 
     def sealed(self) -> None:
-        """Record that all ranks have copied and mirrored the commit, which frees the other bank."""
+        """Record that all ranks have copied and mirrored the commit. The other bank is then free."""
         record = self.written()
         assert record.state is BufferState.MIRRORED, "sealed before it is mirrored"
         self.base, self.writing = self.writing, None

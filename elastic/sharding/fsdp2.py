@@ -1,7 +1,8 @@
 """FSDP2 modules: list their sharded parameters, check that they are supported, and move them to another mesh. Acts.
 
-The module and its optimizer keep their parameter objects. The global size of each DTensor does not change; only its
-local tensor and its spec are replaced. `TESTED` lists the supported versions, because private names of torch are used.
+The module and its optimizer keep their parameter objects. The global size of each DTensor does not change. Only
+its local tensor and its spec are replaced. `TESTED` lists the supported versions, because private names of
+torch are used.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from elastic.sharding.shard_inventory import WholeCommit
 
 
 class ReshardingMove(NamedTuple):
-    """Rows of one tensor, moved from a shard held by ``source`` to ``target``. Nothing is sent if both are equal."""
+    """Rows of one tensor that move from a shard of ``source`` to ``target``. Nothing is sent if both are equal."""
 
     tensor: int  # its index in the layout
     shard: int  # shard of the commit
@@ -124,7 +124,7 @@ def plan_moves(
         tensors: the tensors of its layout.
         order: the rank at each position of the new mesh of replicas by shards.
         hosts: the host of each rank.
-        limit: maximum bytes of a move; a move of a single row may be larger.
+        limit: maximum bytes of a move. A move of a single row may be larger.
         shards: number of shards of the new mesh. Default: each rank has its own shard.
     """
     shards = shards or len(order)

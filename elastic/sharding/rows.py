@@ -1,6 +1,7 @@
 """Division of tensors into shards by rows, and the position of the rows within a shard's bytes. Pure: no I/O, no clock.
 
-Rows follow torch.chunk's rule, as in FSDP2: ``ceil(rows / shards)`` per shard; the last shards are shorter or empty.
+Rows follow torch.chunk's rule, as in FSDP2: ``ceil(rows / shards)`` per shard. The last shards are shorter or
+empty.
 """
 
 from __future__ import annotations

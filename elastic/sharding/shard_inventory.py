@@ -3,8 +3,8 @@
 Pure: no I/O, no clock.
 
 Different ranks may hold the shards of a commit, as owners or as copies. A commit that was sealed on any rank is
-mirrored on all ranks; a commit that is not mirrored everywhere was never sealed. The latter can be complete, but with
-fewer copies than requested, so it is chosen only if no mirrored commit is complete.
+mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. The latter can be complete,
+but with fewer copies than requested, so it is chosen only if no mirrored commit is complete.
 
 The initial state (generation 0) may differ between the replicas of a shard. Each of its shards therefore has a single
 holder, which sends it to the other ranks.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class CommitId(NamedTuple):
-    """Identifier of a commit; later commits compare greater. ``number`` counts the commits of one generation."""
+    """Identifier of a commit. Later commits compare greater. ``number`` counts the commits of one generation."""
 
     generation: int
     number: int
@@ -58,7 +58,7 @@ class WholeCommit:
     owners: tuple[int | None, ...]
 
     def ranks(self) -> list[int]:
-        """Return the ranks that hold at least one shard and therefore also the replicated values."""
+        """Return the ranks with at least one shard. These ranks also hold the replicated values."""
         return sorted({rank for ranks in self.holders for rank in ranks})
 
 

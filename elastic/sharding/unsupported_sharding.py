@@ -156,7 +156,7 @@ def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this optimizer, whose parameters or entries are sharded, is in a state."""
+    """Return whether a state contains this optimizer with sharded parameters or entries."""
     return optimizer in _followed_optimizers
 
 
@@ -257,7 +257,7 @@ def check_trainer(
     optimizers: Iterable[torch.optim.Optimizer],
     models: Iterable[torch.nn.Module] = (),
 ) -> None:
-    """Check that a trainer, which saves and loads complete models and optimizers, has no sharded ones.
+    """Check that a trainer has no sharded models or optimizers, because it saves and loads complete ones.
 
     Raises:
         NotElastic: a model or an optimizer is sharded.

@@ -17,7 +17,7 @@ TESTED = ("2.13",)  # versions of torch
 
 
 def is_zero(optimizer: object) -> bool:
-    """Return whether it is a ZeroRedundancyOptimizer. Does not import modules that the script has not imported."""
+    """Return whether the optimizer is a ZeroRedundancyOptimizer. Imports no module that the script has not imported."""
     known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(known, "ZeroRedundancyOptimizer", None)
     return isinstance(kind, type) and isinstance(optimizer, kind)

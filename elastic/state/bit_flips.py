@@ -23,7 +23,7 @@ def offer(state: State) -> None:
 
 
 def flip(state: ObjectState, find: Callable[[ObjectState], Found], seed: int) -> str:
-    """Flip one bit in one of the tensors; all bytes are equally likely.
+    """Flip one bit in one of the tensors. All bytes are equally likely.
 
     The version counter of the tensor does not change.
 

@@ -112,7 +112,7 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
     """Raise Invalid for values that a restore would replace by a copy that is not trained: parameters, lists of models.
 
     Args:
-        handlers: the handlers of the state; other values may refer to the handled ones.
+        handlers: the handlers of the state. Other values may refer to the handled ones.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, torch.nn.Parameter):

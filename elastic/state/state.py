@@ -150,7 +150,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Handle a change of the world; called before the callbacks."""
+        """Handle a change of the world. Called before the callbacks."""
 
     # ---- what the run loop calls -----------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class State:
         return 0
 
     def handled(self) -> list[object]:
-        """The models, optimizers and similar objects whose layout is part of the state's."""
+        """Models, optimizers and similar objects with a layout that is part of the state's layout."""
         return []
 
     def digest_buffers(self) -> int:
@@ -276,7 +276,7 @@ class State:
         return 0
 
     def digest_tensors(self) -> dict[str, int]:
-        """Digests of each committed tensor by name: parameters, buffers, optimizer entries."""
+        """Digests of each committed tensor by name, including parameters, buffers and optimizer entries."""
         return {}
 
     def _step(self) -> int:
@@ -311,7 +311,7 @@ class State:
 class ObjectState(State):
     """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
 
-    The keywords define the state; attributes set later are not part of it.
+    The keywords define the state. Attributes set later are not part of it.
 
     Raises:
         Invalid: a value is a model, an optimizer or another value that only a `TorchState` handles.
@@ -451,12 +451,12 @@ def names_of(state: ObjectState) -> list[str]:
 
 
 def take_values(state: ObjectState, values: dict[str, Any]) -> None:
-    """Set the present values, without saving them."""
+    """Set the present values without saving them."""
     state._take_over(values)
 
 
 def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
-    """Set the random generators to the commit of another process of the same rank, if the state has them."""
+    """Set the random generators to the commit of another process of the same rank, if the state has generators."""
     state._take_random(saved)
 
 

@@ -13,16 +13,17 @@ from elastic.state.handled_state import HandledState
 class TorchState(HandledState):
     """State of a script that trains with torch: models, optimizers and other values, given by keyword.
 
-    Models, optimizers, schedulers, gradient scalers, samplers and loaders have handlers; all other values are copied.
-    Assigning a handled name, as in ``state.model = other``, handles and saves the new value. ``rng=True`` also commits
-    and restores this worker's random generators (torch, CUDA, numpy, random), which are never sent to other workers.
+    Models, optimizers, schedulers, gradient scalers, samplers and loaders have handlers. All other values are
+    copied. Assigning a handled name, as in ``state.model = other``, handles and saves the new value. ``rng=True``
+    also commits and restores this worker's random generators (torch, CUDA, numpy, random), which are never sent to
+    other workers.
 
     A model with ``fully_shard`` applied is committed by shards: every rank keeps its own shard, and ``copies`` other
     ranks, if possible on other hosts, keep a copy. Up to ``copies`` ranks can then fail at the same time, and
     ``commit`` is a collective. ``least_shards`` is the smallest number of shards that memory allows; with it, each
     world has as many replicas of the model as its ranks allow (HSDP). See docs/sharded.md.
 
-    ``save`` copies changed values into host buffers that are allocated once; ``restore`` sets exactly the committed
+    ``save`` copies changed values into host buffers that are allocated once. ``restore`` sets exactly the committed
     bits in place, drops optimizer entries created since, and clears gradients. The training mode of modules is
     committed too: if a commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a
     restore.

@@ -1,7 +1,7 @@
 """Conversion between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
 
-On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy; small
-tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see
+On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy.
+Small tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see
 `graphs.async_op`. On a GPU all tensors are copied through host memory.
 
 XLA cannot call Python, so functions that use this module cannot be compiled with ``jit_compile=True``.

@@ -10,7 +10,7 @@ from elastic.api.compression import NoneCompressor
 
 
 class CastInTensorFlow:
-    """Casts floating-point tensors to a smaller dtype; others are sent unchanged. The context is the original dtype."""
+    """Casts floating-point tensors to a smaller dtype. Others are sent unchanged. The context is the original dtype."""
 
     dtype: tf.DType
 
@@ -26,7 +26,7 @@ class CastInTensorFlow:
 
 
 class ToFloat16(CastInTensorFlow):
-    """float16: 11 significant bits; sums beyond 65504 overflow."""
+    """Compressor to float16, which has 11 significant bits. Sums above 65504 overflow."""
 
     dtype = tf.float16
 

@@ -1,9 +1,9 @@
 """Collectives for TensorFlow with Horovod's names, signatures and defaults; `elastic.negotiation` implements them.
 
 All functions take tensors, variables or values that can be converted to a tensor. They run eagerly and inside
-``tf.function``, and have gradients. Reductions support (u)int8, int16, int32, int64, float16, bfloat16, float32 and
-float64; functions that only move data also support bool and complex dtypes. Shapes and dtypes must be the same on all
-ranks unless a function says otherwise.
+``tf.function``, and have gradients. Reductions support (u)int8, int16, int32, int64, float16, bfloat16, float32
+and float64. Functions that only move data also support bool and complex dtypes. Shapes and dtypes must be the
+same on all ranks unless a function says otherwise.
 
 These arguments are common to all functions:
 
@@ -17,10 +17,10 @@ These arguments are common to all functions:
     process_set: only its ranks call and take part. All ranks by default.
     device_dense, device_sparse, ignore_name_scope: ignored.
 
-All functions raise the errors of torch's collectives (see `elastic.api.ops`), which are also instances of TensorFlow's
-classes: mismatched tensors of ``tf.errors.FailedPreconditionError``, invalid arguments of
-``tf.errors.InvalidArgumentError``. An error of a ``tf.function`` or a session is of that class only, with the same
-text; a lost rank is a ``tf.errors.UnknownError``. ``hvd.elastic.run`` recovers from both.
+All functions raise the errors of torch's collectives (see `elastic.api.ops`), which are also instances of
+TensorFlow's classes: mismatched tensors of ``tf.errors.FailedPreconditionError``, invalid arguments of
+``tf.errors.InvalidArgumentError``. An error of a ``tf.function`` or a session is of that class only, with the
+same text. A lost rank is a ``tf.errors.UnknownError``. ``hvd.elastic.run`` recovers from both.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def reduce_dense(
     factors: tuple[float, float],
     compression: Any,
 ) -> list[tf.Tensor]:
-    """Like `grouped_allreduce`, among ranks that are determined when it runs."""
+    """Like `grouped_allreduce`, among ranks that are determined at the run of the operation."""
     return _compressed(
         tensors, compression, lambda packed: _reduce(name, members, op, factors, packed)
     )
@@ -299,7 +299,9 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Variable]:
-    """Overwrite variables with those of rank ``root_rank`` of the world, and return them. Not differentiable."""
+    """Overwrite variables with those of rank ``root_rank`` of the world, and return the variables. Not
+    differentiable.
+    """
     broadcast_variables(variables, root_rank, process_set)
     return list(variables)
 

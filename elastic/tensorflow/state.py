@@ -40,7 +40,7 @@ class _SessionPart(VariablesPart):
 
 
 class TensorFlowState(HandledState):
-    """Variables and Python values: ``TensorFlowState([w, b, *optimizer.variables], batch=0)``.
+    """State of variables and Python values, as in ``TensorFlowState([w, b, *optimizer.variables], batch=0)``.
 
     Args:
         variables: existing variables, in the same order on every worker. With a session: all global ones by default.

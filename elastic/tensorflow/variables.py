@@ -20,7 +20,7 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Overwrite variables with those of rank ``root_rank`` of the world. They are sent packed.
+    """Overwrite variables with the values of rank ``root_rank`` of the world. The values are sent packed.
 
     Args:
         variables: TensorFlow's or Keras's, in the same order, with the same shapes and dtypes on every rank.

@@ -1,9 +1,9 @@
 """torch.distributed's collectives in terms of the five collectives of a group.
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
-allgather if it is small; a reduce becomes an allreduce of a copy; a reduce_scatter becomes an alltoall whose rows each
-rank sums up, unless the group has one. As torch.distributed requires, all ranks of a group must make the same calls in
-the same order, with tensors of matching shapes.
+allgather if it is small. A reduce becomes an allreduce of a copy. A reduce_scatter becomes an alltoall whose
+rows each rank sums up, unless the group has one. As torch.distributed requires, all ranks of a group must make
+the same calls in the same order, with tensors of matching shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGE_BYTES = 256 << 10
 
 
 class CollectiveCall:
-    """Collectives in flight: ``works`` to wait for, then callbacks to call in order, which put the results in place."""
+    """Collectives in flight. Wait for ``works``, then call the callbacks in order to store the results."""
 
     __slots__ = ("thens", "works")
 

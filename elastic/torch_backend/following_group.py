@@ -112,7 +112,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self.timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Drop the groups of the world, which end with it."""
+        """Drop the groups of the world, because they end with the world."""
         self._groups.clear()
 
     abort = shutdown
@@ -251,9 +251,9 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
     others = [*(Counter(names.before) - Counter(unsupported_sharding.followed_groups()))]
     if others and not first:
         raise NotElastic(
-            f"a process group of ranks {list(others[0])} was created before elastic.run, and the world has changed:"
-            " ranks were reassigned, and the group cannot follow; create it with new_group() or init_device_mesh() at"
-            " the beginning of the function under elastic.run, which is called again in every world",
+            f"a process group of ranks {list(others[0])} was created before elastic.run, but its ranks were"
+            " reassigned in the current world: create the group with new_group() or init_device_mesh() at the"
+            " beginning of the function under elastic.run, which is called again in every world",
             Fixed.PROCESS_GROUP,
         )
     known: Any = torchs_groups

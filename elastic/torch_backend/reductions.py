@@ -56,7 +56,7 @@ SUM = Reduction(Kind.SUM)
 
 
 def read(op: Any) -> Reduction:
-    """Convert a ``torch.distributed.ReduceOp`` or one of its kinds."""
+    """Convert a ``torch.distributed.ReduceOp`` or one of its kinds to a `Reduction`."""
     kind = getattr(op, "op", op)
     if kind == Kind.PREMUL_SUM:
         return Reduction(kind, op.__getstate__()[1])
@@ -84,7 +84,7 @@ def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         return tensor
     if tensor.dtype not in dtypes_and_ops.DTYPES and not bitwise:
         raise TypeError(
-            f"tensors of {tensor.dtype} can't be reduced; convert them to a type of 16 bits or more first"
+            f"tensors of {tensor.dtype} can't be reduced: convert them to a type of 16 bits or more"
         )
     return tensor
 

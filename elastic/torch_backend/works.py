@@ -73,7 +73,7 @@ class WorkOwner(Protocol):
 class ElasticWork(_TorchWork):  # type: ignore[misc]
     """One call of the process group.
 
-    Several threads may wait for it; each receives the same outcome.
+    Several threads may wait for it. Each receives the same outcome.
 
     Args:
         results: the tensors that its future returns, as with torch's own works.
@@ -318,7 +318,7 @@ class ElasticFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class Futures:
-    """Futures of one process group, in the order in which they were requested."""
+    """Futures of one process group, in the order of their requests."""
 
     def __init__(self, owner: WorkOwner) -> None:
         self._owner = owner

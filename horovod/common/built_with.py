@@ -1,4 +1,4 @@
-"""Horovod's functions that query build options. MPI is not supported; Gloo and NCCL are those of torch.
+"""Horovod's functions that query build options. MPI is not supported. Gloo and NCCL are those of torch.
 
 ``verbose`` has no effect: in Horovod it prints why a library could not be loaded.
 """

@@ -54,7 +54,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Value], n: int) -> list[Sequence[Value]]:  # noqa: E741, as in Horovod
-    """Split a list into ``n`` parts in order, whose lengths differ by 1 at most."""
+    """Split a list into ``n`` parts in order. Their lengths differ by at most 1."""
     least, more = divmod(len(l), n)
     ends = [part * least + min(part, more) for part in range(n + 1)]
     return [l[begin:end] for begin, end in itertools.pairwise(ends)]

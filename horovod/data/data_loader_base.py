@@ -15,7 +15,7 @@ CLOSE_S = 10.0  # time for the current read to end
 
 
 class BaseDataLoader:
-    """Base of loaders. Subclasses define ``_iterate`` and ``__len__``; ``_process_batch`` may change each batch."""
+    """Base of loaders. Subclasses define ``_iterate`` and ``__len__``. ``_process_batch`` may change each batch."""
 
     def __len__(self) -> int:
         """Return the number of batches in one pass."""

@@ -24,11 +24,11 @@ from horovod.keras import callbacks, elastic
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all global variables from rank ``root_rank``, in a graph of TensorFlow 1.
 
-    Raises RuntimeError otherwise: Keras 3 has no global variables; use the callback.
+    Raises RuntimeError otherwise: Keras 3 has no global variables. Use the callback.
     """
     if _tensors.backend() != "tensorflow":
         raise RuntimeError(
-            "Keras has no global variables on this backend; use hvd.callbacks.BroadcastGlobalVariablesCallback"
+            "Keras has no global variables on this backend: use hvd.callbacks.BroadcastGlobalVariablesCallback"
         )
     from elastic.tensorflow import variables
 

@@ -30,7 +30,7 @@ class Coordinator:
         self._nodes[world_rank] = node_id
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
-        """Return the local and cross place of each rank in Horovod's variables; `hvd.init` computes the same values."""
+        """Return the local and cross place of each rank in Horovod's variables. `hvd.init` computes the same values."""
         found: dict[int, dict[str, int]] = {}
         before: dict[str, int] = {}  # number of ranks per node so far
         alike: dict[int, int] = {}  # number of ranks per local rank so far

@@ -13,7 +13,7 @@ from horovod.ray.settings import ElasticSettings, limits, renamed, verbosity
 
 
 class ElasticRayExecutor:
-    """Deprecated; use ``RayExecutor(settings, min_workers=...)``."""
+    """Deprecated. Use ``RayExecutor(settings, min_workers=...)``."""
 
     @staticmethod
     def create_settings(

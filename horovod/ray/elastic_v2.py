@@ -1,4 +1,4 @@
-"""Discovery of the hosts of a Ray cluster with free resources, for scripts; executors do it themselves."""
+"""Discovery of the hosts of a Ray cluster with free resources, for scripts. Executors do it themselves."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _free_by_node() -> dict[str, dict[str, float]]:
 
 
 class TestDiscovery(RayHostDiscovery):
-    """Discovery for trials: hides and shows hosts at random, one change each ``change_frequency_s``."""
+    """Discovery for tests. Hides and shows hosts at random, one change every ``change_frequency_s`` seconds."""
 
     __test__ = False  # not a test class of pytest
 

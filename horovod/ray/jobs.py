@@ -14,7 +14,7 @@ Callbacks = Sequence[Callable[[Any], None]]
 
 
 class PlacementTimeout(Invalid, TimeoutError):
-    """The cluster had no room for the workers in time; the message has the free resources."""
+    """The cluster had no room for the workers in time. The message has the free resources."""
 
 
 class _Job:
@@ -57,7 +57,7 @@ class _Job:
     def _called(
         self, callbacks: Callbacks | None, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a function on the workers and return its values; the callbacks receive the workers' logs."""
+        """Call a function on the workers and return its values. The callbacks receive the workers' logs."""
         self._need(fn, callbacks)
         with self._calling_back(callbacks):
             return self._executor.run(fn, *args, **kwargs)
@@ -77,7 +77,7 @@ class _Job:
             if not callable(each):
                 raise Invalid(f"callbacks contains a {type(each).__name__}: pass functions")
         if not self._begun:
-            raise Invalid("this executor has no workers; call start() first")
+            raise Invalid("this executor has no workers: call start() first")
 
     def _reported(self, report: elastic.ray.Report) -> None:
         for callback in self._callbacks:

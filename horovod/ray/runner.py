@@ -15,10 +15,10 @@ from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 class RayExecutor:
     """Starts workers on a Ray cluster and calls functions on them.
 
-    Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on exactly that many hosts. The workers are
-    started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` to ``max_workers``, by default as
-    many as the cluster has room for at the start; each call is a separate job that continues when workers join or
-    leave.
+    Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on exactly that many hosts. The workers
+    are started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` to ``max_workers``, by
+    default as many as the cluster has room for at the start. Each call is a separate job that continues when
+    workers join or leave.
     """
 
     @classmethod
@@ -68,7 +68,7 @@ class RayExecutor:
         cpus_per_slot: float | None = None,
         gpus_per_slot: float | None = None,
     ) -> None:
-        """Check the arguments; `start` starts the workers. Raises ValueError.
+        """Check the arguments. `start` starts the workers. Raises ValueError.
 
         Args:
             use_current_placement_group: if the caller runs in a placement group, as in a trial of Ray Tune, place the
@@ -185,7 +185,7 @@ class RayExecutor:
         return self._job.execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the workers and release the resources. Idempotent; no effect before `start`."""
+        """End the workers and release the resources. Idempotent. No effect before `start`."""
         self._job.shutdown()
 
 
@@ -205,7 +205,8 @@ def _check_kind(
         )
     if min_workers is not None and num_hosts is not None:
         raise Invalid(
-            "Both `min_workers` and `num_hosts` provided. An elastic job uses all available hosts; omit num_hosts"
+            "Both `min_workers` and `num_hosts` provided. An elastic job uses all available hosts. Omit"
+            " num_hosts"
         )
     if num_workers is not None and num_hosts is not None:
         raise Invalid(

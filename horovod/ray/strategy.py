@@ -52,7 +52,7 @@ class BaseStrategy:
 
 
 class PGStrategy(BaseStrategy):
-    """Workers anywhere with free resources: in the given placement group, or in the caller's own if there is one."""
+    """Workers on any free resources. Uses the given placement group, or the placement group of the caller."""
 
     def __init__(
         self,

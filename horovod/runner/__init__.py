@@ -41,11 +41,11 @@ def run(
     """Call ``func(*args, **kwargs)`` on ``num_proc`` workers, and return the values by rank.
 
     ``num_proc`` is 1 by default, or ``min_num_proc`` if that is given. ``min_num_proc``, ``max_num_proc`` or
-    ``host_discovery_script`` make the job elastic; it then returns all values of the last world.
+    ``host_discovery_script`` make the job elastic. It then returns all values of the last world.
 
-    Times are in seconds. The other arguments are Horovod's; ``disable_cache`` and ``use_gloo`` have no effect, because
-    checks are not cached and Gloo has no alternative. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
-    and its limits. HOROVOD_* variables apply as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
+    Times are in seconds. The other arguments are Horovod's. ``disable_cache`` and ``use_gloo`` have no effect,
+    because checks are not cached and Gloo has no alternative. ``np``, ``min_np`` and ``max_np`` are old names of
+    ``num_proc`` and its limits. HOROVOD_* variables apply as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
 
     Raises:
         Invalid: (a ValueError) an argument is not supported.

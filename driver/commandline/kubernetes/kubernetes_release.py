@@ -84,7 +84,7 @@ class ChartRelease:
         return NameTaken(f"{where}: pass another --name")
 
     def stop(self) -> None:
-        """Remove the release. Raises Invalid if there is no release of this name, or if it belongs to another chart."""
+        """Remove the release. Raises Invalid if the release does not exist or belongs to another chart."""
         chart = self._chart()
         if chart is None:
             raise self._no_job()

@@ -39,7 +39,7 @@ class PodState:
 
 @dataclass(frozen=True)
 class Follow:
-    """Next step: follow the log of this driver."""
+    """Next step that follows the log of this driver."""
 
     pod: str
 
@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class JobOver:
-    """There is no next step: the job has ended with this exit code."""
+    """Marker that no step follows, because the job has ended with this exit code."""
 
     code: int
 
@@ -92,7 +92,9 @@ def pod_state(pod: Json) -> PodState:
 
 
 def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
-    """Return the exit code of a Job, or None if it has not ended. A failed Job has the exit code of its last driver."""
+    """Return the exit code of a Job, or None if the Job has not ended. A failed Job has the exit code of its last
+    driver.
+    """
     ended = {
         each["type"]
         for each in (job.get("status") or {}).get("conditions") or ()

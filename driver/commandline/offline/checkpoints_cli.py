@@ -177,7 +177,8 @@ def _check_place(out: str) -> None:
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):
         raise Invalid(
-            f"cannot write {out}: folder {folder} does not exist; create it, or pass another --out FILE"
+            f"{out} can't be written, because the folder {folder} does not exist: create the folder, or pass"
+            " another --out FILE"
         )
 
 

@@ -101,7 +101,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
-        """Add a group, and return a function that adds a flag to it: names, value, type, help.
+        """Add a group, and return a function that adds flags to the group.
 
         ``variable`` of the environment and ``keys`` of the configuration file are equivalent to the flag. A key of a
         switch includes the value that sets it, as in ``timeline.mark_cycles=true``.
@@ -182,7 +182,7 @@ class ArgumentParser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
             raise Invalid(f"unknown flag {unknown[0]}; {hint}")
         if unknown:
-            raise Invalid(f"unexpected {unknown[0]}; see {self.prog} --help")
+            raise Invalid(f"unexpected argument {unknown[0]}: see {self.prog} --help")
         return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Detection of a command that has already finished, so that running it again would not train further. Acts; starts
-nothing.
+"""Detects a command that has already finished, so that it does not train again. Performs I/O, but starts nothing.
 
-A command counts as finished if a job with the same flags, program, environment and folder ended with exit code 0 after
-its training function returned, if its last commit is still the newest durable one, and if the modules that it imported,
-the files that its workers read, and the programs and settings next to it are unchanged. In case of doubt, for example
-if workers may have read files unobserved, the command does not count as finished, and the job resumes from its last
-commit.
+A command counts as finished under three conditions. First, a job with the same flags, program, environment and folder
+ended with exit code 0 after its training function returned. Second, its last commit is still the newest durable commit.
+Third, its imported modules, the files that its workers read, and the programs and settings next to it are unchanged.
+
+In case of doubt, for example if workers may have read files unobserved, the command does not count as finished. The
+job then resumes from its last commit.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def keywords(function: str) -> dict[str, Field[Any]]:
-    """Return the options that a function accepts, each with one flag, by their keywords, as in ``--help-all``."""
+    """Return the options of a function by their keywords. Each option has one flag, as in ``--help-all``."""
     known = [(use.keyword or option.name, option, use) for option, use in flags.declared()]
     return {name: option for name, option, use in known if function in use.functions}
 

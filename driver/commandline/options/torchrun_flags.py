@@ -236,7 +236,7 @@ def _found(options: Any, several: bool) -> dict[str, Any]:
         return {"etcd": _first(options.etcd, options.rdzv_endpoint)}
     if options.rdzv_backend not in (None, "c10d", "static"):
         raise Invalid(
-            f"--rdzv-backend {options.rdzv_backend} is not available; omit it, or pass --etcd"
+            f"--rdzv-backend {options.rdzv_backend} is not supported: omit it, or pass --etcd"
         )
     if several and options.hosts is None and options.hostfile is None:
         raise Invalid(f"--rdzv-endpoint does not select the hosts; {_ELSEWHERE}")

@@ -148,7 +148,7 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
         job, *words = words
     if not least <= len(words) <= most:
         raise Invalid(
-            f"elasticrun {name} takes {verb.usage or 'no arguments'}; see elasticrun {name} --help"
+            f"elasticrun {name} takes {verb.usage or 'no arguments'}: see elasticrun {name} --help"
         )
     if name == "jobs":
         return _jobs(options, environ)
@@ -272,7 +272,7 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
         workers = whole(1)(words[0])
     except argparse.ArgumentTypeError as error:
         raise Invalid(
-            f"elasticrun scale: {error}; pass a number of workers, as in: elasticrun scale {client.job.name} 4"
+            f"elasticrun scale: {error}. Pass a number of workers, as in: elasticrun scale {client.job.name} 4"
         ) from None
     began = time.monotonic()
     code = _print_answer(client, client.ask(messages.AskScale, workers))

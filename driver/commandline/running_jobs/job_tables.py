@@ -1,4 +1,4 @@
-"""Formatting of a job's state as text lines, in local time; `monitoring.dashboard.page_state` defines the state."""
+"""Formatting of a job's state as text lines, in local time. `monitoring.dashboard.page_state` defines the state."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ def main(arguments: Sequence[str]) -> int:
     known = pages()
     name = name.removeprefix("docs/").removesuffix(".md")
     if name not in known:
-        raise Invalid(f"no page is called {name}{_near(name, list(known))}; see elasticrun docs")
+        raise Invalid(f"no page is called {name}{_near(name, list(known))}: see elasticrun docs")
     text = known[name].read_text(encoding="utf-8")
     if section:
         sections = by_section(text)
         if section not in sections:
             raise Invalid(
-                f"page {name} has no section {section}{_near(section, list(sections))};"
-                f" see elasticrun docs {name}"
+                f"page {name} has no section {section}{_near(section, list(sections))}: see elasticrun docs"
+                f" {name}"
             )
         text = sections[section]
     print(text.rstrip())

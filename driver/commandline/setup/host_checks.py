@@ -45,7 +45,7 @@ class Level(enum.Enum):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Result of one check.
+    """Result of one check of a host.
 
     Args:
         do: the remedy if ``level`` is not OK.

@@ -59,8 +59,8 @@ def facts() -> HostFacts:
 
 
 def foreign_files(distribution: str) -> list[str]:
-    """Return the files in the folders of an installed distribution that are missing in its RECORD or differ from it.
-    Empty in a checkout, which has no RECORD.
+    """Return the files of an installed distribution that its RECORD lacks or describes differently. A checkout has
+    no RECORD, so the result is empty.
     """
     try:
         recorded = metadata.distribution(distribution).files or []

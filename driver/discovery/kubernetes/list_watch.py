@@ -49,7 +49,7 @@ class WatchFailed:
     """The API server did not respond.
 
     Args:
-        error: the failure. None means that the API server responds again.
+        error: the failure, or None if the API server responds again.
     """
 
     kind: Resource

@@ -38,8 +38,9 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class JobUnreachable(ElasticError):
-    """The driver of a job cannot be reached: it has exited, another driver has taken over, or the key belongs to
-    another job."""
+    """The driver of a job cannot be reached. It has exited, another driver has taken over, or the key belongs to
+    another job.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class JobAddress:
 
 
 def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
-    """Find a job on this machine by name, by journal, by its driver's process, or as the only one that runs.
+    """Find a job on this machine by name, by journal, or by its driver's process. Without these, find the only running
+    job.
 
     Raises:
         Invalid: no job or several jobs match; the message lists the running jobs.

@@ -61,7 +61,7 @@ class AskRemove(OperatorMessage):
 
 
 class AskStacks(OperatorMessage):
-    """Request the stacks of a worker: text by worker as JSON in the answer's data.
+    """Request the stacks of a worker. The data of the answer contains the text by worker, as JSON.
 
     Args:
         worker: a rank or ``host:slot``. Empty means the first members.

@@ -1,10 +1,10 @@
-"""Detection of a world without progress although no rank waits for another: each may be in an endless loop.
+"""Detection of a world without progress in which no rank waits for another rank. Each rank may be in an endless loop.
 
 Pure: no I/O, no clock.
 
-Members report every half minute how many steps they have completed, if any. If no member has for many times the usual
-interval between steps, this is logged once, with the script line of each member. Nothing else is done, since an
-evaluation or a download may take as long.
+Members report their number of completed steps every half minute. If no member completes a step for many usual
+intervals, this is logged once, with the script line of each member. No worker is fenced, because an evaluation or a
+download may take as long.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ NAMED = 4  # workers that get their own log line at a time
 
 
 class Stuck(Part):
-    """Monitors the members, and checks them once others have waited for some time."""
+    """Monitor of the members. It checks members that have held up others for some time."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -173,7 +173,7 @@ class Stuck(Part):
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
-        """Check the members that hold up the others, once these have waited for some time."""
+        """Check the members that have held up others for some time."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers()
@@ -268,7 +268,7 @@ class Stuck(Part):
     def _any_waiting(self) -> bool:
         """Return whether a worker waits.
 
-        Called after every event, so it must be fast; the details are checked later.
+        Called after every event, so it must be fast. The details are checked later.
         """
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:

@@ -1,4 +1,4 @@
-"""Classification of workers for which others wait as stuck, slow or excused. Pure; `stuck` determines the waits.
+"""Classification of workers for which others wait as stuck, slow or excused. Pure. `stuck` determines the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^
@@ -135,8 +135,9 @@ class Suspicion:
         return Next.NAME
 
     def describe(self, settings: Settings, now: float) -> tuple[str, str]:
-        """Return the worker's state and the consequence, if any: ``idle``, ``it is fenced in 25 s
-        (--idle-timeout)``."""
+        """Return the state of the worker and the consequence, such as ``idle``, ``it is fenced in 25 s
+        (--idle-timeout)``.
+        """
         due = self.fence_due(settings)
         left = "" if due is None else f"to be fenced in {due - now:.0f} s"
         match self.verdict:
@@ -215,7 +216,7 @@ class Suspicions:
         return verdict
 
     def check(self) -> None:
-        """Check invariants; called by tests after every event."""
+        """Check the invariants. Tests call this method after every event."""
         for worker, suspicion in self._condemned.items():
             assert self._all.get(worker) is suspicion and suspicion.fence_at is not None
         times = [s.fence_at for s in self._condemned.values() if s.fence_at is not None]
@@ -226,7 +227,7 @@ class Suspicions:
         return None if first is None else first.fence_at
 
     def to_fence(self, now: float) -> list[Suspicion]:
-        """Return the condemned workers whose stacks have had time to be written."""
+        """Return the condemned workers after the time for writing their stacks."""
         due: list[Suspicion] = []
         for suspicion in self._condemned.values():
             if suspicion.fence_at is None or suspicion.fence_at > now:

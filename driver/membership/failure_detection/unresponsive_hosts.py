@@ -1,4 +1,4 @@
-"""Detection of unresponsive hosts for which workers wait. Pure; `stuck` determines the waits.
+"""Detection of unresponsive hosts for which workers wait. Pure. `stuck` determines the waits.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
                                          |

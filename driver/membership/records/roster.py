@@ -201,7 +201,7 @@ class Roster(dict[Worker, WorkerRecord]):
         return list(found.values())
 
     def at(self, *stages: WorkerStage) -> list[WorkerRecord]:
-        """Return the workers in these stages, in the order in which they reached them."""
+        """Return the workers in these stages, in the order of their entry."""
         return [record for stage in stages for record in self._stages[stage].values()]
 
     def count(self, stage: WorkerStage) -> int:

@@ -15,7 +15,7 @@ from elastic.protocol.messages import Commit, Place, Worker
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Order of the workers of a world. Ranks are indices in ``order``; ranks below ``holders`` hold ``commit``."""
+    """Order of the workers of a world. Ranks are indices in ``order``. Ranks below ``holders`` hold ``commit``."""
 
     order: list[Worker]
     holders: int

@@ -1,8 +1,8 @@
 """Selection of the slots that get a worker. Pure: no I/O, no clock.
 
-A slot is free if it is listed, has no live process, is not cooling down after a failure, and was not vacated on
-request. In addition, its program must not have ended successfully, its machine must not be about to be reclaimed, and
-it must not be quarantined.
+A slot is free under the following conditions. The slot is listed, has no live process, does not cool down after a
+failure, and was not vacated on request. In addition, its program has not ended successfully, its machine is not about
+to be reclaimed, and the slot is not quarantined.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Slots:
         return worker.slot < self._hosts.get(worker.host, 0)
 
     def order(self, worker: Worker) -> tuple[int, str, int]:
-        """Return a sort key: hosts in discovery's order, then slots."""
+        """Return a sort key with the order of hosts in discovery, then slots."""
         return (self._order.get(worker.host, len(self._order)), worker.host, worker.slot)
 
     @property
@@ -89,7 +89,7 @@ class Slots:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the last worker of every slot failed. If there is only one slot, it must have failed twice."""
+        """Return whether the last worker of every slot failed. A single slot must have failed twice."""
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
 
@@ -116,7 +116,7 @@ class Slots:
         self.version += 1
 
     def reopen(self, host: str) -> None:
-        """Allow workers again on a host whose machine stays or was replaced."""
+        """Allow workers on a host again, because its machine stays or was replaced."""
         if self._closed.pop(host, None) is not None:
             self.version += 1
 

@@ -2,8 +2,8 @@
 
 Pure: no I/O, no clock.
 
-The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has to
-leave; the pool decides how, and by which deadline.
+The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has
+to leave. The pool decides how, and by which deadline.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class WorkerPool:
     ) -> None:
         """Apply a new list from discovery.
 
-        Workers on hosts that left the list should leave; workers on listed hosts may stay.
+        Workers on hosts that left the list should leave. Workers on listed hosts may stay.
         """
         self.slots.announce(hosts, fixed=fixed)
         for record in self.roster.values():
@@ -269,7 +269,7 @@ class WorkerPool:
     # ---- exited ----------------------------------------------------------------------------------------------------
 
     def record_failure(self, record: WorkerRecord, what: str) -> None:
-        """Record an unexpected exit: the slot cools down."""
+        """Record an unexpected exit. The slot cools down."""
         worker, now, settings = record.worker, self.actions.now, self.settings
         killed_for = record.killed_for
         if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":

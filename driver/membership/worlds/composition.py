@@ -1,9 +1,9 @@
 """Composition of the next world, and selection of the workers that may leave before it. Pure: no I/O, no clock.
 
-State must survive departures: the last holder of the newest commit stays until a worker that stays holds it too. A
-worker whose host left the list leaves only if enough others stay, so that a list that is empty by mistake stops no
-worker. The same applies to a worker whose machine will be reclaimed, as long as time is left. A worker that received
-SIGTERM leaves even if too few stay. No worker leaves before the last checkpoint of a job that stops.
+The state must survive departures. The last holder of the newest commit stays until a remaining worker holds the commit
+too. A worker with an unlisted host leaves only if enough other workers stay, so an empty list stops no worker. The same
+rule applies to a worker on a machine that will be reclaimed, as long as time is left. A worker that received SIGTERM
+leaves even if too few workers stay. No worker leaves before the last checkpoint of a stopping job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compose(
         commits: the newest commit that each worker holds.
         workers_min: smallest size of a world.
         workers_max: largest size of a world.
-        layout: layout of the last world; the layout of a holder of the newest commit takes precedence.
+        layout: layout of the last world. The layout of a holder of the newest commit takes precedence.
         all_stay: no worker may leave.
     """
     newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)

@@ -1,9 +1,9 @@
-"""Decisions about a gathering: which workers it waits for, until when, and which may share a world.
+"""Decisions about a gathering: the awaited workers, its deadline, and the workers that may share a world.
 
 Pure: no I/O, no clock.
 
-There are worlds of ``init()``, for workers outside elastic.run, and worlds of elastic.run. A gathering waits for every
-old member, since each becomes ready or dies. It does not wait for newcomers, which can join later.
+Worlds of ``init()`` contain workers outside elastic.run. Other worlds belong to elastic.run. A gathering waits for
+every old member, because each becomes ready or exits. It does not wait for new workers, which can join later.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class GiveUpRules:
         )
 
     def shards_lost(self, world: World, text: str) -> Reason:
-        """Return the reason to end the job because no worker holds some shards, which ``text`` describes.
+        """Return the reason to end the job if no worker holds some shards. ``text`` describes these shards.
 
         If a member was turned away, the reason is that its state differs.
         """
@@ -121,7 +121,7 @@ class GiveUpRules:
         return because(ReasonKind.LAYOUTS_DIFFER, first=None, worker=str(away), rank_0=rank_0)
 
     def was_stuck(self, generation: int) -> None:
-        """Record that a member was fenced because it was stuck."""
+        """Record that a stuck member was fenced."""
         self._stuck_in.add(generation)
 
     def hung(self, generation: int) -> None:
@@ -226,6 +226,6 @@ class GiveUpRules:
 
 
 def named_slots(slots: Sequence[tuple[str, int]]) -> str:
-    """Return the first slots as text, and the number of others."""
+    """Return the first slots as text, and the number of remaining slots."""
     more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
     return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

@@ -6,7 +6,7 @@ from elastic.driver.membership.worlds.worlds import Worlds
 
 
 class Part:
-    """One part of a membership. It uses only the public names of the parts that are passed to it."""
+    """One part of a membership. A part uses only the public names of the parts that it receives."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds

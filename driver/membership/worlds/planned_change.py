@@ -46,7 +46,7 @@ class PlannedChange:
         self._settle_by = None
 
     def prepare(self, now: float, members: Iterable[Worker]) -> None:
-        """Begin a change: members are asked for their number of checks."""
+        """Begin a change. Each member is asked for its number of checks."""
         self.number += 1
         self.by = now + self.settings.prepare_s
         self.began_at, self.remind_after_s = now, REMIND_S

@@ -37,7 +37,7 @@ def describe_exit(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """Return the job's exit code for a worker that exited unexpectedly with ``code``; never 0."""
+    """Return the exit code of the job for a worker that exited unexpectedly with ``code``. The result is never 0."""
     return code if code > 0 else 128 - code if code < 0 else 1
 
 

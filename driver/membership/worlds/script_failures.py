@@ -1,4 +1,4 @@
-"""Records of workers that are missing because their scripts failed, and of workers whose state always differs.
+"""Records of workers that are missing because of failed scripts, and of workers with a different state.
 
 Pure: no I/O, no clock.
 
@@ -35,8 +35,9 @@ class ScriptFailures:
     _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
-        """Record a failed script: it raised an exception, called sys.exit, or has a state that differs from the
-        world's."""
+        """Record a failed script. The script raised an exception, called sys.exit, or has a different state than
+        the world.
+        """
         self._of[slot] = reason
 
     def exited(self, slot: Slot, code: int, cause: ExitCause, reason: Reason) -> None:
@@ -65,7 +66,7 @@ class ScriptFailures:
             self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
-        """Return why fewer workers returned than started, or an empty result if no script is to blame."""
+        """Return the reason why fewer workers returned than started. Return an empty text if no script is to blame."""
         return [*self._of.values()] if returned < self.began else []
 
     def repeats(self, worker: Worker, layout: str, *, member_of: int | None) -> Worker | None:
@@ -85,6 +86,6 @@ class ScriptFailures:
         return before[0] if before is not None and before[1] == layout else None
 
     def turned_away_before(self, generation: int) -> Worker | None:
-        """Return the member that was turned away when this generation was formed."""
+        """Return the member that was turned away at the formation of this generation."""
         last = self._last_turned_away
         return last[0] if last is not None and last[1] == generation - 1 else None

@@ -26,7 +26,9 @@ DIGESTS = 64  # number of commits with stored digests
 
 @dataclass
 class World:
-    """One world. ``members`` are in rank order, including dead ones. Generation 0: no world was published yet."""
+    """One world. ``members`` are in rank order, and include dead members. Generation 0 means that no world was
+    published.
+    """
 
     generation: int = 0
     members: list[Worker] = field(default_factory=list)

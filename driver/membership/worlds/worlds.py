@@ -127,7 +127,7 @@ class Worlds:
                     self._try_to_finish()
 
     def welcome(self, record: WorkerRecord) -> None:
-        """Answer init() of a new worker; later, if the health check of its slot is pending."""
+        """Answer init() of a new worker. If the health check of its slot is pending, answer after the check."""
         if record.unchecked:
             self.staff.hold(record)
             return
@@ -370,7 +370,7 @@ class Worlds:
             self.end(0, because(ReasonKind.ALL_RETURNED, **facts))
 
     def finish(self, because: str) -> None:
-        """Release returned workers from waiting for the others.
+        """Release the returned workers, so that they do not wait for other workers.
 
         Args:
             because: the reason for the log, if they did not all return.
@@ -397,7 +397,7 @@ class Worlds:
     # ---- losing members ------------------------------------------------------------------------------
 
     def lose(self, record: WorkerRecord, reason: Reason) -> None:
-        """Handle a lost member, which ends the world for the others."""
+        """Handle a lost member. Its loss ends the world."""
         if record.worker not in self.world.places:
             return
         if self.phase is Phase.GATHERING:

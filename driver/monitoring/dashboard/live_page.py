@@ -1,6 +1,6 @@
-"""Updates the page of a running job, and serves it if requested. Acts; `page_model` makes the decisions.
+"""Updates the page of a running job, and serves it if requested. Acts. `page_model` makes the decisions.
 
-Events arrive in the event loop's thread; log lines may come from any thread.
+Events arrive in the event loop's thread. Log lines may come from any thread.
 """
 
 from __future__ import annotations

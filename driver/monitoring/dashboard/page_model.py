@@ -1,7 +1,7 @@
 """Model of a job's live page, built from the events and decisions that the journal contains. Pure: no I/O, no clock.
 
-`PageModel` receives events and returns what changed since the last patch; `page_state` defines the format. The same
-model serves a running job and the replay of a journal:
+`PageModel` receives events and returns what changed since the last patch. `page_state` defines the format. The
+same model serves a running job and the replay of a journal:
 
     view = JobView()
     model = PageModel(TimeSpent(view), name="bert", command=header.command, least=1, most=4)
@@ -56,7 +56,7 @@ REPORTED_S = 60.0  # a rank that has not reported for this long is replaced by t
 
 
 class PageModel(ViewReader):
-    """Page model of one job, as seen by one driver. The times of ``spent`` and its view are seconds since 1970."""
+    """Page model of one job, for one driver. The times of ``spent`` and its view are seconds since 1970."""
 
     def __init__(
         self,

@@ -227,7 +227,7 @@ class PageVisit(asyncio.Protocol):
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """Return a listening socket; connections wait until `PageServer.open`. Raises Invalid."""
+    """Return a listening socket. Connections wait until `PageServer.open`. Raises Invalid."""
     try:
         family, kind, number, _, where = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

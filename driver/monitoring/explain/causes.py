@@ -96,7 +96,7 @@ class Death:
 
     @property
     def signal_name(self) -> str:
-        """The name of the signal, such as ``SIGKILL``, or an empty result if it was not killed by one."""
+        """Name of the signal, such as ``SIGKILL``, or an empty text if no signal ended the process."""
         return signal_name(self.code)
 
 

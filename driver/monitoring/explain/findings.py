@@ -36,7 +36,7 @@ REPEATS = 3  # number of losses from which a cause is considered recurring
 
 
 class FindingKind(enum.Enum):
-    """Kinds of findings, in the order in which they are shown."""
+    """Kinds of findings, in display order."""
 
     # The outcome.
     DONE = "done"
@@ -337,8 +337,8 @@ def one_line(reason: Reason) -> str:
 
 
 def named(death: Death) -> str:
-    """Return a worker's name, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it was never in a world. A rank
-    alone is ambiguous, since another worker has the same rank in the next world.
+    """Return the name of a worker, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` outside of worlds. A rank
+    alone is ambiguous, because another worker may have the same rank in the next world.
     """
     if death.rank is None:
         return f"worker {death.worker}"

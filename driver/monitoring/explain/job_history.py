@@ -100,7 +100,7 @@ class Planned:
 
 
 class JobHistory(ViewReader):
-    """The course of one job. ``spent`` has the same numbers as the summary that elasticrun prints at the end.
+    """Course of one job. ``spent`` has the same numbers as the final summary of elasticrun.
 
     Args:
         begins: the checkpoint from which the job begins, if any.

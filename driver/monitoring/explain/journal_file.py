@@ -39,7 +39,7 @@ NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a jou
 
 @dataclass
 class JournalReading:
-    """A journal as far as it was read.
+    """A journal and its readable part.
 
     Args:
         offset: offset from its clock to seconds since 1970; None in old journals.
@@ -67,7 +67,7 @@ def read_journal(path: Path) -> JournalReading:
 
 
 class JournalEntries:
-    """Iterator over the entries of a journal with their actions, which are recomputed if an archive omits them.
+    """Iterator over the entries of a journal with their actions. Actions are recomputed if an archive omits them.
 
     Must be closed. ``reading`` has the data read so far. Raises Invalid, at the latest with the first entry.
     """

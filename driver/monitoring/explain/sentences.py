@@ -1,4 +1,4 @@
-"""Sentences of findings, for display only; they may be reworded at any time. Pure: no I/O, no clock."""
+"""Sentences of findings, for display only. They may be reworded at any time. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """End the agent, which kills its workers. When this returns, no process and no file is left."""
+        """End the agent, which kills its workers. Afterwards no process and no file is left."""
         self._fetched = True
         await self._clear()
 

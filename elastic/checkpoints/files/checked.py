@@ -63,7 +63,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Check that the bytes of a file, given in order, are those that were written."""
+    """Check of a file's bytes, given in order, against its recorded checksum."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks

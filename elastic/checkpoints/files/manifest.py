@@ -193,7 +193,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encoded(value: Share | Manifest) -> bytes:
-    """Encode as JSON, with the SHA-256 of the object without it as the last field."""
+    """Encode as JSON. The last field is the SHA-256 of the object without this field."""
     body = _encoder.encode(value)
     return body[:-1] + f',"checksum":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
 
@@ -270,7 +270,7 @@ def superfluous(
         names: all commits.
         whole: commits known to be complete.
         keep: number of complete commits to keep.
-        floor: runs with a smaller number belong to another training; nothing of them is removed.
+        floor: runs with a smaller number belong to another training. Nothing of them is removed.
     """
     ours = [each for each in sorted(whole) if each.run >= floor]
     if not ours or keep < 1:

@@ -2,8 +2,8 @@
 
 Pure: no I/O, no clock.
 
-Rows are written by the ranks of one world and read by those of another, of any size; each rank reads only its own rows.
-Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
+Rows are written by the ranks of one world and read by those of another, of any size. Each rank reads only its
+own rows. Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ = 64 << 20  # bytes per read, held in memory in addition to the rows
 
 
 class RowRead(NamedTuple):
-    """A read of ``length`` bytes from ``offset``. They contain ``rows``; ``wanted`` are the needed ones.
+    """A read of ``length`` bytes from ``offset``. They contain ``rows``. ``wanted`` are the needed ones.
 
     ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data before these bytes, and including them.
     """
@@ -43,7 +43,7 @@ def reads(stored: Sequence[StoredTensor], wanted: Rows, row_bytes: int) -> Itera
 
     Args:
         stored: all ranges of this tensor.
-        wanted: the rows needed; may be empty.
+        wanted: the rows needed. May be empty.
         row_bytes: size of one row in bytes.
     """
     ranges = [(each, each.rows) for each in stored if each.rows is not None]

@@ -1,7 +1,7 @@
 """A folder of checkpoints on this machine, on a shared file system, or in an object store through fsspec.
 
-Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed; an object store
-shows an object once it is complete. All errors of the store are raised as OSError.
+Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed. An
+object store shows an object once it is complete. All errors of the store are raised as OSError.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Storage:
 
         Args:
             name: name of the file.
-            alive: called regularly; raises to abort the write.
+            alive: called regularly. Raises to abort the write.
 
         Raises:
             OSError: the storage failed.
@@ -264,7 +264,7 @@ class Storage:
             self.remove_file(name)
         except OSError as error:
             raise Invalid(
-                f"cannot write to {self.url}: {error}; check its permissions, or pass another folder or URL"
+                f"{self.url} is not writable: {error}. Check its permissions, or pass another folder or URL"
             ) from error
 
 

@@ -38,7 +38,7 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
                 " tensor.to(torch.uint8), and complex tensors with torch.view_as_real(tensor)"
             )
         if tensor.layout != torch.strided:
-            raise ValueError(f"{kind} needs dense tensors; use sparse_allreduce_async")
+            raise ValueError(f"{kind} does not support sparse tensors: use sparse_allreduce_async")
     if op is Op.ADASUM:
         adasum.check_tensors(tensors)
     if scaled and op not in (Op.AVERAGE, Op.SUM):
@@ -148,7 +148,7 @@ def _adasum(
 def reducescatter(
     group: Collectives, tensor: torch.Tensor, op: Op, prescale: float, postscale: float
 ) -> Started:
-    """Return this rank's rows of the reduced tensor; the first ``rows % size`` ranks have one row more.
+    """Return this rank's rows of the reduced tensor. The first ``rows % size`` ranks have one row more.
 
     Summands are added in rank order, half-precision ones in float32.
     """

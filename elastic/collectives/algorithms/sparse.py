@@ -18,8 +18,8 @@ def total(
 ) -> list[torch.Tensor]:
     """Return the sums over all ranks as coalesced COO tensors, scaled as by `Collectives.allreduce`.
 
-    Gradient i has the same shape, dtype and number of sparse dimensions on every rank; the number of its entries may
-    differ and may be 0. Summands are added in rank order.
+    Gradient i has the same shape, dtype and number of sparse dimensions on every rank. The number of its entries
+    may differ and may be 0. Summands are added in rank order.
 
     Raises:
         CollectiveFailed: a rank was lost.

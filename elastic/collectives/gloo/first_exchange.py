@@ -50,12 +50,12 @@ def header(
 
 
 def splits(sent: list[int], received: list[int]) -> torch.Tensor:
-    """Return the numbers of rows sent to each rank in an alltoall, then those received: int64 ``[2 * size]``."""
+    """Return the numbers of rows sent to and received from each rank in an alltoall, as int64 ``[2 * size]``."""
     return torch.tensor([*sent, *received], dtype=torch.int64, device="cpu")
 
 
 def splits_agree(of_ranks: list[torch.Tensor]) -> bool:
-    """Return whether every rank receives as many rows as the others send to it, given the `splits` of all ranks."""
+    """Return whether the `splits` of all ranks agree on the number of rows between each pair of ranks."""
     sent, received = torch.stack(of_ranks).split(len(of_ranks), dim=1)
     return torch.equal(sent, received.T)
 
@@ -111,7 +111,7 @@ class FirstExchange:
 
 
 class Places:
-    """Receive buffers of one exchange: a row for each other rank."""
+    """Receive buffers of one exchange, with one row for each other rank."""
 
     def __init__(self, rank: int, size: int, row: int) -> None:
         self.flat = torch.empty((size - 1) * row, dtype=torch.uint8, device="cpu")

@@ -67,7 +67,7 @@ environment.record_nothing()
 
 
 class GlooCollectives:
-    """One group of one generation, on CPU tensors. `connect` first; `abort` works at any time, from any thread.
+    """One group of one generation, on CPU tensors. Call `connect` first. Any thread may call `abort` at any time.
 
     Args:
         agreed: the ranks have agreed on every call in advance, so large ones need no first exchange.
@@ -460,7 +460,7 @@ class GlooCollectives:
         return True
 
     def close(self) -> None:
-        """Free sockets and threads, within about 0.1 s: see `Collectives.close`."""
+        """Free sockets and threads within about 0.1 s. See `Collectives.close`."""
         self.abort()
         self.drain(_CLOSE_S)
         backend, self._backend = self._backend, None
@@ -524,7 +524,9 @@ class GlooCollectives:
             raise self.failure(_short(error)) from None
 
     def failure(self, error: str) -> CollectiveFailed:
-        """Return the error of a failed collective: the first cause that this rank detected, then Gloo's message."""
+        """Return the error of a failed collective. It contains the first cause that this rank detected, and Gloo's
+        message.
+        """
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
             "Timed out" in error and not self._aborted

@@ -1,9 +1,9 @@
-"""Find, by address, the sockets that one group opened inside Gloo, and close or hide them; never any other socket.
+"""Find, by address, the sockets that one group opened inside Gloo, and close or hide them. Never any other socket.
 
-Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout. ``shutdown(2)``
-on the group's connections ends the wait immediately. Python does not own them, so they are found in the list of open
-descriptors: a group has one listener, on its own port; accepted connections have that port, and opened ones lead to a
-peer's listener. No other socket in the process can have these addresses.
+Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout.
+``shutdown(2)`` on the group's connections ends the wait immediately. Python does not own them, so they are
+found in the list of open descriptors: a group has one listener, on its own port. Accepted connections have that
+port, and opened ones lead to a peer's listener. No other socket in the process can have these addresses.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def find_listener(blob: bytes) -> Endpoint | None:
 def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[int]:
     """Return the inodes of the group's sockets, once it is connected.
 
-    While the group is created, addresses identify them. Later a port may have been closed at the other end and reused
-    by a group of the next generation; an inode stays with its socket.
+    While the group is created, addresses identify them. Later a port may have been closed at the other end and
+    reused by a group of the next generation. An inode stays with its socket.
     """
     return frozenset(os.fstat(held.fileno()).st_ino for _, held in _of_group(own, peers))
 

@@ -110,7 +110,7 @@ class CpuGroup:
         return group
 
     def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
-        """Return every rank's row once all have arrived; this is where late ranks are awaited.
+        """Return every rank's row once all have arrived. This is where late ranks are awaited.
 
         See `group_factory.meeting`.
         """

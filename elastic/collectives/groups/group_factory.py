@@ -38,7 +38,7 @@ def prepare(native: bool) -> None:
 
 
 def prepare_gpu(device: torch.device) -> None:
-    """Import and load what groups on this GPU need. This worker already has tensors on it."""
+    """Import and load the libraries for groups on this GPU. This worker already has tensors on the GPU."""
     if distributed.is_nccl_available():
         from elastic.collectives import nccl
 

@@ -26,7 +26,7 @@ Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
 
 @dataclass(frozen=True)
 class Topology:
-    """Placement of every rank of the group, seen from one of them."""
+    """Placement of every rank of the group, from the view of one rank."""
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
@@ -81,7 +81,7 @@ class Topology:
 
     @property
     def inter_node_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's inter-node group, by host, or an empty result if its leader sends for it."""
+        """Ranks of this rank's inter-node group, by host. The list is empty if the leader of this rank sends for it."""
         if not self.even and self.index > 0:
             return ()
         return tuple(host[self.inter_node_group] for host in self.hosts)

@@ -10,10 +10,10 @@ There is no group of all ranks, only that of this host and the inter-node group,
 there are other hosts, not other ranks. The ranks of its host and of its inter-node group detect a lost rank. Each of
 them aborts both its groups and so wakes the ranks that wait for it, until every rank has failed.
 
-All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own type
-for the network, and summed by Gloo in that type. A half-precision sum is scaled before it crosses the network, so that
-it does not overflow; others are scaled afterwards, so that an average is the sum divided by the number of ranks, as it
-is within a host.
+All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own
+type for the network, and summed by Gloo in that type. A half-precision sum is scaled before it crosses the
+network, so that it does not overflow. Others are scaled afterwards, so that an average is the sum divided by
+the number of ranks, as it is within a host.
 
 This module is the interface; `steps` carries out the collectives, in a thread, in order.
 """
@@ -58,11 +58,11 @@ class InterNodeGroup(Collectives, Protocol):
 
 
 class HierarchicalCollectives:
-    """One rank of a hierarchical group; call `connect` first.
+    """One rank of a hierarchical group. Call `connect` first.
 
     Args:
         topology: placement of the ranks.
-        host: the ranks of this host; may be a world of one if hosts have unequally many ranks.
+        host: the ranks of this host. May be a world of one if hosts have unequally many ranks.
         inter_node: the ranks of `Topology.inter_node_ranks`, in that order, or None if there are none.
     """
 

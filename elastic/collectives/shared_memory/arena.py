@@ -109,7 +109,7 @@ class Arena:
             self._dead.append(region.offset)  # the pages remain allocated
 
     def quarantine(self, tensor: torch.Tensor) -> bool:
-        """Never reuse the tensor's region, since a peer that could not be stopped may still write to it.
+        """Never reuse the region of the tensor, because a peer that could not be stopped may still write to the region.
 
         Returns:
             Whether the tensor is in this arena.
@@ -164,7 +164,7 @@ _watching_forks = False
 
 
 def mine() -> Arena | None:
-    """Return this process's arena, created at the first call, or None if it is unavailable, see `why_not`.
+    """Return this process's arena, created at the first call. Return None if the arena is unavailable, see `why_not`.
 
     A forked child does not share the arena of its parent.
     """

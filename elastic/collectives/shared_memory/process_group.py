@@ -1,8 +1,8 @@
 """Collectives in shared memory, among ranks of one host: the interface on the native group. See native/group.h.
 
-A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this process's
-arena is reduced in place. Any other is copied through staging; its result is copied back, or to its destination if that
-is in the arena. All ways give the same bits.
+A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this
+process's arena is reduced in place. Any other is copied through staging. Its result is copied back, or to its
+destination if that is in the arena. All ways give the same bits.
 """
 
 from __future__ import annotations
@@ -175,7 +175,9 @@ class SharedCollectives:
         )
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
-        """Second half: copy every rank's share to all others. ``tensor`` must be in the arena on every rank."""
+        """Run the second half of an allreduce. It copies every rank's share to all ranks. ``tensor`` must be in the
+        arena on every rank.
+        """
         return self._submit(
             self._library.elastic_spread_shares,
             tensor,
@@ -326,7 +328,7 @@ class SharedCollectives:
         self._native.abort()
 
     def drain(self, timeout_s: float) -> bool:
-        """See `Collectives.drain`. If the result is False, the tensors in flight must not be used again."""
+        """See `Collectives.drain`. If the result is False, do not use the tensors in flight again."""
         drained = self._native.drain(timeout_s)
         if drained:
             self._held = collections.deque()  # another thread may still use the old list

@@ -29,7 +29,7 @@ class ReusedMemory:
         self._dead: collections.deque[Region] = collections.deque()
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor, aligned to pages; allocated by torch if the arena has no room.
+        """Return an uninitialized tensor, aligned to pages. Allocated by torch if the arena has no room.
 
         Its memory is in use until its last view is freed.
         """

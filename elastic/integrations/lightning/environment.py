@@ -31,7 +31,7 @@ class ElasticEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Not used: workers find each other through the driver."""
+        """Not used, because workers find each other through the driver."""
         return "127.0.0.1"
 
     @property
@@ -52,7 +52,7 @@ class ElasticEnvironment(ClusterEnvironment):
         return lifecycle.place().rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignored: the driver assigns ranks."""
+        """Ignored, because the driver assigns ranks."""
 
     def local_rank(self) -> int:
         return lifecycle.place().local_rank

@@ -140,7 +140,7 @@ class ElasticStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def dealing(self) -> Iterator[None]:
-        """Context in which train dataloaders are divided by the job's position, not by Lightning's samplers."""
+        """Context in which the position of the job, not Lightning's samplers, divides train dataloaders."""
         connector = self.lightning_module.trainer._accelerator_connector
         asked, connector.use_distributed_sampler = connector.use_distributed_sampler, False
         self._deals = True

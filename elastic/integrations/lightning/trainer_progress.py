@@ -22,7 +22,7 @@ _LOADERS = "combined_loader"
 
 
 def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
-    """Return the state of a trainer that is set up to fit; its values are the trainer's own objects."""
+    """Return the state of a trainer that is set up to fit. Its values are the trainer's own objects."""
     unsupported_sharding.check_trainer("Lightning", trainer.strategy.optimizers)
     values: dict[str, Any] = {"loader": loader}
     for number, optimizer in enumerate(trainer.strategy.optimizers):

@@ -1,9 +1,9 @@
 """Assignment of gradients to buckets, and the order in which buckets are reduced. Pure: uses only sizes, no tensors.
 
-Buckets follow the order in which backward computes gradients, so the first ones are full, and are reduced, while
-backward computes the rest. The order is observed in the first step; until then it is assumed to be the reverse of the
-order in which parameters were declared. The plan depends only on the items and the order, not on ranks or timing. It is
-therefore equal on all ranks and remains valid when the world changes.
+Buckets follow the order in which backward computes gradients, so the first ones are full, and are reduced,
+while backward computes the rest. The order is observed in the first step. Until then it is assumed to be the
+reverse of the order in which parameters were declared. The plan depends only on the items and the order, not on
+ranks or timing. It is therefore equal on all ranks and remains valid when the world changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gradient(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Layout of one flat buffer. ``offsets`` and ``elements`` count elements; ``members`` are indices into the items.
+    """Layout of one flat buffer. ``offsets`` and ``elements`` count elements. ``members`` are indices into the items.
 
     The smallest members come first and are adjacent, so that they can be processed together.
     """
@@ -56,9 +56,10 @@ def plan(
 
     Args:
         items: the gradients.
-        order: indices of the items in the order in which they become ready. None means reverse order of declaration.
+        order: indices of the items in the order in which they become ready. None means reverse order of
+            declaration.
         groups: items to keep together regardless of their size, if they are of the same kind.
-        first_bytes: size of the first bucket of a kind; small, so that communication starts early.
+        first_bytes: size of the first bucket of a kind. Small, so that communication starts early.
         full_bytes: size of all other buckets.
     """
     group_of = {item: number for number, group in enumerate(groups) for item in group}

@@ -101,14 +101,14 @@ class GradientBucket(Protocol):
         """
 
     def discard(self, position: int) -> None:
-        """Remove a gradient that was filled in from its parameter, since it may be partially reduced."""
+        """Remove a filled gradient from its parameter, because the gradient may be partially reduced."""
 
     def drop(self) -> list[Work]:
         """Abandon the reduction. Return works that may still be running."""
 
 
 class FlatBucket:
-    """Buffer of ``elements`` elements; gradient i of shape ``parameters[i].shape`` starts at ``offsets[i]``.
+    """Buffer of ``elements`` elements. Gradient i of shape ``parameters[i].shape`` starts at ``offsets[i]``.
 
     Parameters are in ascending order of size.
     """
@@ -424,12 +424,14 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def wire_of(tensor: torch.Tensor) -> BucketSpec:
-    """Return the description of a buffer for joined ranks: see `elastic.optimizer.gradients.plan_agreement`."""
+    """Return the description of a buffer for joined ranks. See `elastic.optimizer.gradients.plan_agreement`."""
     return BucketSpec(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of this parameter's gradient in autograd: the parameter's if dense, else contiguous ones."""
+    """Return the strides of this parameter's gradient in autograd. A dense parameter has its own strides, others
+    contiguous ones.
+    """
     return torch.empty_like(parameter, device="meta").stride()
 
 

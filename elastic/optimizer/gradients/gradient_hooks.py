@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class OptimizerParameters:
-    """The parameters of one optimizer and their names."""
+    """Parameters of one optimizer with their names."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
         # A weak reference, so that a dropped optimizer releases its hooks without waiting for the garbage collector.
@@ -43,7 +43,8 @@ class GradientListener(Protocol):
 
 
 class BackwardEndListener(Protocol):
-    """Receiver of the end of a backward pass that produced one of its gradients, called in the thread that ends it.
+    """Receiver of the end of a backward pass that produced one of its gradients. Called in the thread that ends the
+    pass.
 
     backward() raises the exceptions of either method.
     """
@@ -83,7 +84,7 @@ _lock = threading.Lock()  # each device has its own backward thread
 
 
 def notify_end(waiter: BackwardEndListener) -> None:
-    """Register the waiter for the end of the present backward pass. Idempotent; call it in hooks."""
+    """Register the waiter for the end of the present backward pass. Idempotent. Call it in hooks."""
     number = torch._C._current_graph_task_id()
     with _lock:
         current = _passes.get(number)

@@ -70,7 +70,7 @@ class GradientPlan:
         return self._options.lines(self.named, self._fusion_bytes)
 
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the order that this rank proposes: the one agreed before, else the one observed in this step."""
+        """Return the order that this rank proposes. It is the agreed order, or else the order observed in this step."""
         count = len(self.slots)
         numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
         return (

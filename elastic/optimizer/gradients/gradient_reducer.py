@@ -6,10 +6,10 @@ been launched. Before a plan is first used in a generation, the ranks compare it
 launch nothing earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined ranks can
 follow each of them: see `elastic.optimizer.gradients.plan_agreement`.
 
-The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
-applies to the reduced ones; `elastic.optimizer.gradients.step_progress` decides which pass is the last. If none is
-recognized as the last, or if ranks run the passes of two optimizers in different orders, `GradientReducer.finish`
-completes the step.
+The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the
+script applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides which pass is the last.
+If none is recognized as the last, or if ranks run the passes of two optimizers in different orders,
+`GradientReducer.finish` completes the step.
 
 Gradient hooks run in the middle of backward and therefore never raise an interruption. A hook that cannot launch marks
 the generation as broken and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
@@ -168,7 +168,7 @@ class GradientReducer:
         self._hooks.install(self._parameters.all())
 
     def discard(self) -> None:
-        """Abandon the current step: its counters, works in flight, and gradients that these may have corrupted."""
+        """Abandon the current step with its counters, works in flight, and possibly corrupted gradients."""
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
                 slot.bucket.discard(slot.position)

@@ -28,7 +28,7 @@ class HostStepFlag:
             self._copy.follow(self._mark.device, self._mark.nbytes)
 
     def read(self, op: Op) -> StepFlag:
-        """Return the flag; requires `fetch`.
+        """Return the flag. Requires `fetch`.
 
         Raises:
             DeviceLost: the copy did not complete.

@@ -76,7 +76,7 @@ class FirstNotFinite:
             each.clear()
 
     def missed(self) -> None:
-        """Record that other ranks have stepped without this one.
+        """Record a step of the other ranks that this rank did not make.
 
         This rank can no longer identify the first non-finite step, so nothing is recorded until gradients are finite
         again.

@@ -54,7 +54,7 @@ _VALUES: dict[Op, dict[StepFlag, float]] = {
 
 
 def mark_value(op: Op, mark: StepFlag) -> float:
-    """Return the value that a rank sends. ``op`` is the reduction as sent: SUM for an average."""
+    """Return the value that a rank sends. ``op`` is the reduction as sent, for example SUM for an average."""
     return _VALUES[op][mark]
 
 
@@ -95,7 +95,7 @@ class Sparse(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Everything that is reduced in a step, in order: the buffers, then the sparse gradients.
+    """Everything that a step reduces, in order. The buffers come before the sparse gradients.
 
     The last element of the first buffer is the step flag. ``op`` is the reduction as sent. A group that scales during
     the reduction multiplies its results by ``scale`` and divides them by ``divisor``. ``order`` is the order in which
@@ -126,7 +126,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class ComparisonPoint(enum.IntEnum):
-    """Point of a step at which a rank compares its plan."""
+    """Point of a step at which a rank compares its plan with other ranks."""
 
     LAST_PASS = 0  # at the end of the last backward pass of a step
     PASS = 1  # at the end of a backward pass that, on this rank, is not the last
@@ -180,7 +180,8 @@ def order_digest(order: Sequence[int]) -> int:
 
 
 def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
-    """Return the vector that a rank sends: the fields, their negatives, whether it has joined, and the numbers in use.
+    """Return the vector that a rank sends. It contains the fields, their negatives, a flag for joined ranks, and the
+    numbers in use.
 
     Args:
         proposal: None for a rank that has joined, which affects no field.
@@ -195,7 +196,7 @@ class PlanVerdict(NamedTuple):
     """Result of the comparison, equal on all ranks.
 
     Attributes:
-        least: the least value of each field over all ranks with data; meaningless if there are none.
+        least: the least value of each field over all ranks with data. Meaningless if there are none.
         greatest: the greatest.
         joined: whether any rank has joined.
         taken: for each number, 1 if the number can't be reused on some rank, else 0.
@@ -375,7 +376,7 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Return the plans of the current generation, by the ranks that share them or None for the whole world."""
+    """Return the plans of the current generation by their ranks. The key None represents the whole world."""
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:
         plans = {}

@@ -76,7 +76,7 @@ class StepProgress:
         self.clear()
 
     def clear(self) -> None:
-        """End the step, or abandon it."""
+        """End or abandon the step."""
         self.phase = StepPhase.IDLE
         self.complete = self.partial = self.ended = 0
 
@@ -135,7 +135,7 @@ class StepProgress:
         self.phase = StepPhase.REDUCED
 
     def learn(self) -> None:
-        """Expect as many passes in later steps as in this one, or in an earlier one if it had more."""
+        """Expect as many passes in later steps as in this step, or in an earlier step with more passes."""
         self.usual = max(self.usual, self.ended)
 
     def _as_last(self, end: PassEnd, last: bool) -> PassEnd:

@@ -26,7 +26,7 @@ def evaluate(
     """Return the sum at the root divided by ``divisor``.
 
     Args:
-        values: values by rank and place; they are overwritten.
+        values: values by rank and place. They are overwritten.
     """
     stack: list[torch.Tensor] = []
     for each in program:
@@ -44,9 +44,9 @@ class PartialsExchange:
 
     Args:
         group: the ranks.
-        places: this rank's buffers, flat and of equal length, at least one. They contain its partials; the result
+        places: this rank's buffers, flat and of equal length, at least one. They contain its partials. The result
             replaces the first one.
-        elements: number of elements to sum; the rest of each buffer is padding.
+        elements: number of elements to sum. The rest of each buffer is padding.
         program: the evaluation of the tree.
         counts: number of partials of each rank.
         divisor: divisor of the sum.

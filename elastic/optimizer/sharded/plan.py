@@ -64,7 +64,7 @@ class ShardPlan:
         memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
-        """Return the order that this rank proposes: the one agreed before, else the one observed in this step."""
+        """Return the order that this rank proposes. It is the agreed order, or else the order observed in this step."""
         count = len(self._trained)
         return (
             self.order or bucket_plan.seen_order(ready, count) or bucket_plan.expected_order(count)

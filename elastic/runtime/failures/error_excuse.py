@@ -30,7 +30,7 @@ class ErrorExcuse:
             self.checkpoint_wanted, self.excused = True, False
 
     def excuse(self) -> bool:
-        """Return whether another world may follow an error of user code. True once; the next error is not excused."""
+        """Return whether another world may follow an error of user code. True once. The next error is not excused."""
         excused = self.near and not self.excused
         self.excused = self.excused or excused
         return excused

@@ -28,7 +28,7 @@ class RowSpec:
     """Description of a tensor that is sharded by rows.
 
     Args:
-        shape: shape of the whole tensor; its first dimension is divided.
+        shape: shape of the whole tensor. Its first dimension is divided.
         dtype: dtype of the tensor.
         plain: whether the optimizer keeps a plain tensor of this rank's rows, not a DTensor.
         sizes: if rows are the elements of a flattened tensor, the shape of that tensor.
@@ -65,7 +65,7 @@ class LiveShard:
 
 
 class Sharded(Protocol):
-    """Part of a state that is divided into shards: a model or an optimizer. The interface that `ShardedCommits` uses.
+    """A model or an optimizer of a state that is divided into shards. Interface that `ShardedCommits` uses.
 
     ``RowSpec.tensor`` gives the rows that each shard has of a tensor.
     """
@@ -93,7 +93,7 @@ class Sharded(Protocol):
         """
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Set this rank's rows, by name, once they are received."""
+        """Set the rows of this rank by name after their arrival."""
 
     def abandon_pass(self) -> None:
         """Discard the leftovers of an interrupted forward or backward pass."""
@@ -275,7 +275,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
             )
 
     def forget_specs(self) -> None:
-        """Force a new description of the entries at the next commit, even if they are the same objects."""
+        """Force a new description of the entries at the next commit, even for unchanged objects."""
         self._specs, self._seen = {}, []
 
     def parameters(self) -> Iterator[torch.Tensor]:

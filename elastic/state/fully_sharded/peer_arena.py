@@ -76,7 +76,7 @@ def keep(buffer: torch.Tensor, bank: int) -> torch.Tensor:
 
 
 def offset_of(buffer: torch.Tensor) -> int:
-    """Return the offset of the buffer in the arena in bytes; -1 if it is not part of the arena."""
+    """Return the offset of the buffer in the arena in bytes, or -1 outside of the arena."""
     mine = arena.mine()
     found = None if mine is None else mine.offset_of(buffer.data_ptr(), buffer.nbytes)
     return -1 if found is None else found

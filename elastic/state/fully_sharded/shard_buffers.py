@@ -27,7 +27,7 @@ def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
 
 
 class ShardBuffers:
-    """Memory of one commit. Buffers are allocated once and again only if their sizes change.
+    """Memory of one commit. Buffers are allocated once, and again only if their sizes change.
 
     Args:
         spares: memory formerly held for checkpoints, shared by all banks of the process.
@@ -167,7 +167,9 @@ class ShardBuffers:
         return self._shard
 
     def where(self) -> tuple[int, int]:
-        """Return the arena offset of this rank's shard with its header (-1: not in the arena) and its size in bytes."""
+        """Return the arena offset of this rank's shard with its header, and its size in bytes. The offset is -1
+        outside of the arena.
+        """
         return peer_arena.offset_of(self._own), len(self._own)
 
     def map_peer(self, shard: int, arena: PeerArena, offset: int, size: int) -> None:

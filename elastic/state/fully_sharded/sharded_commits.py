@@ -1,7 +1,8 @@
 """Commits of a sharded state: copy, mirror and seal; and restoring a commit in another world. Acts.
 
-Decisions are made by `elastic.sharding`; this module copies and sends. A commit is a copy of this rank's shard in one
-of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done both.
+Decisions are made by `elastic.sharding`. This module copies and sends. A commit is a copy of this rank's shard
+in one of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done
+both.
 
 Copies are sent in the background: `commit` returns once this rank's shard is copied. The next commit, a planned change
 of the world and the end of the training wait for the copies in `seal`. In another world, all ranks report which shards
@@ -233,7 +234,7 @@ class ShardedCommits:
     # ---- a commit ------------------------------------------------------------------------------------------------
 
     def commit(self, save: Callable[[dict[str, Snapshot]], Any]) -> None:
-        """Seal the previous commit and make another: copy this rank's shard, and begin to mirror it. Collective.
+        """Seal the previous commit and make another one. Copies this rank's shard, and begins to mirror it. Collective.
 
         It is sealed at once if no copies have to be sent.
 
@@ -282,7 +283,8 @@ class ShardedCommits:
         return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
     def seal(self) -> float:
-        """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless it is sealed already.
+        """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless the commit is sealed
+        already.
 
         Returns:
             The seconds that it took.
@@ -444,7 +446,7 @@ class ShardedCommits:
         return self._rows_placed
 
     def held(self) -> ShardsHeld:
-        """Return what this rank can contribute to the next world, for the driver."""
+        """Return this rank's possible contribution to the next world, for the driver."""
         self._stop_mirroring()
         return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
 
@@ -580,7 +582,7 @@ class ShardedCommits:
             )
 
     def recognized(self, specs: dict[str, RowSpec]) -> dict[str, RowSpec]:
-        """Return the descriptions of tensors read from a checkpoint, by part and name, as their parts know them."""
+        """Return the descriptions of tensors from a checkpoint, by part and name, in the form of their parts."""
         parts = {part.name: part for part in self._parts()}
         found = {}
         for name, spec in specs.items():

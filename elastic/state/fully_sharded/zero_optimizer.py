@@ -115,7 +115,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         return {}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Replace all entries of the optimizer by those of this rank's parameters, given by name."""
+        """Replace all entries of the optimizer with the entries of this rank's parameters, given by name."""
         state, parameters = self.value.optim.state, zero.parameters(self.value)
         shard, shards = self.position
         state.clear()

@@ -55,7 +55,7 @@ class HeldPart:
         return cls(part, snapshot, bank, structure, own, bank.buffers())
 
     def described(self) -> Any:
-        """Return the commit in the form of the value's ``state_dict()``; sharded tensors are on the meta device."""
+        """Return the commit in the form of the value's ``state_dict()``. Sharded tensors are on the meta device."""
         whole = {key: each.whole for key, each in self.sharded.items()}
         return self.part.described(self.structure, self.own, self.tensors | whole)
 
@@ -86,7 +86,7 @@ class HeldCommit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds rows of it."""
+        """Whether each rank holds only some rows of the value."""
         return self.release_shard is not None
 
     def complete(self) -> None:

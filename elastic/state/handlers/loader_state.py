@@ -11,7 +11,7 @@ from elastic.state.handlers.part import DictPart
 
 
 class LoaderStateHandler(DictPart):
-    """Handler of an `elastic.data.DataLoader`: its epoch and the samples already trained on."""
+    """Handler of an `elastic.data.DataLoader`. Saves the epoch and the samples already used in training."""
 
     value: DataLoader
 

@@ -8,10 +8,10 @@ Commits, restores and transfers include:
 - the ``training`` mode of modules: a peer may be lost during evaluation, while a joining worker starts in training
   mode.
 
-Buffers registered with ``persistent=False`` are committed and restored, and sent to workers that have the same buffer
-in the same shape. They are not part of the layout or of a digest, because models create them on first use. Meta tensors
-have no values and are ignored. The shape of a buffer may change (for example in observers); the shape of a parameter
-must be equal on all workers.
+Buffers registered with ``persistent=False`` are committed and restored, and sent to workers that have the same
+buffer in the same shape. They are not part of the layout or of a digest, because models create them on first
+use. Meta tensors have no values and are ignored. The shape of a buffer may change (for example in observers).
+The shape of a parameter must be equal on all workers.
 """
 
 from __future__ import annotations

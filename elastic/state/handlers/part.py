@@ -86,13 +86,13 @@ class Part(StateHandler):
         return structure
 
     def own(self) -> Any:
-        """Return objects that a commit refers to and that are not sent in a transfer."""
+        """Return objects that a commit references and that transfers do not send."""
         return None
 
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        """Return the destination of each tensor of a structure: the live tensor if it fits."""
+        """Return the destination of each tensor of a structure. A fitting live tensor is its own destination."""
         return dict.fromkeys(specs, Destination.NEW)
 
     def place(

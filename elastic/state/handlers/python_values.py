@@ -23,7 +23,7 @@ ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so n
 
 
 class Index(dict[Any, Any]):
-    """Dictionary that is not modified after creation. A deep copy of an object that refers to it shares it."""
+    """Dictionary that is not modified after creation. A deep copy of an object shares the dictionary."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Index:
         return self

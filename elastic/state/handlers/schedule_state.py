@@ -87,7 +87,7 @@ def _value(call: Callable[[int], Any], step: int) -> float | None:
 
 
 class SchedulePart(DictPart):
-    """Handler of a torch scheduler. Transfers contain the values of rank 0's functions; commits do not."""
+    """Handler of a torch scheduler. Transfers contain the values of rank 0's functions. Commits do not."""
 
     value: torch.optim.lr_scheduler.LRScheduler
 

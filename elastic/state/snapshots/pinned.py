@@ -68,7 +68,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return, for each CUDA tensor, a pinned tensor of its shape, dtype and stride order, all in one allocation.
+    """Return, for each CUDA tensor, a pinned tensor of its shape, dtype and stride order. All share one allocation.
 
     Raises:
         MemoryError: the memory can't be pinned.

@@ -1,9 +1,10 @@
 """Memory that a joining worker allocates and writes to before it joins, so that other ranks wait less. Acts.
 
-The first write to new memory takes several times as long as a copy, because the kernel has to allocate each page and
-fill it with zeros. A joining worker needs memory for the optimizer entries that it receives and for its copies of them,
-while all other ranks wait for its first step. The estimated amount is therefore allocated in advance and handed out
-once; the unused rest is returned to the system. Each tensor has a storage of exactly its size, like any other tensor.
+The first write to new memory takes several times as long as a copy, because the kernel has to allocate each
+page and fill it with zeros. A joining worker needs memory for the optimizer entries that it receives and for
+its copies of them, while all other ranks wait for its first step. The estimated amount is therefore allocated
+in advance and handed out once. The unused rest is returned to the system. Each tensor has a storage of exactly
+its size, like any other tensor.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorSignature:
-    """Metadata of tensors at one moment: dtypes and shapes, addresses, and versions.
+    """Metadata of tensors at one moment, with dtypes, shapes, addresses, and versions.
 
     There is one list per property instead of one object per tensor. A commit reads the properties of all tensors at
     each step, which is a large part of its cost apart from the copy.
@@ -294,7 +294,7 @@ class Snapshot:
     def take(self, tensors: dict[str, torch.Tensor], extra: Any, *, trust: bool = True) -> None:
         """Copy everything that may have changed.
 
-        CPU copies are complete when this returns; CUDA copies may still be in flight.
+        CPU copies are complete when this returns. CUDA copies may still be in flight.
 
         Args:
             tensors: tensors by name.

@@ -323,7 +323,7 @@ class _TensorFlowLibrary:
 
 
 class _CallStatus:
-    """Status of the calls in a block. Raises RuntimeError after it if one of them failed."""
+    """Status of the calls in a block. Raises RuntimeError after the block if a call failed."""
 
     def __init__(self, lib: _TensorFlowLibrary) -> None:
         self._lib = lib

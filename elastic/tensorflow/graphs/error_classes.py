@@ -24,7 +24,7 @@ _CLASSES: tuple[tuple[type[Exception], type[tf.errors.OpError]], ...] = (
 
 
 def class_of(error: BaseException) -> type[tf.errors.OpError]:
-    """Return TensorFlow's class for the error; UnknownError by default."""
+    """Return TensorFlow's class for the error. The default is UnknownError."""
     for kind, of_tensorflow in _CLASSES:
         if isinstance(error, kind):
             return of_tensorflow
@@ -43,7 +43,7 @@ def for_numpy_function(error: BaseException) -> type[Exception]:
 
 @contextlib.contextmanager
 def for_eager() -> Iterator[None]:
-    """Context of an eager collective: errors raised in it also become instances of TensorFlow's class."""
+    """Context of an eager collective. Errors in the context also become instances of TensorFlow's class."""
     try:
         yield
     except Exception as error:

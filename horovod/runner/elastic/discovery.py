@@ -14,7 +14,7 @@ SCRIPT_S = 60.0  # limit for a discovery script
 
 
 class HostDiscovery:
-    """Base of discoveries: subclasses define ``find_available_hosts_and_slots``."""
+    """Base of discoveries. Subclasses define ``find_available_hosts_and_slots``."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the slots by host, preferred hosts first."""

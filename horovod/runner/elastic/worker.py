@@ -42,8 +42,8 @@ _ABSENT = {"WorkerNotificationService", "WorkerNotificationClient"}
 def __getattr__(name: str) -> Any:
     if name in _ABSENT:
         raise AttributeError(
-            f"{name} is not provided by hvd-elastic: workers are notified over their connection to the driver;"
-            " register an object with on_hosts_updated() at WorkerNotificationManager instead"
+            f"hvd-elastic does not provide {name}, because workers are notified over their connection to the"
+            " driver: register an object with on_hosts_updated() at WorkerNotificationManager instead"
         )
     raise AttributeError(f"module 'horovod.runner.elastic.worker' has no attribute {name!r}")
 

@@ -216,10 +216,10 @@ def send_to_data_service(
     """Return the same dataset, prepared by the compute job. Also available as a method of ``tf.data.Dataset``.
 
     Args:
-        size: size of the training; only ``round_robin`` needs it.
+        size: size of the training. Only ``round_robin`` needs it.
         processing_mode: "distributed_epoch", in which workers share an epoch, or "parallel_epochs".
-        reuse_dataset: with a single dispatcher, all ranks share one pass over the data: each element is sent to
-            one of them, and every rank makes this call. Otherwise each rank gets all elements.
+        reuse_dataset: with a single dispatcher, all ranks share one pass over the data: each element is sent to one
+            of them, and every rank makes this call. Otherwise each rank gets all elements.
         round_robin: with ``reuse_dataset``: the ranks take turns. The dataset must be endless.
 
     Raises:
@@ -319,8 +319,8 @@ def _pass() -> str:
 def _host(compute: ComputeClient) -> str:
     """Return the host part of the address at which other processes reach this one.
 
-    A job on one host listens on loopback; it returns the address on the route to the compute job, because TensorFlow's
-    servers listen on all addresses.
+    A job on one host listens on loopback. It returns the address on the route to the compute job, because
+    TensorFlow's servers listen on all addresses.
     """
     host = context.current().env.bind_host
     if ipaddress.ip_address(host).is_loopback:

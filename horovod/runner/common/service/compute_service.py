@@ -30,8 +30,8 @@ _Value = TypeVar("_Value")
 class ComputeService:
     """Server on one rank of the compute job, which serves from its creation until `shutdown`.
 
-    ``key`` authorizes callers. ``host`` is the numeric address to listen on; the default is the address of this job's
-    workers, which requires ``hvd.init()``.
+    ``key`` authorizes callers. ``host`` is the numeric address to listen on. The default is the address of this
+    job's workers, which requires ``hvd.init()``.
 
     Raises:
         Invalid: an argument is invalid.
@@ -55,7 +55,7 @@ class ComputeService:
         self._store.open()
 
     def addresses(self) -> dict[str, list[tuple[str, int]]]:
-        """Return the addresses of the service: host and port, by host."""
+        """Return the addresses of the service by host. Each address has a host and a port."""
         return {self._address.host: [(self._address.host, self._address.port)]}
 
     def shutdown(self) -> None:
@@ -105,7 +105,7 @@ class ComputeClient:
         return self._hear(_dispatcher(dispatcher_id), timeout).decode()
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """Register a worker; ``worker_id`` is its rank in the compute job. Raises IndexError."""
+        """Register a worker. ``worker_id`` is its rank in the compute job. Raises IndexError."""
         self._known(dispatcher_id)
         self._call(lambda: self._store.announce(_worker(dispatcher_id, worker_id), 0))
 
@@ -131,7 +131,7 @@ class ComputeClient:
     def wait_for_shutdown(self) -> None:
         """Wait without a deadline for the end of the compute job, as long as the service exists.
 
-        A service that this process has shut down may exit before the next request; this also counts as the end.
+        A service that this process has shut down may exit before the next request. This also counts as the end.
         """
         try:
             while True:
@@ -145,7 +145,7 @@ class ComputeClient:
                 raise
 
     def leave(self, worker_id: int) -> None:
-        """Wait until all workers of all dispatchers have called this after the end; the service may then exit."""
+        """Wait until all workers of all dispatchers have called this after the end. The service may then exit."""
         dispatchers, workers = self._shape()
         count = dispatchers * workers
         self._call(
