@@ -30,7 +30,7 @@ def placed() -> list[str]:
 
 
 def raising() -> None:
-    raise KeyError(f"rank {os.environ['HOROVOD_RANK']} has lost its data")
+    raise KeyError(f"lost-by-{os.environ['HOROVOD_RANK']}")
 
 
 def stepping(steps: int) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic.driver.reasons import ReasonKind
 from elastic.exact import assignment, verification
 from harness.history import RETURN
 from integration.jobs.test_exact import differences, drawn, reference, train
@@ -119,7 +120,7 @@ def test_worker_when_it_was_wrong_before_its_check_then_those_steps_are_repeated
     ((worker, facts),) = fenced(training)
     assert worker == ["localhost", rank, 1] and first < facts["step"] <= found_in
     backs = [each["about"] for each in training.actions("Report") if each.get("about")]
-    (back,) = [each["facts"] for each in backs if each["kind"] == "went back"]
+    (back,) = [each["facts"] for each in backs if each["kind"] == ReasonKind.WENT_BACK.value]
     assert back["step"] <= first and back["whole"]
 
 

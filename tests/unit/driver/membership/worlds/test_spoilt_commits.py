@@ -29,10 +29,18 @@ def training(**settings) -> MembershipConversation:
 
 def outvoted(talk: MembershipConversation, rank: int = 2, *, complete: bool = False) -> None:
     """All others report ``rank``, which is killed."""
-    facts = {"step": 90, "shard": 5, "digest": "00ff", "right": "00fe", "witnesses": [0, 1]}
     culprit = talk.m.members[rank]
     told = WorkerMiscomputed(
-        worker("a:0"), talk.m.generation, rank=rank, **facts, agreed=9, complete=complete
+        worker("a:0"),
+        talk.m.generation,
+        rank=rank,
+        step=90,
+        shard=5,
+        digest="00ff",
+        right="00fe",
+        witnesses=[0, 1],
+        agreed=9,
+        complete=complete,
     )
     talk.tell(told, exited(str(culprit), -9))
 
