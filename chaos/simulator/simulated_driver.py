@@ -56,7 +56,7 @@ class SimulatedDriver:
         self.paused = False
         self.end: events.EndJob | None = None
         self.ended_at = 0.0
-        # Crash at the n-th place from here at which it yields control.
+        # The driver crashes when it yields control for the n-th time from now.
         self.doom: int | None = None
         self.down_s = 1.0
         self.crashes = 0

@@ -52,7 +52,7 @@ class PartitionDetector:
         return True
 
     def give_up(self) -> list[str]:
-        """Return the retained hosts. They are lost, because no host was reachable before the timeout."""
+        """Return the retained hosts as lost, because no host was reachable before the timeout."""
         held, self._held = self._held, set()
         self._known -= held
         return sorted(held)

@@ -121,7 +121,7 @@ class CheckpointWriter:
     # ---- training thread -----------------------------------------------------------------------------------------
 
     def saved(self) -> None:
-        """Record that a commit was made, by this rank or by all."""
+        """Record a commit of this rank or of all ranks."""
         self.first_not_finite.saved()
 
     def stepped_back(self) -> None:

@@ -1,4 +1,4 @@
-"""A ``torch.distributed.ProcessGroup`` that remains one object while worlds change: its ranks and its calls.
+"""A ``torch.distributed.ProcessGroup`` whose object stays the same when the world changes.
 
 Rank and size are computed at each use, because torch's C++ code does not cache them either. A collective is carried out
 by the group of the world in which it is called.
