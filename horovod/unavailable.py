@@ -19,8 +19,8 @@ _NATIVE = "no extension is compiled; its functions are those of horovod.torch, h
 _PRIVATE = (
     "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
 )
-_SPARK = "this is private to Horovod; use horovod.spark.run or run_elastic"
-_LIGHTNING = "use elastic.integrations.lightning in a function under horovod.spark.run_elastic"
+_SPARK = "this is private to Horovod; use what horovod.spark, horovod.spark.torch and horovod.spark.keras export"
+_LIGHTNING = "use horovod.spark.torch, or elastic.integrations.lightning in a function under horovod.spark.run_elastic"
 # Modules of Horovod 0.28.1 without a counterpart, and their alternatives. Importing their submodules also fails.
 INTERNALS = {
     **dict.fromkeys(
@@ -54,10 +54,14 @@ INTERNALS = {
     ),
     **dict.fromkeys(
         [
-            *("spark.common", "spark.conf", "spark.data_loaders", "spark.driver"),
-            *("spark.gloo_run", "spark.keras", "spark.mpi_run", "spark.task.gloo_exec_fn"),
-            *("spark.task.mpirun_exec_fn", "spark.task.task_info", "spark.task.task_service"),
-            *("spark.tensorflow", "spark.torch"),
+            *("spark.common._namedtuple_fix", "spark.common.cache", "spark.common.constants"),
+            *("spark.common.datamodule", "spark.common.serialization", "spark.common.util"),
+            *("spark.conf", "spark.data_loaders", "spark.driver", "spark.gloo_run"),
+            *("spark.keras.bare", "spark.keras.datamodule", "spark.keras.optimizer"),
+            *("spark.keras.remote", "spark.keras.tensorflow", "spark.keras.util"),
+            *("spark.mpi_run", "spark.task.gloo_exec_fn", "spark.task.mpirun_exec_fn"),
+            *("spark.task.task_info", "spark.task.task_service", "spark.tensorflow"),
+            *("spark.torch.datamodule", "spark.torch.remote", "spark.torch.util"),
         ],
         _SPARK,
     ),

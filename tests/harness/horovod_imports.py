@@ -7,7 +7,11 @@ from collections.abc import Iterable
 
 from horovod.unavailable import INTERNALS
 
-FRAMEWORKS = ("horovod.tensorflow", "horovod.keras")  # their imports take seconds
+FRAMEWORKS = (
+    "horovod.tensorflow",
+    "horovod.keras",
+    "horovod.spark.keras",
+)  # their imports take seconds
 
 # All modules of release 0.28.1, from its sources on PyPI; its extensions are last.
 MODULES = """
@@ -106,8 +110,15 @@ STATEMENTS = """
     from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
     import horovod.spark
     from horovod.spark import run, run_elastic
+    from horovod.spark.common.backend import Backend, SparkBackend
+    from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
+    from horovod.spark.common.params import EstimatorParams, ModelParams
+    from horovod.spark.common.store import DBFSLocalStore, FilesystemStore, HDFSStore
+    from horovod.spark.common.store import LocalStore, Store
     from horovod.spark.runner import run
     from horovod.spark.task import get_available_devices
+    from horovod.spark.torch import TorchEstimator, TorchModel
+    from horovod.spark.torch.estimator import TorchEstimator
     from horovod.tensorflow.compression import Compression
     from horovod.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
     from horovod.tensorflow.data.compute_service import tf_data_service
@@ -120,6 +131,8 @@ STATEMENTS = """
     from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
     from horovod.keras.callbacks import BroadcastGlobalVariablesCallback
     from horovod.keras.elastic import KerasState
+    import horovod.spark.keras as hvd
+    from horovod.spark.keras import KerasEstimator, KerasModel
 """
 # Imports without a counterpart here.
 REFUSED = """
@@ -169,7 +182,7 @@ def module_of(statement: str) -> str:
 def with_framework(names: Iterable[str], wanted: bool) -> list[str]:
     """Return the imports that need TensorFlow or Keras, or the others, without MXNet's."""
     found = [name for name in names if not name.removeprefix("import ").startswith("horovod.mxnet")]
-    return [each for each in found if (FRAMEWORKS[0] in each or FRAMEWORKS[1] in each) == wanted]
+    return [each for each in found if any(name in each for name in FRAMEWORKS) == wanted]
 
 
 def refused(name: str) -> bool:

@@ -150,6 +150,7 @@ NOT_RUN = {
     "elasticrun -np 4 --min-np 2 --checkpoint-dir /shared/gpt": "needs that folder: the same",
     "elasticrun -np 4 --min-np 2 examples/zero_elastic.py": "test_zero.py has its like",
     "python examples/ray_": "needs a cluster of Ray: tests/integration/ray has its like",
+    "python examples/spark_": "needs Java: tests/integration/spark has its like",
     "MODELS=sharded make faults": "needs torch's CUDA build: tests/fakecuda runs some",
     "python tests/harness/fake_cuda/start.py": "needs torch's CUDA build: tests/fakecuda runs it",
     "python 3.": "a line that a program has written",

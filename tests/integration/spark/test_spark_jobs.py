@@ -61,7 +61,7 @@ def test_jobs_in_the_drivers_process(started: Started):
     assert found["elastic"] == [["0", "0", "1"], ["1", "0", "1"]]
     kind, text = found["raised"]
     assert kind == "JobFailed"
-    assert "lost-by-0" in text
+    assert "KeyError" in text
     for what in ("slots", "elastic slots", "pickled"):
         assert found[what][0] == "Invalid"
     assert "rows 10" in program.lines

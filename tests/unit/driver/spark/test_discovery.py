@@ -76,7 +76,7 @@ async def test_job_is_stopped_if_too_few_tasks_start_in_time():
     first.cancel()
     await asyncio.wait({first})
     assert first.cancelled()
-    assert "0 of 2" in bench.expired[0]
+    assert len(bench.expired) == 1
 
 
 async def test_decommissioned_executor_is_left_out():

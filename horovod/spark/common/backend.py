@@ -1,0 +1,66 @@
+"""``SparkBackend``: how an estimator runs its training function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import elastic.spark
+import horovod.spark
+
+ELASTIC = {"min_num_proc", "max_num_proc", "elastic_timeout", "reset_limit"}
+
+
+class Backend:
+    """Interface of a backend, which may run the function elsewhere."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every worker; return the values by rank."""
+        raise NotImplementedError
+
+    def num_processes(self) -> int:
+        """Return the number of workers."""
+        raise NotImplementedError
+
+
+class SparkBackend(Backend):
+    """Runs the function with `horovod.spark.run`, or with `run_elastic` if an argument of that is given.
+
+    Args:
+        num_proc: number of workers. Default: spark.default.parallelism.
+        env: added to the workers' environment.
+        kwargs: further arguments of `horovod.spark.run` or `run_elastic`, such as ``min_num_proc``.
+    """
+
+    def __init__(
+        self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        context = elastic.spark.active_context()
+        self._num_proc, _, _ = elastic.spark.sizes(
+            num_proc, None, None, int(context.defaultParallelism)
+        )
+        self._env = env
+        self._kwargs = kwargs
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        run = horovod.spark.run_elastic if ELASTIC & self._kwargs.keys() else horovod.spark.run
+        both = {**(self._env or {}), **(env or {})}
+        return run(fn, args, kwargs, num_proc=self._num_proc, env=both or None, **self._kwargs)
+
+    def num_processes(self) -> int:
+        return self._num_proc
+
+
+__all__ = ["Backend", "SparkBackend"]
