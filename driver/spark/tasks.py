@@ -103,7 +103,8 @@ class SparkTasks:
             if self._closing.is_set():
                 return
             if self._barrier:
-                self._failed(f"the barrier stage of Spark ended: {why or 'all agents exited'}")
+                if why:  # otherwise the agents were dismissed
+                    self._failed(f"the barrier stage of Spark failed: {why}")
                 return
             if why:
                 if why != self._said:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NEEDS_SPARK = "elastic.spark needs Spark: pip install 'hvd-elastic[spark]', and Java 17 or later"
 START_S = 600.0  # Horovod's limit for the start of the tasks
 LOOK_S = 0.25
+SAID_S = 5.0  # waiting for executors is logged after this time
 QUIET_S = 10.0  # seconds without a new executor, after which too few are there
 WORKERS_MODULE = ("-m", "elastic.launcher.run_function")
 
@@ -166,10 +167,17 @@ def sizes(
 
 def await_slots(cluster: Any, needed: int, within_s: float) -> None:
     """Wait until Spark has slots for so many tasks. Raises Invalid, at once if no executors can join."""
+    from elastic.driver.agents.agent_process import write_stderr
+    from elastic.driver.processes.console import Console
+
     began = grown = time.monotonic()
-    most = -1
+    most, said = -1, False
     while (slots := cluster.slots()) < needed:
         now = time.monotonic()
+        if now - began >= SAID_S and not said:
+            said = True
+            log = Console(write_stderr, level="info", colour=False, timestamps=True)
+            log("info", f"waiting for executors of Spark: {slots} of {needed} slots are there")
         if slots > most:
             most, grown = slots, now
         idle = slots > 0 and now - grown >= QUIET_S

@@ -84,17 +84,30 @@ def steps(number: int) -> None:
     told("results", horovod.spark.run_elastic(stepping, (number,), num_proc=3, min_num_proc=1))
 
 
+class Watching:
+    """Standard output, which decommissions an executor at a step."""
+
+    def __init__(self, executor: str, step: int) -> None:
+        self._executor = executor
+        self._text = f"step {step} "
+
+    def write(self, text: str) -> None:
+        sys.stdout.write(text)
+        if self._text in text:
+            jvm: Any = spark.sparkContext._jvm
+            info = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo(
+                "for a test", jvm.scala.Option.empty()
+            )
+            backend = spark.sparkContext._jsc.sc().schedulerBackend()
+            told("decommissioned", [backend.decommissionExecutor(self._executor, info, False)])
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
 def decommissioned(number: int) -> None:
-    """Decommission the executor of the first worker in the middle of the job."""
-    thread = threading.Thread(target=steps, args=(number,))
-    thread.start()
-    for line in sys.stdin:
-        backend = spark.sparkContext._jsc.sc().schedulerBackend()
-        jvm: Any = spark.sparkContext._jvm
-        info = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo("for a test", None)
-        told("decommissioned", backend.decommissionExecutor(line.strip(), info, False))
-        break
-    thread.join()
+    run = horovod.spark.run_elastic
+    told("results", run(stepping, (number,), num_proc=3, min_num_proc=1, stdout=Watching("1", 20)))
 
 
 if __name__ == "__main__":

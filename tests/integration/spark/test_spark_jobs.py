@@ -110,6 +110,16 @@ def test_killed_executor_costs_less_than_a_second_and_is_replaced(started: Start
 
 
 @pytest.mark.nightly
+def test_decommissioned_executor_leaves_at_a_commit(started: Started):
+    program = started(EXECUTORS, "decommissioned", "400")
+    program.wait_for(r"step \d+ of 2", LONG_S)
+    program.succeed(LONG_S)
+    assert said(program)["decommissioned"] == [True]
+    steps = [int(number) for number in re.findall(r"step (\d+) of", program.output)]
+    assert steps == [*range(1, 401)], "steps are repeated or skipped"
+
+
+@pytest.mark.nightly
 def test_ctrl_c_leaves_no_process(started: Started):
     program = started(EXECUTORS, "steps", "100000")
     step(program, 5)
