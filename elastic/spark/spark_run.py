@@ -99,7 +99,7 @@ def run(
         secret=secrets.token_bytes(SECRET_BYTES),
         np=np,
         least=least if elastic else np,
-        most=most,
+        most=most + int(options.get("standbys") or 0),
         barrier=barrier,
         start_s=spark_start_timeout,
         interfaces=read.network_interfaces or [],
@@ -112,7 +112,7 @@ def run(
     job = dataclasses.replace(
         job,
         fleet=dataclasses.replace(job.fleet, forwarded={**forwarded, **(env or {})}),
-        streams=_streams(stdout, stderr),
+        streams=streams(stdout, stderr),
         prefix_timestamps=prefix_timestamps,
         reported=on_report,
         begun=provider.begun,
@@ -204,7 +204,7 @@ def _threads_given(context: Any, environ: Mapping[str, str]) -> bool:
     return "OMP_NUM_THREADS" in environ or context.getConf().get(key) is not None
 
 
-def _streams(
+def streams(
     stdout: Any, stderr: Any
 ) -> tuple[Callable[[bytes], None], Callable[[bytes], None]] | None:
     if stdout is None and stderr is None:
@@ -213,11 +213,14 @@ def _streams(
     def writer(stream: Any) -> Callable[[bytes], None]:
         def write(data: bytes) -> None:
             binary = getattr(stream, "buffer", None)
-            if binary is None:
-                stream.write(data.decode("utf-8", "replace"))
-            else:
-                binary.write(data)
-            stream.flush()
+            try:
+                if binary is None:
+                    stream.write(data.decode("utf-8", "replace"))
+                else:
+                    binary.write(data)
+                stream.flush()
+            except Exception as error:  # anything, of a stream of the user
+                raise OSError(f"the stream for output raised {type(error).__name__}") from error
 
         return write
 

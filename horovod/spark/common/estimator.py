@@ -98,7 +98,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
         try:
             for part, path in zip(parts, paths, strict=False):
                 selected = part.select(*[_numeric(part, name) for name in self._columns()])
-                files = processes * self.getPartitionsPerProcess()
+                files = processes * (self.getPartitionsPerProcess() or 10)
                 selected.repartition(files).write.mode("overwrite").parquet(path)
             data = self._found(paths[0], paths[1] if len(parts) > 1 else None)
             yield data, {name: _kind(df, name) for name in self._columns()}

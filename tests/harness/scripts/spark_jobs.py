@@ -99,7 +99,9 @@ class Watching:
                 "for a test", jvm.scala.Option.empty()
             )
             backend = spark.sparkContext._jsc.sc().schedulerBackend()
-            told("decommissioned", [backend.decommissionExecutor(self._executor, info, False)])
+            told(
+                "decommissioned", [backend.decommissionExecutor(self._executor, info, False, False)]
+            )
 
     def flush(self) -> None:
         sys.stdout.flush()

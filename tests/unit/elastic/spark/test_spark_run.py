@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 from typing import Any
@@ -96,3 +97,23 @@ def test_call_that_cannot_be_made_is_refused(function, arguments):
 def test_function_that_cannot_be_pickled_is_refused():
     with raises(Invalid):
         elastic.spark.run(print, (sys._getframe(),), num_proc=1)
+
+
+def test_output_goes_to_streams_of_text_or_bytes(capsys):
+    text, both = io.StringIO(), io.TextIOWrapper(io.BytesIO())
+    found = spark_run.streams(text, both)
+    assert found is not None
+    for write in found:
+        write("grün\n".encode())
+    assert text.getvalue() == "grün\n"
+    assert both.buffer.getvalue() == "grün\n".encode()  # type: ignore[attr-defined]
+    assert spark_run.streams(None, None) is None
+
+
+def test_stream_that_raises_cannot_be_written():
+    closed = create_autospec(io.StringIO, instance=True)
+    closed.write.side_effect = RuntimeError
+    found = spark_run.streams(closed, None)
+    assert found is not None
+    with pytest.raises(OSError):
+        found[0](b"line\n")
