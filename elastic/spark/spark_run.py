@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import os
 import secrets
 import shutil
@@ -70,6 +71,7 @@ def run(
     """
     flags = words_of(RAY, options)
     call = pickled(fn, args, kwargs or {})
+    check_call(fn, args, kwargs or {})
     if on_report is not None and not callable(on_report):
         raise Invalid(f"on_report is a {type(on_report).__name__}: pass a function of one argument")
     context = active_context()
@@ -141,6 +143,19 @@ def active_context() -> Any:
         " has none"
         + ("" if java else ". Spark also needs Java 17 or later, which is not installed here")
     )
+
+
+def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise Invalid if the function does not take these arguments, as far as its signature is known."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # functions not written in Python
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__name__", "the function")
+        raise Invalid(f"{name}{signature} does not take these args and kwargs: {error}") from None
 
 
 def sizes(

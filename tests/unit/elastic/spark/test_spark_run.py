@@ -94,6 +94,16 @@ def test_call_that_cannot_be_made_is_refused(function, arguments):
         elastic.spark.run(function, arguments, num_proc=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"), [((1, 2), {}), ((), {}), ((1,), {"other": 2})], ids=["2", "0", "other"]
+)
+def test_arguments_that_the_function_does_not_take_are_refused(arguments, named):
+    def function(one: int) -> None: ...
+
+    with raises(Invalid):
+        elastic.spark.run(function, arguments, named, num_proc=1)
+
+
 def test_function_that_cannot_be_pickled_is_refused():
     with raises(Invalid):
         elastic.spark.run(print, (sys._getframe(),), num_proc=1)
@@ -106,7 +116,7 @@ def test_output_goes_to_streams_of_text_or_bytes(capsys):
     for write in found:
         write("grün\n".encode())
     assert text.getvalue() == "grün\n"
-    assert both.buffer.getvalue() == "grün\n".encode()  # type: ignore[attr-defined]
+    assert both.buffer.getvalue() == "grün\n".encode()
     assert spark_run.streams(None, None) is None
 
 
