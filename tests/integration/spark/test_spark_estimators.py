@@ -18,9 +18,14 @@ from harness.job import MARK
 from harness.processes import clean_environment
 from harness.program import Program
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.timeout(420),  # two applications, each with imports of Keras in several processes
+]
 
-LONG_S = 110.0
+LONG_S = 200.0
 Fitted = Callable[..., Program]
 
 

@@ -20,10 +20,10 @@ from harness.job import MARK
 from harness.processes import clean_environment
 from harness.program import Program
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(420)]
 
 EXECUTORS = "local-cluster[3,1,1024]"
-LONG_S = 110.0
+LONG_S = 200.0  # JVMs start slowly on a busy machine
 Started = Callable[..., Program]
 
 
