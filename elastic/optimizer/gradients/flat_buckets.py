@@ -132,9 +132,7 @@ class FlatBucket:
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
         # The buffer to send: complex numbers are viewed as pairs of real ones.
-        self._sent = (
-            torch.view_as_real(self._wire).view(-1) if wire_dtype.is_complex else self._wire
-        )
+        self._sent = _real(self._wire)
         # After `finish`, the first of the reduced gradients.
         self.sample = self._sent[: min(elements, SAMPLE)]
         self._flat, self._views = self._wire, self._wires
@@ -315,7 +313,8 @@ class CompressedGradient:
 
     def wire(self) -> BucketSpec:
         (parameter,) = self.parameters
-        return wire_of(self._compression.compress(torch.zeros_like(parameter))[0])
+        compressed, _ = self._compression.compress(torch.zeros_like(parameter))
+        return wire_of(_real(compressed.contiguous()))
 
     def fill(self, position: int, *, watch: bool) -> None:
         (parameter,) = self.parameters
@@ -341,7 +340,7 @@ class CompressedGradient:
         if watch:
             # Not compressed earlier, because a compression with error feedback may modify the gradient.
             self._watched = (0, parameter.grad, parameter.grad._version)
-        self._work = _reduce(group, self._wire, op, self.scales)
+        self._work = _reduce(group, _real(self._wire), op, self.scales)
 
     def finish(self) -> int | None:
         assert self._work is not None, "waiting for a gradient that was never launched"
@@ -356,7 +355,7 @@ class CompressedGradient:
         scale, divisor = self.scales.finishing, self.scales.finishing_over
         result = result if scale == 1.0 else result * scale
         if divisor != 1:
-            whole = not result.is_floating_point()
+            whole = not (result.is_floating_point() or result.is_complex())
             result = result / divisor if whole else rescale_(result.clone(), 1.0, divisor)
         parameter.grad = result if self._sparse is None else result.to_sparse(self._sparse)
         self._wire = self._context = self._watched = None
@@ -433,6 +432,11 @@ def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     contiguous ones.
     """
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def _real(wire: torch.Tensor) -> torch.Tensor:
+    """Return contiguous complex numbers as a flat view of pairs of real ones, which backends can reduce."""
+    return torch.view_as_real(wire).view(-1) if wire.is_complex() else wire
 
 
 def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> Work:

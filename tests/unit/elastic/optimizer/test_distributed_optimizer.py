@@ -344,14 +344,28 @@ def test_two_optimizers_of_one_model_are_named_as_what_they_are(world):
     del old
 
 
+class Copying:
+    """A compression of a script, of any dtype."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tensor.clone(), None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("length", [2, 70_000])
-def test_complex_gradients_are_averaged(threads, dtype, length):
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Copying])
+def test_complex_gradients_are_averaged(threads, dtype, length, compression):
     def rank(number: int) -> None:
         phase = torch.nn.Parameter(torch.ones(length, dtype=dtype))
         scale = torch.nn.Parameter(torch.ones(3))
         named = [("phase", phase), ("scale", scale)]
-        optimizer = DistributedOptimizer(torch.optim.SGD([phase, scale], lr=0.5), named)
+        plain = torch.optim.SGD([phase, scale], lr=0.5)
+        optimizer = DistributedOptimizer(plain, named, compression=compression)
         for _ in range(2):
             optimizer.zero_grad()
             (phase * (1 + 4j * number)).real.sum().backward()
