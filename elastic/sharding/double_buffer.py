@@ -1,6 +1,7 @@
 """State of the two banks that a rank alternates between for commits. Pure: no I/O, no clock.
 
     begin --> WRITING --copied--> OWN --mirrored--> MIRRORED --sealed--> the base of the next commit
+                 (on any of these: discard)
 
 A commit is sealed once all ranks have copied and mirrored it. The bank of the newest sealed commit, the base, is not
 overwritten until another commit is sealed. Whenever a rank is lost, all other ranks therefore have at least the base.
@@ -82,6 +83,11 @@ class DoubleBuffer:
         assert record.state is BufferState.MIRRORED, "sealed before it is mirrored"
         self.base, self.writing = self.writing, None
         self.newest_sealed = record.commit if record.commit.generation else None
+
+    def discard(self) -> None:
+        """Drop the commit in progress on all ranks: its copy is invalid on one of them."""
+        assert self.writing is not None, "no commit was begun"
+        self.banks[self.writing], self.writing = None, None
 
     def inventory(self) -> Inventory:
         """Return the shards that this rank can send to other ranks."""

@@ -285,6 +285,10 @@ class HandledState(_OfThisProcess, ObjectState):
         for loader in self._of_kind(LoaderStateHandler):
             loader.attach(self._trained_parameters, stepped=stepped)
 
+    def _skip_commit(self) -> None:
+        if self._sharded is not None:
+            self._sharded.skip()
+
     def _keeps_steps(self) -> bool:
         return bool(self._of_kind(DiLoCoStateHandler))
 
@@ -420,8 +424,11 @@ class HandledState(_OfThisProcess, ObjectState):
         """
         sharded.abandon_pass()
         rt = lifecycle.active()
+        if rt is not None and not rt.alone:
+            return
+        sharded.seal()
         bank = sharded.base()
-        if bank is not None and (rt is None or rt.alone):
+        if bank is not None:
             self._restore_replicated(bank)
             sharded.place_own(bank)
 
@@ -444,7 +451,12 @@ class HandledState(_OfThisProcess, ObjectState):
             handler.value.reconcile()
 
     def finish_commit(self) -> None:
-        if self._sharded is not None:
+        if self._sharded is None:
+            return
+        self._sharded.seal()
+        if self._sharded.discarded:
+            self._sharded.redo()
+            self.save()
             self._sharded.seal()
 
     def bring_shards(self, reset: Callable[[], None], met: WorldInventory) -> int:

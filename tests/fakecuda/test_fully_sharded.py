@@ -13,10 +13,10 @@ from harness.torchrun import torchrun
 pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 
 
-def check(training, optimizer="Adam"):
+def check(training, optimizer="Adam", unsealed=0):
     """To the bit, as one process that adds up the gradients of so many ranks."""
     history = History(training)
-    history.check_commits_kept()
+    history.check_commits_kept(unsealed)
     history.check_written()
     losses, parameters = replayed(history, optimizer)
     done = history.all("done")
@@ -58,6 +58,28 @@ def test_fault_within_a_step_of_which_no_result_was_waited_for(job, fake_cuda, r
     assert (training.folder / "struck").exists(), "no fault"
     assert len(sizes(training)) >= 3
     check(training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", ["fully", "zero"])
+@pytest.mark.parametrize("room", [True, False])
+def test_rank_is_lost_while_commits_are_copied_in_the_background(job, fake_cuda, sharded, room):
+    """Without digests, which commit() would have to wait for."""
+    training = started(
+        job,
+        3,
+        **fake_cuda(gpus=3, FAKE_FAULTS="kernel:die,rank=1,nth=60,once=struck"),
+        **({} if room else {"NO_ROOM": "1"}),
+        DEVICE="cuda",
+        SHARDED=sharded,
+        OPTIMIZER="Adam",
+        STEPS="12",
+        ELASTIC_DIGESTS="0",
+    )
+    training.succeed(200)
+    assert (training.folder / "struck").exists(), "no fault"
+    assert sizes(training)[-1] == 2
+    check(training, unsealed=1)
 
 
 @pytest.mark.slow

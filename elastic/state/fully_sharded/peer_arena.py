@@ -7,6 +7,7 @@ The other ranks can therefore check the contents no matter when the process was 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from dataclasses import dataclass
 
@@ -57,13 +58,13 @@ def allocate(size: int, bank: int) -> torch.Tensor:
         bank: a number that is unique among the banks of this process.
 
     Returns:
-        A uint8 tensor [size].
+        A uint8 tensor [size] of whole pages, which it shares with no other tensor.
     """
     _kept.pop(bank, None)
     mine = arena.mine()
     found = None if mine is None else mine.tensor(size, torch.uint8)
     if found is None:
-        return torch.zeros(size, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     _kept[bank] = found
     return found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +16,18 @@ from elastic.sharding.resharding import ReshardingMove
 from elastic.sharding.rows import ShardLayout
 from elastic.sharding.shard_inventory import CommitId
 from elastic.state.fully_sharded import peer_arena
+from elastic.state.fully_sharded.background_copy import BackgroundCopy
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.peer_arena import PeerArena
-from elastic.state.snapshots import digest
+from elastic.state.snapshots import digest, pinned
 from elastic.state.snapshots.snapshot import Snapshot
 
 _numbers = itertools.count()
+
+
+@functools.cache
+def _log_once(why: str) -> None:
+    print(f"elastic: warning: {why}", file=sys.stderr, flush=True)
 
 
 def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
@@ -31,11 +39,17 @@ class ShardBuffers:
 
     Args:
         spares: memory formerly held for checkpoints, shared by all banks of the process.
+        stage: memory of the GPU to copy through, shared by all banks of the process.
     """
 
-    def __init__(self, spares: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, spares: list[torch.Tensor] | None = None, stage: pinned.DeviceStaging | None = None
+    ) -> None:
         self._number = next(_numbers)
         self._spares = [] if spares is None else spares
+        self._stage = pinned.DeviceStaging() if stage is None else stage
+        self._pinned: pinned.PinnedMemory | None = None
+        self._copying: tuple[BackgroundCopy, CommitId] | None = None
         self.snapshots: dict[str, Snapshot] = {}  # snapshots of the replicated tensors, by part
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
@@ -72,7 +86,11 @@ class ShardBuffers:
         self.offsets = {shard: known.get(shard) or self.layout.offsets(shard) for shard in held}
         own, *held = held
         size = peer_arena.HEADER + self.offsets[own][-1]
+        assert self._copying is None, "the previous copy is in flight"
         if len(self._own) != size or self._own is self._held_shard:
+            if self._pinned is not None:
+                self._pinned.release()
+                self._pinned = None
             self._own = self._memory(size)
         peer_arena.mark(self._own, None, own)
         self._shard = own
@@ -97,10 +115,18 @@ class ShardBuffers:
             self.specs, self.layout = specs, as_layout(specs, self.layout.shards)
             self.offsets = {shard: self.layout.offsets(shard) for shard in self.offsets}
 
-    def copy(self, shards: dict[str, LiveShard], commit: CommitId) -> int:
+    def copy(self, shards: dict[str, LiveShard], commit: CommitId, *, exposed: bool = False) -> int:
         """Copy this rank's shard into the bank and mark it complete.
 
-        Blocks until the copy is done. Return its bytes.
+        From a GPU, this only begins the copy: call `order` and `finish`.
+
+        Args:
+            shards: this rank's rows of each tensor, by name.
+            commit: the commit that the bank will hold.
+            exposed: see `BackgroundCopy`.
+
+        Returns:
+            The bytes of the shard.
         """
         shard = self._shard
         tensors = [each.local for each in shards.values() if each.local.numel()]
@@ -120,10 +146,64 @@ class ShardBuffers:
             if all(each.device.type == "cpu" for each in tensors):
                 if tensors:
                     self._host.run(tensors, [each.data_ptr() for each in tensors])
+            elif self._pin({each.device for each in tensors if each.is_cuda}):
+                pairs = list(zip(tensors, self._views, strict=True))
+                on_host = [pair for pair in pairs if not pair[0].is_cuda]
+                if on_host:
+                    torch._foreach_copy_([to for _, to in on_host], [each for each, _ in on_host])
+                on_gpu = [pair for pair in pairs if pair[0].is_cuda]
+                self._copying = BackgroundCopy(on_gpu, self._stage, exposed=exposed), commit
+                return sum(each.nbytes for each in tensors)
             else:
                 torch._foreach_copy_(self._views, tensors)
         peer_arena.mark(self._own, commit, shard)
         return sum(each.nbytes for each in tensors)
+
+    def _pin(self, devices: set[torch.device]) -> bool:
+        """Return whether the memory is pinned for the only one of these GPUs."""
+        if len(devices) != 1:
+            return False
+        if self._pinned is None:
+            try:
+                self._pinned = pinned.PinnedMemory(self._own, next(iter(devices)))
+            except MemoryError as error:
+                _log_once(f"{error}; commits wait for their copy")
+        return self._pinned is not None
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy has begun and `finish` was not called."""
+        return self._copying is not None
+
+    def order(self) -> None:
+        """Make the current stream of the GPU wait until the copy has read the tensors. In the training thread."""
+        if self._copying is not None:
+            self._copying[0].order()
+
+    def wait(self) -> None:
+        """Wait for the copy, before the script runs."""
+        copying = self._copying
+        if copying is not None:
+            copying[0].order()
+            copying[0].finish()
+
+    def finish(self) -> bool:
+        """Wait for the copy and mark it complete. In any thread, which may wait for `order`.
+
+        Returns:
+            Whether the copy is valid; see `BackgroundCopy.finish`.
+
+        Raises:
+            DeviceLost: the GPU did not respond.
+        """
+        if self._copying is None:
+            return True
+        copying, commit = self._copying
+        valid = copying.finish()
+        if valid:
+            peer_arena.mark(self._own, commit, self._shard)
+        self._copying = None
+        return valid
 
     def digest(self) -> int:
         """Return a 63-bit digest of the values of this rank's shard."""

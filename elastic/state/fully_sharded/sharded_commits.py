@@ -13,6 +13,8 @@ mirrored again before training continues.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +23,10 @@ from typing import Any
 import msgspec
 import torch
 
-from elastic.collectives import agreement
-from elastic.collectives.interface import Collectives
+from elastic.collectives import agreement, threads
+from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
-from elastic.errors import ShardLost, StateMismatch
+from elastic.errors import CollectiveFailed, ShardLost, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import SHARDS_COMMIT, RowBytes, ShardsHeld, ShardsPlaced
 from elastic.runtime import lifecycle
@@ -56,8 +58,13 @@ from elastic.state.fully_sharded.peer_arena import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers, as_layout
 from elastic.state.fully_sharded.transfer import Transfer
 from elastic.state.handlers.held_commit import HeldCommit, HeldRows
+from elastic.state.snapshots.pinned import DeviceStaging
 from elastic.state.snapshots.snapshot import Snapshot
 
+WRITTEN = (
+    "the script has changed a sharded tensor after commit() and before the next step of an optimizer, so that commit"
+    " was discarded: change tensors before commit(); from here on, training waits while commits are copied"
+)
 # Bytes of one exchange. No backend supports counts beyond 2**31, and the rows of an exchange are in memory twice.
 PIECE = 256 << 20
 CPU = torch.device("cpu")
@@ -215,8 +222,12 @@ class ShardedCommits:
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
-        self._banks = ShardBuffers(spares), ShardBuffers(spares)
-        # None if the state is not divided among ranks yet, or this is the only rank.
+        stage = DeviceStaging()
+        self._banks = ShardBuffers(spares, stage), ShardBuffers(spares, stage)
+        self._mirroring: _Mirroring | None = None  # of a shard that is still copied from a GPU
+        self.discarded = False  # whether the newest commit was dropped by `seal`
+        self._exposed = True  # whether training continues while the GPU's tensors are read
+        # None: the state is not divided among ranks yet, or this is the only rank.
         self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
@@ -247,6 +258,7 @@ class ShardedCommits:
             StateMismatch: ranks commit different tensors, or replicas differ.
         """
         waited_s = self.seal()
+        self._finish_copy()  # of a commit that raised
         world, rt, live = self._world, lifecycle.active(), self._live()
         shards = self._with_rows(self._agree_on_specs(live), live)
         record = self._record(world)
@@ -256,20 +268,29 @@ class ShardedCommits:
         bank.values = save(bank.snapshots)
         began = time.perf_counter()
         failpoint("shard-copy")
-        spent = CommitCost(bank.copy(shards, record.commit))
-        self._cycle.copied()
+        spent = CommitCost(bank.copy(shards, record.commit, exposed=self._exposed))
+        if not bank.copying:
+            self._cycle.copied()
         copied = time.perf_counter()
         failpoint("shard-mirror")
         transfers: list[Transfer] = []
         if world is not None and rt is not None:
             with rt.guard(SHARDS_COMMIT):
                 group = rt.group("state", CPU)
-                self._compare(group, world, bank, content=rt.env.digest_commits)
-                transfers, spent.sent = self._mirror(group, world, bank)
+                if rt.env.digest_commits:
+                    self._finish_copy()
+                if self._compare(group, world, bank, content=rt.env.digest_commits):
+                    mirror = functools.partial(self._agree_and_mirror, group, world, bank)
+                    self._mirroring = _Mirroring(bank, mirror)
+                else:
+                    transfers, spent.sent = self._mirror(group, world, bank)
+        elif bank.copying:
+            self._mirroring = _Mirroring(bank, lambda valid: (valid, [], 0))
         self._transfers = transfers
         self._number += 1
         spent.copy_s, spent.mirror_s = copied - began, time.perf_counter() - copied
-        spent.seal_s = waited_s if transfers else self.seal()
+        in_flight = bool(transfers) or self._mirroring is not None
+        spent.seal_s = waited_s if in_flight else self.seal()
         self.spent = spent
 
     def _record(self, world: ShardedWorld | None) -> BufferRecord:
@@ -282,34 +303,92 @@ class ShardedCommits:
         )
         return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
+    def skip(self) -> None:
+        """Number a commit that is not made, on all ranks."""
+        self._number += 1
+
+    def redo(self) -> None:
+        """Give the next commit the number of the newest, which was dropped."""
+        self._number -= 1
+
     def seal(self) -> float:
         """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless the commit is sealed
         already.
+
+        It is dropped if the script has written to a tensor while it was copied, on any rank. From then on, training
+        waits for the copies of this state.
 
         Returns:
             The seconds that it took.
 
         Raises:
             PeerLost: a rank was lost.
+            DeviceLost: the GPU did not respond.
         """
         if self._transfers is None:
             return 0.0
         began, rt = time.perf_counter(), lifecycle.active()
         if self._world is not None and rt is not None:
             with rt.guard(SHARDS_COMMIT):
+                valid = self._finish_copy()
                 for transfer in self._transfers:
                     transfer.wait()
-                self._cycle.mirrored()
+                if valid:
+                    self._cycle.mirrored()
                 failpoint("shard-seal")
                 rt.group("state", CPU).barrier().wait()
-            rt.commits.sealed(shard_reports.as_commit(self._cycle.written().commit))
-        else:
+            if valid:
+                rt.commits.sealed(shard_reports.as_commit(self._cycle.written().commit))
+        elif valid := self._finish_copy():
             self._cycle.mirrored()
-        self._cycle.sealed()
         self._transfers = None
+        if valid:
+            self._cycle.sealed()
+        else:
+            self._cycle.discard()
+        self.discarded = not valid
         return time.perf_counter() - began
 
+    def _finish_copy(self) -> bool:
+        """Wait until this rank's shard of the newest commit is in its bank. Return whether it is valid on all ranks.
+
+        Raises:
+            CollectiveFailed: the group has failed.
+            DeviceLost: the GPU did not respond.
+        """
+        bank, mirroring = self._banks[self._bank], self._mirroring
+        bank.order()
+        if mirroring is None:
+            if bank.copying and bank.finish():
+                self._cycle.copied()
+            return True  # the script did not run in between
+        self._mirroring = None
+        mirroring.join()
+        if mirroring.copied:
+            self._cycle.copied()
+        else:
+            self._exposed = False
+            print(f"elastic: warning: {WRITTEN}", file=sys.stderr, flush=True)
+        valid, transfers, self.spent.sent = mirroring.result()
+        self._transfers = transfers
+        return valid
+
+    def _agree_and_mirror(
+        self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, valid: bool
+    ) -> tuple[bool, list[Transfer], int]:
+        """Return whether the copies of all ranks are valid, and what `_mirror` returns. Collective."""
+        agreed = torch.tensor([valid], dtype=torch.int64, device="cpu")
+        group.allreduce(agreed, Op.MIN).wait()
+        if not bool(agreed):
+            return False, [], 0
+        return True, *self._mirror(group, world, bank)
+
     def _stop_mirroring(self) -> None:
+        """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
+        with contextlib.suppress(CollectiveFailed):  # of the world that broke
+            if not self._finish_copy():
+                self._cycle.discard()
+                self._transfers = None
         transfers, self._transfers = self._transfers, None
         if transfers and all(transfer.succeeded() for transfer in transfers):
             self._cycle.mirrored()
@@ -348,7 +427,7 @@ class ShardedCommits:
 
     def _compare(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, *, content: bool
-    ) -> None:
+    ) -> bool:
         """Check that all ranks commit the same tensors, and exchange the arena offsets of their shards. Collective.
 
         The sizes of the transfers that follow depend on the tensors being the same.
@@ -359,13 +438,17 @@ class ShardedCommits:
             bank: the bank in progress.
             content: whether to compare the values of replicas of a shard as well.
 
+        Returns:
+            Whether any rank's shard is still copied from a GPU.
+
         Raises:
             StateMismatch: tensors or replicas differ.
         """
         same = [bank.layout.digest, self._number]
         replicas = columns(world.order, world.shards)
         values = bank.digest() if content and len(replicas[0]) > 1 else 0
-        mine = torch.tensor([*same, *bank.where(), values], dtype=torch.int64, device="cpu")
+        fields = [*same, *bank.where(), values, bank.copying]
+        mine = torch.tensor(fields, dtype=torch.int64, device="cpu")
         parts = [torch.zeros_like(mine, device="cpu") for _ in range(group.size)]
         group.allgather(parts, mine).wait()
         found = [each.tolist() for each in parts]
@@ -390,6 +473,7 @@ class ShardedCommits:
                     " some ranks only"
                 )
                 agreement.raise_together(group, error)
+        return any(each[5] for each in found)
 
     def _mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers
@@ -432,6 +516,7 @@ class ShardedCommits:
 
     def forget(self) -> None:
         """Discard all commits at the start of a training, whose initial state is in the live tensors."""
+        self._finish_copy()
         self._cycle.forget()
         self._world, self._number, self._transfers = None, 0, None
 
@@ -562,6 +647,7 @@ class ShardedCommits:
         """
         newest = self._cycle.base if self._transfers is None else self._bank
         assert newest is not None, "nothing was committed"
+        self._banks[newest].wait()
         bank = self._banks[
             newest
         ]  # a checkpoint is complete once all ranks have written it, sealed or not
@@ -751,6 +837,49 @@ class ShardedCommits:
     def _position(self) -> tuple[int, int]:
         """Return this rank's shard and the number of shards in the world in which the script created the parts."""
         return next(where for part in self._parts() if (where := part.position) is not None)
+
+
+class _Mirroring:
+    """Thread that waits for a copy from the GPU, and then begins to send it to other ranks.
+
+    Call `ShardBuffers.order` and `join` before other collectives of the group.
+
+    Args:
+        bank: the bank that is copied to.
+        mirror: called with whether this rank's copy is valid; returns whether all are, transfers and bytes sent.
+    """
+
+    def __init__(
+        self, bank: ShardBuffers, mirror: Callable[[bool], tuple[bool, list[Transfer], int]]
+    ) -> None:
+        self._bank = bank
+        self._mirror = mirror
+        self.copied = False  # whether this rank's copy is valid
+        self._found: tuple[bool, list[Transfer], int] = False, [], 0
+        self._error: BaseException | None = None
+        self._thread = threads.begin("elastic-mirror", self._work)
+
+    def _work(self) -> None:
+        try:
+            self.copied = self._bank.finish()
+            self._found = self._mirror(self.copied)
+        except BaseException as error:  # raised by `result`
+            self._error = error
+
+    def join(self) -> None:
+        """Wait for the thread, which ends with the copy and with the group."""
+        self._thread.join()
+
+    def result(self) -> tuple[bool, list[Transfer], int]:
+        """Return what ``mirror`` has returned.
+
+        Raises:
+            DeviceLost: the GPU did not respond.
+            CollectiveFailed: the group has failed.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._found
 
 
 def _merged(gathered: Sequence[dict[str, RowSpec]]) -> dict[str, RowSpec]:

@@ -96,6 +96,40 @@ def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+class PinnedMemory:
+    """Host memory that is registered with CUDA while this object exists, so that copies to it are asynchronous.
+
+    Args:
+        memory: a CPU tensor of whole pages, or one that shares its last page with no other registered memory.
+        device: the GPU that copies to it.
+
+    Raises:
+        MemoryError: the memory can't be pinned.
+    """
+
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._memory = memory
+        self._device = device
+        self._owner = 0
+        cudart = torch.cuda.cudart()
+        with torch.cuda.device(device):
+            code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(code):
+            raise MemoryError(
+                f"CUDA can't pin {memory.nbytes} bytes of host memory for commits: {cudart.cudaGetErrorString(code)}"
+            )
+        self._owner = os.getpid()
+
+    def release(self) -> None:
+        """Unregister the memory, once no copy to it is in flight."""
+        if self._owner == os.getpid() and not sys.is_finalizing():
+            self._owner = 0
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+    __del__ = release
+
+
 class PinnedCopy:
     """Copies in flight, of one commit or of a restore."""
 
@@ -146,6 +180,10 @@ class DeviceStaging:
         self._rooms: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int], torch.Tensor] = {}
         self._refused: set[torch.device] = set()
 
+    def has_room(self, sources: list[torch.Tensor]) -> bool:
+        """Return whether `room` finds memory for these tensors of one device."""
+        return self.room(sources[0].device, sources) is not None
+
     def room(self, device: torch.device, sources: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return a tensor on the device for each source, or None if memory is short."""
         if device in self._refused:
@@ -171,8 +209,13 @@ class DeviceStaging:
         return [self._rooms[key] for key in keys]
 
 
-def send(pairs: list[Pair], stage: DeviceStaging, transit: PinnedCopy) -> None:
-    """Start the copies and return immediately. The training stream may overwrite the sources afterwards."""
+def send(
+    pairs: list[Pair], stage: DeviceStaging, transit: PinnedCopy, *, exposed: bool = False
+) -> None:
+    """Start the copies and return immediately. The training stream may overwrite the sources afterwards.
+
+    If ``exposed``, it may not: the caller makes it wait for the events of ``transit`` first.
+    """
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         devices.setdefault(pair[0].device, []).append(pair)
@@ -191,5 +234,5 @@ def send(pairs: list[Pair], stage: DeviceStaging, transit: PinnedCopy) -> None:
                 for source, host in zip(rooms or sources, hosts, strict=True):
                     host.copy_(source, non_blocking=True)
                 transit.follow(device, sum(source.nbytes for source in sources))
-            if rooms is None:
+            if rooms is None and not exposed:
                 training.wait_stream(side)

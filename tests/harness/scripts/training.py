@@ -12,7 +12,8 @@ WAIT     stop at the place until a file exists: ``file=``; ``then=collective`` t
 HOLD     ``4:size=3;9:file=go``: at that step go on committing, without a step, until the world has this size, or a file
          exists.
 ENDS     a file, and no number of steps, ends the training. PACE: seconds of rest after each step.
-SHARDED  the parameters are sharded by FSDP2.
+SHARDED  the parameters are sharded by FSDP2; if ``zero``, the optimizer is a ZeroRedundancyOptimizer.
+NO_ROOM  the GPU has no memory for a second copy of the state.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import light  # type: ignore[import-not-found]  # noqa: F401
 import problem  # type: ignore[import-not-found]
 import torch
+from torch import distributed
 
 import elastic
 from elastic.errors import HorovodInternalError
@@ -44,6 +46,7 @@ if "FAKE_GPUS" in os.environ:
 SLOT, START = map(int, WORKER.rpartition(":")[2].split("#"))
 STEPS = int(os.environ.get("STEPS", "10"))
 SHARDED = "SHARDED" in os.environ
+ZERO = os.environ.get("SHARDED") == "zero"
 NEVER = -1
 
 
@@ -157,12 +160,17 @@ def gathered(tensor: Any) -> torch.Tensor:
 
 def shard(model: Any) -> None:
     """Gradients are summed up, as `elastic.Sum` does."""
-    from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
-    distributed.init_process_group()
     for module in (model[0], model[2], model):
         fully_shard(module).set_gradient_divide_factor(1.0)
+
+
+def divided(model: Any, like: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    options = {name: value for name, value in like.param_groups[0].items() if name != "params"}
+    return ZeroRedundancyOptimizer(model.parameters(), type(like), **options)
 
 
 def digest(state: elastic.TorchState) -> str:
@@ -172,6 +180,8 @@ def digest(state: elastic.TorchState) -> str:
     whole = hashlib.sha256(f"{state.step} {state.seen}".encode())
     for tensor in state.model.state_dict().values():
         whole.update(gathered(tensor).numpy().tobytes())
+    if ZERO:  # whose entries are on different ranks
+        return whole.hexdigest()
     kept = state.optimizer.state_dict()
     for entries in kept["state"].values():
         for name, value in sorted(entries.items()):
@@ -222,6 +232,9 @@ def one_step(state: elastic.TorchState) -> float:
     difference = model(inputs[rank::size]) - wanted[rank::size]
     loss = difference.square().sum() / problem.SAMPLES
     loss.backward()
+    if ZERO:
+        for parameter in model.parameters():
+            distributed.all_reduce(parameter.grad)
     optimizer.step()
     problem.change_options(state.step, optimizer)
     if SHARDED:  # without a collective that would fail instead of the step's own
@@ -281,8 +294,14 @@ def main() -> None:
         torch.cuda.set_device(elastic.local_rank() % torch.cuda.device_count())
     model = problem.model(SLOT if own_weights else 0, 9 if wider else 8).to(DEVICE)
     if SHARDED:
+        distributed.init_process_group()
+    if SHARDED and not ZERO:
         shard(model)
+    if "NO_ROOM" in os.environ:
+        setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))  # noqa: B010 - typed otherwise
     descent = problem.optimizer(os.environ.get("OPTIMIZER", "SGD"), model)
+    if ZERO:
+        descent = divided(model, descent)
     optimizer = (
         descent
         if SHARDED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
@@ -17,8 +18,10 @@ from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding.division import Division
 from elastic.sharding.rows import rows_of
-from elastic.state.fully_sharded import sharded_commits
+from elastic.sharding.shard_inventory import CommitId
+from elastic.state.fully_sharded import peer_arena, sharded_commits
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
+from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.snapshots.snapshot import Snapshot
 
@@ -176,3 +179,84 @@ def test_commit_that_ranks_disagree_on_is_not_sealed_later(
         two.commit(2.0)
     two.commits.seal()
     assert two.sealed() == 1.0
+
+
+# ---- copies from a GPU ---------------------------------------------------------------------------------------------
+
+
+class CopyInFlight:
+    """Stands for a `BackgroundCopy`: complete once `order` was called."""
+
+    def __init__(self, valid: bool) -> None:
+        self.valid = valid
+        self.exposed = False
+        self.ordered = threading.Event()
+
+    def order(self) -> None:
+        self.ordered.set()
+
+    def finish(self) -> bool:
+        assert self.ordered.wait(20.0)
+        return self.valid
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[CopyInFlight]:
+    """Those of the next commits, which then are in flight."""
+    coming: list[CopyInFlight] = []
+    copied = ShardBuffers.copy
+
+    def copy(bank: ShardBuffers, shards: Any, commit: CommitId, *, exposed: bool = False) -> int:
+        nbytes = copied(bank, shards, commit)
+        if coming:
+            peer_arena.mark(bank._own, None, bank.shard)
+            coming[0].exposed = exposed
+            monkeypatch.setattr(bank, "_copying", (coming.pop(0), commit))
+        return nbytes
+
+    monkeypatch.setattr(ShardBuffers, "copy", copy)
+    return coming
+
+
+def test_copy_from_a_gpu_is_sent_and_sealed_once_it_is_complete(two: TwoHosts, copies):
+    copies.append(CopyInFlight(valid=True))
+    two.commit(1.0)
+    assert not two.arriving and two.sealed() is None
+    two.commit(2.0)
+    assert two.arriving[0].wait.called and two.sealed() == 1.0
+
+
+def test_copy_that_the_script_has_written_to_is_dropped_and_later_ones_are_not_exposed(
+    two: TwoHosts, copies, capsys
+):
+    two.commit(1.0)
+    first, second = CopyInFlight(valid=False), CopyInFlight(valid=True)
+    copies += [first, second]
+    two.commit(2.0)
+    two.commit(3.0)
+    assert first.exposed and not second.exposed
+    assert two.sealed() == 1.0 and capsys.readouterr().err
+    assert len(two.arriving) == 1
+    two.commits.seal()
+    assert two.sealed() == 3.0 and not two.commits.discarded
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_world_that_breaks_counts_a_copy_from_a_gpu_only_if_it_is_valid(
+    two: TwoHosts, copies, valid: bool
+):
+    two.commit(1.0)
+    copies.append(CopyInFlight(valid))
+    two.commit(2.0)
+    two.group.allreduce.side_effect = CollectiveFailed("a peer is lost")
+    assert sorted(two.held()) == ([0, 1] if valid else [0])
+    assert two.sealed() == 1.0
+
+
+def test_copy_from_a_gpu_is_complete_before_a_checkpoint_is_written_from_it(two: TwoHosts, copies):
+    copy = CopyInFlight(valid=True)
+    copies.append(copy)
+    two.commit(1.0)
+    held = SimpleNamespace(parts={"model": SimpleNamespace(sharded={})}, release_shard=None)
+    two.commits.hold(held)  # type: ignore[arg-type]
+    assert copy.ordered.is_set()

@@ -1,0 +1,107 @@
+"""Copies of a shard from a GPU to pinned host memory while training continues. Acts.
+
+If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
+step of an optimizer waits for that on its stream (`ordered`). Other writes cannot be prevented: sums over the bits at
+the commit and at that step detect them, and the commit is then discarded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elastic.collectives import threads
+from elastic.state.snapshots import pinned
+from elastic.state.snapshots.pinned import DeviceStaging, Pair, PinnedCopy
+
+_LOOK_S = 0.1
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_installed: list[Any] = []
+_in_flight: list[BackgroundCopy] = []
+
+
+class BackgroundCopy:
+    """One copy in flight, begun on construction from the current stream.
+
+    Args:
+        pairs: tensors on one GPU, and pinned host tensors like them.
+        stage: device memory to copy through, if the GPU has room.
+        exposed: whether training may continue while the tensors are read, if there is no room.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], stage: DeviceStaging, *, exposed: bool) -> None:
+        self._tensors = [tensor for tensor, _ in pairs]  # not freed while they are read
+        self._transit = PinnedCopy()
+        self._check = PinnedCopy()
+        self._sums: list[torch.Tensor] = []
+        self._ordered = threading.Event()
+        self._events: list[tuple[torch.device, torch.cuda.Event]] = []
+        before = None
+        # A read of the device's memory takes a fraction of the time of a copy over the bus.
+        if exposed and not stage.has_room(self._tensors):
+            before = _sums(self._tensors)
+        waits = before is None
+        pinned.send([*pairs], stage, self._transit, exposed=not waits)
+        if before is None:
+            self._ordered.set()
+            self._tensors = []
+            return
+        self._sums = [before]
+        self._events = list(self._transit.events)
+        _in_flight.append(self)
+        if not _installed:
+            _installed.append(register_optimizer_step_pre_hook(_before_step))
+
+    def order(self) -> None:
+        """Make the current stream wait for the copy before it writes to the tensors. In the training thread, once."""
+        if self._ordered.is_set():
+            return
+        _in_flight.remove(self)
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+        differ = torch.ne(self._sums[0], _sums(self._tensors))
+        device = differ.device
+        host = pinned.like([differ])[0].copy_(differ, non_blocking=True)
+        self._check.follow(device, host.nbytes)
+        self._sums, self._tensors = [host], []
+        self._ordered.set()
+
+    def finish(self) -> bool:
+        """Block until `order` was called and the copy is complete. In any thread.
+
+        Returns:
+            Whether no tensor was written to while it was read.
+
+        Raises:
+            DeviceLost: the copy did not complete within its time limit.
+            ProcessExiting: in a thread, at the exit of the process.
+        """
+        while not self._ordered.wait(_LOOK_S):
+            threads.leave_if_ending()
+        self._transit.wait()
+        self._check.wait()
+        return not any(bool(each.any()) for each in self._sums)
+
+
+def _before_step(*_: Any) -> None:
+    for copy in [*_in_flight]:
+        copy.order()
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sums over the bits of each tensor, on the device, without waiting."""
+    with torch.no_grad():
+        return torch.stack(
+            [
+                each.detach()
+                .contiguous()
+                .reshape(-1)
+                .view(_WORDS[each.itemsize])
+                .sum(dtype=torch.int64)
+                for each in tensors
+            ]
+        )
