@@ -208,6 +208,7 @@ class WorkerSpent(Event):
     steps: int | None = None
     batch: int | None = None
     sealed: Commit | None = None
+    every: int = 1
 
 
 class WorkerFrozen(Event):

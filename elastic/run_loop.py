@@ -227,6 +227,7 @@ def _train_in_worlds(
             state.reconcile()
             value = unwrapped(rt.session, train)
             rt.settle()
+            state.commit_rest()
             state.finish_commit()
             durable.finish(rt, state)
             durable.returned(rt)

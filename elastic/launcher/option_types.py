@@ -12,6 +12,7 @@ class RayOptions(TypedDict, total=False):
     elastic_timeout: float | None
     start_timeout: float | None
     reset_limit: int | None
+    commit_budget: float | None
     cooldown_range: tuple[float, float] | None
     network_interface: str | None
     checkpoint_dir: str | None

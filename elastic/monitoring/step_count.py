@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 steps: int | None = None  # None if no torch optimizer has stepped
 batch: int | None = None  # samples of a step on this rank, or None if unknown
 state_step: int | None = None  # the state's own step at its newest commit, if it has one
-_counted = 0  # ID of the torch optimizer with counted steps
+commits_every = 1  # number of calls of commit() for which one copy is made
+_counted = 0  # id of the torch optimizer whose steps are counted
 _taken: int | None = None  # an optimizer's own count at the newest commit
 
 

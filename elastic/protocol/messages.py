@@ -401,6 +401,7 @@ class TimeSpent(Message):
     steps: int | None = None  # steps of an optimizer since training began; None means no step seen
     batch: int | None = None  # samples of such a step on this worker, if known
     sealed: Commit | None = None  # of a sharded state: see `ShardsHeld`
+    every: int = 1  # number of calls of commit() for which one copy is made; see --commit-budget
 
 
 class Digested(Message):

@@ -50,6 +50,8 @@ class Environment:
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
     # also report a digest of each tensor, so that two runs can be compared
     digest_tensors: bool = False
+    # largest part of the time for copies at commits; 0: a copy at each commit
+    commit_budget: float = 0.0
     workers_min: int = 1  # smallest world of the job
     checks: bool = True  # check the script's first steps; see elastic.script_checks
     strict: bool = False  # their findings end the job
@@ -127,6 +129,7 @@ def read(
         collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
+        commit_budget=_number(env, "ELASTIC_COMMIT_BUDGET", "percent", 0.0) / 100,
         workers_min=_whole(env, "ELASTIC_MIN_WORKERS", 1) or 1,
         checks=env.get("ELASTIC_CHECKS", "").lower() not in ("off", "0"),
         strict=_switch(env, "ELASTIC_STRICT"),

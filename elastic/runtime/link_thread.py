@@ -139,7 +139,8 @@ class LinkThread:
         commit = recovery.agreed() if holds else None
         far = step_count.state_step, step_count.steps, step_count.batch
         sealed = recovery.sealed if holds else None
-        return messages.TimeSpent(recovery.generation, times, part, commit, *far, sealed)
+        every = step_count.commits_every
+        return messages.TimeSpent(recovery.generation, times, part, commit, *far, sealed, every)
 
     def receive(self, message: Message) -> None:
         """Handle a message of the driver."""

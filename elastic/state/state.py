@@ -25,6 +25,7 @@ from elastic.negotiation import submission
 from elastic.protocol.messages import Commit, KeptCommit, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.state.commit_pace import CommitPace
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.handlers.python_values import copied
@@ -55,6 +56,7 @@ class State:
         self._host_messages: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self._last_updated_timestamp: Any = 0
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._pace = CommitPace()
 
     # ---- what scripts call -----------------------------------------------------------------------
 
@@ -82,12 +84,20 @@ class State:
             self._keep_own_step(rt)
             return
         rt.commits.may_commit()
+        copies = self._pace.of_world(rt)
+        if copies is not None and not copies.due(time.monotonic()):
+            self._skip_commit()
+            self.check_host_updates()
+            return
         before = rt.account.begin("committing", time.monotonic())
         try:
             rt.settle()
+            if copies is not None:
+                copies.begin(time.monotonic())
             self._save_whole()
             rt.commits.committed()
-            rt.commits.keep_older(self)
+            if copies is not None:
+                copies.end(rt, time.monotonic())
             self._rebalance()
             step_count.committed(getattr(self, "step", None), self._steps_taken())
             rt.commits.make_durable(self)
@@ -97,6 +107,21 @@ class State:
             raise
         rt.account.committed(time.monotonic(), before)
         self.check_host_updates()
+
+    def _skip_commit(self) -> None:
+        """Count a commit of which no copy is made, as on all ranks."""
+
+    def commit_rest(self) -> None:
+        """At the end of training, commit the steps of which ``--commit-budget`` has made no copy.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        rt = lifecycle.active()
+        if rt is not None and self._pace.skipped(rt):
+            self._save_whole()
+            rt.commits.committed()
+            self.report_commit()
 
     def _keeps_steps(self) -> bool:
         return False

@@ -256,6 +256,14 @@ def number(text: str) -> float:
     return value
 
 
+def percent(text: str) -> float:
+    """Parse a number of percent, 0 or more and below 100."""
+    value = number(text)
+    if value >= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of percent below 100")
+    return value
+
+
 def positive(text: str, what: str = "a number") -> float:
     """Parse a positive, finite number."""
     try:

@@ -30,6 +30,7 @@ from elastic.driver.commandline.options.argument_parser import (
     given,
     log_level,
     number,
+    percent,
     seconds,
     switch,
     whole,
@@ -130,6 +131,16 @@ class WorkerFlags:
         "Failures to survive before the job ends; planned changes are not counted (default: no limit).",
         whole(0),
         use=Use(functions=FUNCTIONS, setting="reset_limit"),
+    )
+    commit_budget: float | None = flag(
+        "--commit-budget",
+        "PERCENT",
+        "Elastic: time for the copies of commit(), which skips copies beyond it; 0: a copy at each call (default:"
+        " ELASTIC_COMMIT_BUDGET, or 0).",
+        percent,
+        variable="ELASTIC_COMMIT_BUDGET",
+        keys=("commits.budget",),
+        use=Use(functions=FUNCTIONS, for_workers=True),
     )
     cooldown_range: Sequence[float] | None = flag(
         "--blacklist-cooldown-range",

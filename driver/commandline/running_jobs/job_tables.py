@@ -149,6 +149,8 @@ def _progress(state: State) -> list[str]:
         parts.append(
             f"last commit {_commit(commit)} ({step}{commit['total']} in all), reported {ago} ago"
         )
+        if commit.get("every", 1) > 1:
+            parts.append(f"a failure repeats {commit['every']} steps at most")
     if values.get("steps") is not None:
         samples = values.get("samples")
         samples_text = "" if samples is None else f" ({samples:.4g} samples/s)"

@@ -441,10 +441,11 @@ class PageModel(ViewReader):
             return
         self._show_steps(self.now)
         known = self.state.values["commit"]
-        if known is not None and event.commit is not None and event.step is not None:
+        news = event.step is not None or event.every > 1
+        if known is not None and event.commit is not None and news:
             numbers = known["generation"], known["number"]
             if numbers == (event.commit.generation, event.commit.number):
-                self.state.set("commit", {**known, "step": event.step})
+                self.state.set("commit", {**known, "step": event.step, "every": event.every})
 
     def _show_steps(self, now: float) -> None:
         size = self.state.values["job"]["size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,11 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
+from elastic.collectives.interface import Collectives, Work
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import Invalid, WorldChanging
 from elastic.exact.shards import Shards
+from elastic.monitoring import step_count
 from elastic.monitoring.time_account import TimeAccount
 from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
@@ -32,7 +35,9 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.change: BaseException | None = None
-        self.env = SimpleNamespace(digest_commits=False)
+        self.elastic = True
+        self.place = SimpleNamespace(rank=0)
+        self.env = SimpleNamespace(digest_commits=False, commit_budget=0.0)
         self.account = TimeAccount(0.0, "training")
         self.commits = create_autospec(CommitLog, instance=True)
         self.commits.committed.side_effect = lambda: self.said.append("committed")
@@ -146,6 +151,68 @@ def test_commit_saves_first_and_looks_at_changes_after(rt):
     state.batch = 2
     state.restore()
     assert state.batch == 1
+
+
+@pytest.fixture
+def costs(rt, monkeypatch):
+    """Seconds of a copy and of a step, which the ranks exchange."""
+    found = [0.01, 0.1]
+    group = create_autospec(Collectives, instance=True, rank=0, size=2)
+
+    def gather(parts, mine):
+        for part in parts:
+            part.copy_(torch.tensor(found))
+        return create_autospec(Work, instance=True)
+
+    group.allgather.side_effect = gather
+    rt.guard = lambda name: contextlib.nullcontext()
+    rt.group = lambda purpose, device: group
+    rt.env.commit_budget = 0.02
+    monkeypatch.setattr(step_count, "commits_every", 1)
+    return found
+
+
+def test_commit_beyond_the_budget_copies_nothing_and_looks_at_changes(rt, costs, capsys):
+    state = ObjectState(batch=0)
+    made = []
+    for state.batch in range(14):
+        rt.said.clear()
+        state.commit()
+        assert rt.said[-2:] == ["settle", "check"]
+        if "committed" in rt.said:
+            made.append(state.batch)
+    assert made == [0, 1, 2, 7, 12]
+    assert step_count.commits_every == 5
+    assert capsys.readouterr().err.count("commit budget") == 1
+    state.restore()
+    assert state.batch == 12
+
+
+def test_steps_beyond_the_budget_are_committed_at_the_end_of_training(rt, costs):
+    state = ObjectState(batch=0)
+    for state.batch in range(5):
+        state.commit()
+    rt.said.clear()
+    state.commit_rest()
+    assert rt.said == ["committed"]
+    state.restore()
+    assert state.batch == 4
+    rt.said.clear()
+    state.commit()
+    rt.generation = 2  # which has made no copy yet
+    state.commit_rest()
+    assert rt.said.count("committed") == 0
+
+
+def test_new_world_begins_with_a_copy_at_each_commit(rt, costs):
+    state = ObjectState(batch=0)
+    for state.batch in range(4):
+        state.commit()
+    rt.generation = 2
+    rt.said.clear()
+    for state.batch in range(3):
+        state.commit()
+    assert rt.said.count("committed") == 3 and step_count.commits_every == 5
 
 
 def test_check_host_updates_saves_nothing(rt):
