@@ -39,6 +39,8 @@ CASES = (
         "DDP, a timm-like loop, Lightning, Accelerate, Hugging Face; one killed",
     ),
     Case(14, "marked", 80, "the suite's own tests marked gpu"),
+    Case(15, "sharded", 130, "FSDP2 and ZeRO, one of two ranks killed: commits kept, ranks equal"),
+    Case(16, "sharded_cost", 130, "FSDP2: a step beside torch's NCCL; a commit of 8 GB"),
 )
 
 

@@ -1,0 +1,64 @@
+"""Deaths in jobs whose state is sharded, by FSDP2 and by ZeroRedundancyOptimizer: commits kept, ranks equal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gpu.machine import Machine
+from gpu.programs import ELASTICRUN, RETURN, environment
+from gpu.results import Result, Skipped
+from harness.history import TRAINING, History
+from harness.job import Job
+
+# In the second step of each start of slot 1. Where it is away, the other waits for it.
+PLACES = ("forward", "optimizer", "stepped")
+RULES = {
+    "forward": "slot=1,start=1,step=8,place=forward",
+    "optimizer": "slot=1,start=2,step=14,place=optimizer",
+    "stepped": "slot=1,start=3,step=20,place=stepped",
+}
+
+
+def run(machine: Machine, result: Result, folder: Path) -> None:
+    if machine.ranks == 1:
+        raise Skipped(machine.why_few)
+    os.environ.pop("ELASTIC_WORKER", None)
+    for kind in ("fully", "zero"):
+        killed(machine, result, folder / kind, kind)
+
+
+def killed(machine: Machine, result: Result, folder: Path, kind: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    places = PLACES[: 1 if machine.small else 3]
+    hold = [6 * number for number in range(1, len(places) + 1)]
+    steps = hold[-1] + 6
+    env = environment(
+        machine,
+        DEVICE="cuda",
+        SHARDED=kind,
+        OPTIMIZER="Adam",
+        DIE=";".join(RULES[place] for place in places),
+        HOLD=";".join(f"{step}:size=2" for step in hold),
+        STEPS=str(steps),
+        **({} if kind == "fully" else {"NO_ROOM": "1"}),
+    )
+    flags = f"-np 2 --min-np 1 {RETURN}"
+    job = Job(flags, list(map(str, TRAINING)), folder=folder, env=env, program=ELASTICRUN)
+    try:
+        job.succeed(60 * machine.time_factor)
+        deaths = sum(event["code"] == -9 for event in job.events("WorkerExited"))
+        result.figure(f"{kind}: killed in", places)
+        assert deaths == len(places), (deaths, places)
+        history = History(job)
+        history.check_commits_kept(unsealed=1)
+        history.check_written()
+        done = history.all("done")
+        assert [each["step"] for each in done] == [steps] * 2
+        assert done[0]["parameters"] == done[1]["parameters"]
+        result.figure(f"{kind}: worlds", [len(world["members"]) for world in job.worlds()])
+    finally:
+        left = job.end()
+        (folder / "output.txt").write_text(job.output)
+    assert not left, f"these processes outlived their job: {left}"
+    job.check_invariants()
