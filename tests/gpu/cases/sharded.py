@@ -11,13 +11,9 @@ from gpu.results import Result, Skipped
 from harness.history import TRAINING, History
 from harness.job import Job
 
-# In the second step of each start of slot 1. Where it is away, the other waits for it.
+# Each start of slot 1 dies at one of them, two steps before a step at which the other waits for it.
 PLACES = ("forward", "optimizer", "stepped")
-RULES = {
-    "forward": "slot=1,start=1,step=8,place=forward",
-    "optimizer": "slot=1,start=2,step=14,place=optimizer",
-    "stepped": "slot=1,start=3,step=20,place=stepped",
-}
+EACH = 6  # steps
 
 
 def run(machine: Machine, result: Result, folder: Path) -> None:
@@ -25,21 +21,25 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         raise Skipped(machine.why_few)
     os.environ.pop("ELASTIC_WORKER", None)
     for kind in ("fully", "zero"):
-        killed(machine, result, folder / kind, kind)
+        check_kills(machine, result, folder / kind, kind)
 
 
-def killed(machine: Machine, result: Result, folder: Path, kind: str) -> None:
+def check_kills(machine: Machine, result: Result, folder: Path, kind: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     places = PLACES[: 1 if machine.small else 3]
-    hold = [6 * number for number in range(1, len(places) + 1)]
-    steps = hold[-1] + 6
+    hold = {place: EACH * number for number, place in enumerate(places, 1)}
+    steps = EACH * (len(places) + 1)
+    deaths = [
+        f"slot=1,start={start},step={hold[place] - 2},place={place}"
+        for start, place in enumerate(places, 1)
+    ]
     env = environment(
         machine,
         DEVICE="cuda",
         SHARDED=kind,
         OPTIMIZER="Adam",
-        DIE=";".join(RULES[place] for place in places),
-        HOLD=";".join(f"{step}:size=2" for step in hold),
+        DIE=";".join(deaths),
+        HOLD=";".join(f"{step}:size=2" for step in hold.values()),
         STEPS=str(steps),
         **({} if kind == "fully" else {"NO_ROOM": "1"}),
     )
@@ -47,9 +47,9 @@ def killed(machine: Machine, result: Result, folder: Path, kind: str) -> None:
     job = Job(flags, list(map(str, TRAINING)), folder=folder, env=env, program=ELASTICRUN)
     try:
         job.succeed(60 * machine.time_factor)
-        deaths = sum(event["code"] == -9 for event in job.events("WorkerExited"))
+        killed = sum(event["code"] == -9 for event in job.events("WorkerExited"))
         result.figure(f"{kind}: killed in", places)
-        assert deaths == len(places), (deaths, places)
+        assert killed == len(places), (killed, places)
         history = History(job)
         history.check_commits_kept(unsealed=1)
         history.check_written()
