@@ -46,6 +46,8 @@ class ReasonKind(enum.Enum):
     DAMAGED = "damaged"
     SPOILT = "spoilt"
     MISCOMPUTED = "miscomputed"
+    STRAGGLERS = "stragglers"
+    REPLACED = "replaced"
     WENT_BACK = "went back"
     NOT_WENT_BACK = "not went back"
     NO_INIT = "no init"
@@ -531,6 +533,8 @@ SENTENCES: dict[ReasonKind, Sentence] = {
         "it computed wrong gradients",
         " of shard {shard} in step {step}: {digest}, but {right} on {witnesses}",
     ),
+    ReasonKind.STRAGGLERS: "stragglers: {workers}",
+    ReasonKind.REPLACED: "it was {speed:.2f} times as fast as the median of the others",
     ReasonKind.WENT_BACK: _went_back,
     ReasonKind.NOT_WENT_BACK: "weights may contain wrong gradients of {worker}: no copy of an older commit is left; to"
     " remove them, start again from an older checkpoint (elasticrun --from)",

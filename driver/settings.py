@@ -33,9 +33,12 @@ FLAGS = {
     "health_check": "--health-check",
     "health_check_s": "--health-check-timeout",
     "quarantine": "--quarantine",
+    "straggler_factor": "--straggler-factor",
+    "replace_stragglers": "--replace-stragglers",
     "timeline": "--timeline-filename",
 }
 
+STRAGGLER_FACTOR = 0.5  # share of the speed of the other workers
 QUARANTINES = ("slot", "host", "off")
 
 
@@ -109,6 +112,9 @@ class Settings:
     health_check_s: float = 60.0  # time for it
     # Unit of quarantine after a worker computed wrong results, "slot", "host" or "off".
     quarantine: str = "slot"
+    # A worker slower than this share of the others' median speed is a straggler; 0: none is.
+    straggler_factor: float = STRAGGLER_FACTOR
+    replace_stragglers: bool = False  # by standbys
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
     env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
 
@@ -152,6 +158,16 @@ class Settings:
         if self.quarantine not in QUARANTINES:
             raise Invalid(
                 f"{FLAGS['quarantine']} is {self.quarantine!r}: pass one of {', '.join(QUARANTINES)}"
+            )
+        if not 0 <= self.straggler_factor < 1:
+            raise Invalid(
+                f"{self._shown('straggler_factor')}: pass a share of the others' speed below 1, or 0 to name no"
+                " stragglers"
+            )
+        if self.replace_stragglers and not (self.standbys and self.straggler_factor):
+            raise Invalid(
+                f"{FLAGS['replace_stragglers']} replaces workers by standbys: pass --standbys, and a"
+                f" {FLAGS['straggler_factor']} above 0"
             )
         if self.dump_s < 0:
             raise Invalid(f"{self._shown('dump_s')}: pass 0 or more seconds")

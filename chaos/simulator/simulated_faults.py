@@ -158,6 +158,15 @@ def miscompute(sim: SimulatedJob) -> None:
         sim.note(f"{process.worker} computes {process.wrong:.0%} of its gradients wrongly")
 
 
+def throttle(sim: SimulatedJob) -> None:
+    """Make all further steps of a worker several times as long, if no other one is slow."""
+    sound = _sound(sim)
+    if sound and all(process.slowness == 1.0 for process in sim.processes.values()):
+        process = sim.clock.random.choice(sound)
+        process.slowness = sim.clock.random.choice((4.0, 10.0))
+        sim.note(f"{process.worker} is {process.slowness:g} times as slow")
+
+
 def slow_down(sim: SimulatedJob) -> None:
     """Make a step take long, or mark a phase as long. Neither may lead to a kill."""
     sound = [p for p in _sound(sim) if not p.trouble]
@@ -421,6 +430,7 @@ STEERED: list[Fault] = [scale, scale, drain, remove, kill_one, lose_host, crash_
 FROZEN: list[Fault] = [freeze_machine, freeze_machine, kill_one, freeze_agent, leave, crash_driver]
 WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections, crash_driver]
 MISCOMPUTING: list[Fault] = [miscompute, miscompute, kill_one, leave, change_hosts, crash_driver]
+THROTTLING: list[Fault] = [throttle, throttle, kill_one, leave, change_hosts, crash_driver]
 DAMAGED: list[Fault] = [spoil_all, spoil_all, leave, change_hosts, crash_driver]
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
 

@@ -66,6 +66,7 @@ class SimulatedWorker:
         self.will_raise = ""
         self.trouble = ""  # trouble in its next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
+        self.slowness = 1.0  # factor of the time of its steps
         self.gpu_hangs = False  # it enters no more collectives
         self.innocent = False  # slow, or in a long phase, for which it must not be killed
         # To be killed, or frozen for a time, at the n-th such place or the one of that name.
@@ -343,7 +344,7 @@ class SimulatedWorker:
     def _train(self) -> Thread:
         clock = self.sim.clock
         while self.state.steps < self.sim.steps:
-            yield "step", clock.between(*self.sim.weather.step_s)
+            yield "step", self.slowness * clock.between(*self.sim.weather.step_s)
             if self.trouble:
                 yield from self._be_in_trouble()
             self._raise_what_it_will()

@@ -72,6 +72,7 @@ def settings_for(
     starting_max: int | None = None,
     restarts: int | None = None,
     health_check: bool = False,
+    replace_stragglers: bool = False,
 ) -> Settings:
     """Return settings with timeouts that are short enough to detect stuck workers during a run."""
     return Settings(
@@ -88,6 +89,7 @@ def settings_for(
         restarts=restarts,
         health_check="auto" if health_check else None,
         health_check_s=5.0,
+        replace_stragglers=replace_stragglers,
         judge_scripts=True,
         silence_s=silence_s,
         idle_s=9.0,
@@ -125,6 +127,7 @@ class Simulation:
         sharded: ShardedJob | None = None,
         fixed_hosts: bool = False,
         health_check: bool = False,
+        replace_stragglers: bool = False,
         verify: float = 0.0,
     ) -> None:
         self.seed = seed
@@ -149,6 +152,7 @@ class Simulation:
             starting_max=starting_max,
             restarts=restarts,
             health_check=health_check,
+            replace_stragglers=replace_stragglers,
         )
         self.clock = Clock(seed)
         self.network = SimulatedNetwork(self.clock, self.weather.network)
@@ -316,6 +320,7 @@ class Simulation:
             process = self.processes.get(action.worker)
             why = action.reason.kind
             hung = why in (ReasonKind.GPU_FAILED, ReasonKind.GPU_HANGS, ReasonKind.GPU_BEHIND)
+            assert why is not ReasonKind.REPLACED, f"{action.worker} is killed, which was only slow"
             assert not hung or process is None or process.gpu_hangs, (
                 f"{action.worker} is killed, whose GPU is sound: {action.reason}"
             )

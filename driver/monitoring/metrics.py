@@ -27,7 +27,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from elastic.driver import events
-from elastic.driver.membership.failure_detection.stragglers import Stragglers
 from elastic.driver.monitoring.http_requests import is_ours
 from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import Stage, ViewReader
@@ -89,11 +88,7 @@ class JobMetrics(ViewReader):
         self.view = spent.view
         self.rates = JobRates(spent)
         self.waited_for = StragglerWaits()
-        self._judge = Stragglers()
         self.view.follow(self)
-
-    def adopted(self, now: float) -> None:
-        self._judge = Stragglers(size=len(self.view.ranks))
 
     def report(self, report: Report) -> None:
         """Store the numbers in the outermost dict. Ranks outside the world and ranks from RANKS on are ignored."""
@@ -120,11 +115,13 @@ class JobMetrics(ViewReader):
     def decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.PublishWorld():
-                size = len(self.view.ranks)
-                self._judge, self.stragglers = Stragglers(size=size), frozenset()
+                size, self.stragglers = len(self.view.ranks), frozenset()
                 self.waited_for.new_world()
                 for rank in [rank for rank in self.reported if rank >= size]:
                     del self.reported[rank]
+            case events.Report(_, _, about) if about and about.kind is ReasonKind.STRAGGLERS:
+                named = str(about.facts["workers"]).split(", ")
+                self.stragglers = frozenset(w for w in self.view.workers if str(w) in named)
             case events.KillWorker(_, reason) if reason.kind in FENCES:
                 self.fenced[FENCES[reason.kind]] += 1
             case events.ReportRecovery(_, kind, _, _, total_ms, phases_ms):
@@ -143,8 +140,6 @@ class JobMetrics(ViewReader):
         waits.waited_s += event.waited_s
         waits.over_s += event.over_s
         self.waited_for.paced(event.worker, event.waited_s, event.collectives)
-        if self._judge.paced(event.worker, event.waited_s, event.over_s):
-            self.stragglers = self._judge.named
 
 
 def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:

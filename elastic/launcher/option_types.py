@@ -26,6 +26,8 @@ class RayOptions(TypedDict, total=False):
     health_check: str | None
     health_check_timeout: float | None
     quarantine: str | None
+    straggler_factor: float | None
+    replace_stragglers: bool
     summary: bool
     dashboard: str | None
     verbose: bool

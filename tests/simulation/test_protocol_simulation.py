@@ -18,6 +18,7 @@ from elastic.chaos.simulator.simulated_faults import (
     MISCOMPUTING,
     ON_GPUS,
     STEERED,
+    THROTTLING,
     WITH_NOTICE,
     Fault,
     FaultConditions,
@@ -354,6 +355,36 @@ def test_worker_when_it_computes_wrongly_then_it_is_named_in_time_and_nobody_els
             for action in entry.actions
         )
     assert injected and named
+
+
+@pytest.mark.parametrize("first", some(range(0, 300, 10), 2))
+@pytest.mark.slow
+def test_stragglers_when_standbys_are_ready_then_they_are_replaced_and_nobody_else(first):
+    """While others die and drivers are replaced. The simulation checks that no straggler is killed."""
+    throttled = replaced = 0
+    for seed in range(first, first + 10):
+        sim = Simulation(
+            seed,
+            workers=3 + seed % 4,
+            steps=900,
+            faults=6,
+            mild=True,
+            standbys=1 + seed % 2,
+            weather=FaultConditions(faults=[*THROTTLING], step_s=(0.02, 0.03)),
+            replace_stragglers=True,
+        )
+        outcome = sim.run()
+        assert outcome.code == 0, f"seed {seed}: {outcome}"
+        slow = {each.split()[1] for each in outcome.faults if "times as slow" in each}
+        gone = {
+            str(action.worker)
+            for entry in sim.driver.entries
+            for action in entry.actions
+            if isinstance(action, events.LetGo) and action.reason.kind is ReasonKind.REPLACED
+        }
+        assert gone <= slow, f"seed {seed}: {gone - slow} were not slow"
+        throttled, replaced = throttled + len(slow), replaced + len(gone)
+    assert throttled >= replaced > 0, (throttled, replaced)
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,23 @@ class DetectionFlags:
         keys=("verification.quarantine",),
         use=Use(functions=FUNCTIONS, setting="quarantine"),
     )
+    straggler_factor: float | None = flag(
+        "--straggler-factor",
+        "F",
+        "Name workers slower than this share of the others' median speed (default:"
+        f" {Settings.straggler_factor:g}; 0: none).",
+        number,
+        variable="ELASTIC_STRAGGLER_FACTOR",
+        keys=("stragglers.factor",),
+        use=Use(functions=FUNCTIONS, setting="straggler_factor"),
+    )
+    replace_stragglers: bool = switch(
+        "--replace-stragglers",
+        "Let a ready standby take the place of a lasting straggler.",
+        variable="ELASTIC_REPLACE_STRAGGLERS",
+        keys=("stragglers.replace=true",),
+        use=Use(functions=FUNCTIONS, setting="replace_stragglers"),
+    )
     stall_warning: float | None = flag(
         "--stall-check-warning-time-seconds",
         "S",

@@ -1,54 +1,91 @@
-"""Detection of stragglers: workers that never wait while all others wait for them. Pure: no I/O, no clock.
+"""Detection of stragglers: workers so slow that all others wait for them. Pure: no I/O, no clock.
 
-Every worker regularly reports the share of its time that it spends in collectives. In a balanced world, all workers
-wait about equally little. If one worker is slow, all others wait for it, and it never waits itself. Stragglers are only
-reported.
+Every worker regularly reports the share of its time that it spends in collectives; it is busy for the rest. All make
+the same number of steps, so the speed of a worker, compared with the median of the others, is the ratio of their busy
+shares. With `elastic.Shards`, a slower worker has less work and is as busy as the others: a straggler is then one that
+this does not help. A worker is a straggler once its speed is below the factor, and none once it exceeds the factor by a
+margin.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+from elastic.driver.settings import STRAGGLER_FACTOR
 from elastic.protocol.messages import Worker
 
-LITTLE = 0.1  # share of time: a worker that waits less is a straggler ...
-MUCH = 0.5  # ... if the median of the others waits more
+LITTLE = (
+    0.1  # a straggler waits less than this share of its time: reports of the others may be older
+)
+RECOVERS = 1.25  # times the factor: speed from which a straggler is none any more
+LASTING = 2  # consecutive reports after which a straggler may be replaced
 
 
 @dataclass
 class Stragglers:
-    """Stragglers of one generation. The cost of a report does not depend on the number of members."""
+    """Stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
+
+    ``factor``: speed below which a worker is a straggler, as a share of the others' median; 0.0: none is.
+    """
 
     size: int = 0  # members of the world
+    factor: float = STRAGGLER_FACTOR
     named: frozenset[Worker] = frozenset()  # stragglers as of the last report
-    _share: dict[Worker, float] = field(default_factory=dict)
-    _little: set[Worker] = field(default_factory=set)
-    _much: set[Worker] = field(default_factory=set)
+    _busy: dict[Worker, float] = field(default_factory=dict)
+    # The same in ascending order.
+    _sorted: list[tuple[float, Worker]] = field(default_factory=list)
+    _reports: dict[Worker, int] = field(default_factory=dict)  # consecutive ones of stragglers
 
     def paced(self, worker: Worker, waited_s: float, over_s: float) -> bool:
         """Record one worker's last report. Return whether ``named`` has changed."""
         if over_s <= 0 or self.size < 2:
             return False
-        share = min(1.0, waited_s / over_s)
-        self._share[worker] = share
-        for group, belongs in ((self._little, share < LITTLE), (self._much, share > MUCH)):
-            (group.add if belongs else group.discard)(worker)
-        found: frozenset[Worker] = frozenset()
-        others = len(self._share) - 1  # compared with the workers that wait little
-        if self._little and 2 * others >= self.size - 1 and 2 * len(self._much) > others:
-            found = frozenset(self._little)
-        before, self.named = self.named, found
-        return found != before
+        busy = 1.0 - min(1.0, waited_s / over_s)
+        if worker in self._busy:
+            del self._sorted[bisect_left(self._sorted, (self._busy[worker], worker))]
+        insort(self._sorted, (busy, worker))
+        self._busy[worker] = busy
+        before = self.named
+        slowest = takewhile(self._is_slow, (each for _, each in reversed(self._sorted)))
+        self.named = frozenset({*slowest, *filter(self._is_slow, before)})
+        self._reports = {each: self._reports.get(each, 0) for each in self.named}
+        if worker in self.named:
+            self._reports[worker] += 1
+        return self.named != before
+
+    def speed(self, worker: Worker) -> float | None:
+        """Return the speed as a share of the others' median; None if too few have reported."""
+        others = len(self._sorted) - 1
+        own = self._busy.get(worker)
+        if own is None or others < 1 or 2 * others < self.size - 1:
+            return None
+        middle = (others - 1) // 2
+        if bisect_left(self._sorted, (own, worker)) <= middle:
+            middle += 1  # its own value is one of the lower ones, and does not count
+        return self._sorted[middle][0] / own if own else 1.0
+
+    def _is_slow(self, worker: Worker) -> bool:
+        speed = self.speed(worker)
+        if worker in self.named:
+            return speed is not None and speed < min(RECOVERS * self.factor, 1.0)
+        return speed is not None and speed < self.factor and 1.0 - self._busy[worker] < LITTLE
+
+    def lasting(self) -> list[Worker]:
+        """Return the stragglers of several consecutive reports, slowest first."""
+        found = [worker for worker, reports in self._reports.items() if reports >= LASTING]
+        return sorted(found, key=lambda worker: (self.speed(worker) or 1.0, worker))
 
     def sentence(self, name: Callable[[Worker], str]) -> str:
         """Return the current stragglers as a sentence."""
         slow = sorted(self.named)
         if not slow:
             return "no straggler any more"
-        shares = sorted(share for worker, share in self._share.items() if worker not in self.named)
-        median = shares[len(shares) // 2]
-        names = ", ".join(f"{name(w)}, which waits {self._share[w]:.0%}" for w in slow[:4])
+        shares = sorted(1.0 - busy for each, busy in self._busy.items() if each not in self.named)
+        median = shares[len(shares) // 2] if shares else 0.0
+        names = ", ".join(f"{name(w)}, which waits {1.0 - self._busy[w]:.0%}" for w in slow[:4])
         more = f", and {len(slow) - 4} more" if len(slow) > 4 else ""
         verb = "hold" if len(slow) > 1 else "holds"
         return (

@@ -50,7 +50,7 @@ class Stuck(Part):
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
         self._suspicions = Suspicions(self.settings)
-        self._stragglers = Stragglers()
+        self._stragglers = Stragglers(factor=self.settings.straggler_factor)
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
         self._look_at: float | None = None  # None if no worker waits
@@ -146,9 +146,34 @@ class Stuck(Part):
             return  # explained by the stall
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
+        if record.phase:
+            return  # a long phase, in which the others wait on purpose
+        before = self._stragglers.named
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
             level = "warning" if self._stragglers.named else "info"
-            self.actions.log(level, self._stragglers.sentence(self._name_of))
+            slow = {str(w): self._stragglers.speed(w) for w in sorted(self._stragglers.named)}
+            about = because(
+                ReasonKind.STRAGGLERS,
+                workers=", ".join(slow),
+                speeds=", ".join(f"{speed:.2f}" for speed in slow.values()),
+                over=", ".join(str(w) for w in sorted(before - self._stragglers.named)),
+            )
+            self.actions.log(level, self._stragglers.sentence(self._name_of), about)
+        self._replace_straggler()
+
+    def _replace_straggler(self) -> None:
+        """Let the slowest lasting straggler leave at a planned change, if a standby is ready to take its place."""
+        if not self.settings.replace_stragglers or self.worlds.phase is not Phase.TRAINING:
+            return
+        if self.roster.leavers or not self.worlds.joining():
+            return
+        for worker in self._stragglers.lasting()[:1]:
+            record = self.roster[worker]
+            speed = self._stragglers.speed(worker)
+            why = because(ReasonKind.REPLACED, speed=speed)
+            text = f"{self._name_of(worker)} is replaced by a standby: {why}"
+            self.actions.log("warning", text, why)
+            self.staff.leave(record, why, self.worlds.world.places)
 
     def probed(self, event: events.WorkerProbed) -> None:
         if self._silence.answered(event.worker.host):
@@ -176,7 +201,7 @@ class Stuck(Part):
         """Check the members that have held up others for some time."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
-            self._stragglers = Stragglers()
+            self._stragglers = Stragglers(factor=self.settings.straggler_factor)
             self._silence.end()
             self._forget()
             self._idle.begin(self.actions.now)

@@ -4,6 +4,8 @@ stacks, and are fenced; the others go on as if nothing had happened. The limits 
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from elastic.driver.reasons import ReasonKind
@@ -84,6 +86,24 @@ def test_without_a_check_all_workers_are_waited_for(job):
     training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)
     training.wait_for(wording.COLLECTIVE_BROKE_AT_LOCALHOST)
     assert training.fences() == {} and training.actions("DumpStacks") == []
+    assert training.end() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_the_straggler_when_a_standby_is_ready_then_it_is_replaced_and_no_commit_is_lost(job):
+    """Named and replaced after two reports, each of which covers half a minute."""
+    flags = "--max-np 3 -H localhost:4 --standbys 1 --replace-stragglers"
+    training = stalling(job, 3, "slot=2,place=forward,how=slow", flags, STEPS="100000")
+    deadline = time.monotonic() + 150
+    while not any(action["reason"]["kind"] == "replaced" for action in training.actions("LetGo")):
+        assert time.monotonic() < deadline, training.output
+        time.sleep(0.2)
+    training.wait_for(r"changed in .* generation 3", timeout=30)
+    members = [member["worker"][1] for member in training.worlds()[-1]["members"]]
+    assert sorted(members) == [0, 1, 3]
+    (change,) = [each for each in training.actions("ReportRecovery") if each["generation"] == 3]
+    assert change["kind"] == "change" and training.fences() == {}
     assert training.end() == []
 
 

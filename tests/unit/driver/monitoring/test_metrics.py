@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from elastic.driver import events
 from elastic.driver.events import (
     Action,
     CheckpointMade,
@@ -189,6 +190,8 @@ def test_straggler_is_shown_until_the_world_changes():
     figures = training(A, B, C)
     for worker, waited_s in ((A, 25.0), (B, 26.0), (C, 1.0)):
         note(figures, WorkerPaced(worker, 1, 300, waited_s, 30.0), [])
+    about = because(ReasonKind.STRAGGLERS, workers=str(C), speeds="0.16", over="")
+    note(figures, TimePassed(), [events.Report("warning", "one is slow", about)])
     assert {
         'elastic_straggler{worker="localhost:2#1"} 1.0',
         'elastic_straggler{worker="localhost:0#1"} 0.0',
