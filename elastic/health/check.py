@@ -43,13 +43,15 @@ def check(slot: int | None) -> tuple[int, str]:
 def _check_gpu(torch: Any, index: int) -> tuple[int, str]:
     device = f"cuda:{index}"
     try:
+        found = gpu_errors.watch(str(getattr(torch.cuda.get_device_properties(index), "uuid", "")))
         if wrong := known_answers.wrong_on_gpu(torch, device):
             return WRONG_RESULT, f"{device}: {wrong}"
-        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-    except RuntimeError as error:  # CUDA errors: out of memory, an uncorrectable error, a lost GPU
-        return FAILED, f"{device}: {str(error).strip().partition(chr(10))[0]}"
-    found = gpu_errors.found_on(uuid)
-    return (FAILED, f"{device}: {found}") if found else (PASSED, "")
+        error = found()
+    except (
+        RuntimeError
+    ) as failure:  # CUDA errors: out of memory, an uncorrectable error, a lost GPU
+        return FAILED, f"{device}: {str(failure).strip().partition(chr(10))[0]}"
+    return (FAILED, f"{device}: {error}") if error else (PASSED, "")
 
 
 def main() -> int:

@@ -1,31 +1,66 @@
-"""Hardware errors counted by the NVIDIA driver, read with nvidia-ml-py (extra ``gpu-usage``) if it is installed.
+"""Hardware errors reported by the NVIDIA driver, read with nvidia-ml-py (extra ``gpu-usage``) if it is installed.
 
-NVML counts uncorrected ECC errors and failed row remappings. It has no counter of Xid errors, only events.
+NVML counts uncorrected ECC errors and failed row remappings. It has no counter of Xid errors, but reports those that
+occur while they are watched.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+# Xid errors that a program causes: an exception, a page fault, a stopped channel, its cleanup, video, a timeout.
+OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
+XIDS = 64  # events to read at most
 
-def found_on(uuid: str, nvml: Any = None) -> str:
-    """Return the hardware errors of a GPU in one line, or an empty result if there are none or NVML is not
-    available.
+
+def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
+    """Begin to record the Xid errors of a GPU.
+
+    Returns:
+        A function that returns the GPU's hardware errors in one line; empty if there are none or NVML is not available.
+        It is called once.
     """
-    if not uuid:
-        return ""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
-            return ""
+            return str
+    if not uuid:
+        return str
     try:
         nvml.nvmlInit()
         gpu = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
     except nvml.NVMLError:
+        return str
+    events = _events(nvml, gpu)
+    return lambda: _ecc(nvml, gpu) or _rows(nvml, gpu) or _xid(nvml, events)
+
+
+def _events(nvml: Any, gpu: Any) -> Any:
+    """Return a set of events that receives Xid errors; None if the GPU has none."""
+    try:
+        events = nvml.nvmlEventSetCreate()
+        nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, events)
+    except nvml.NVMLError:
+        return None
+    return events
+
+
+def _xid(nvml: Any, events: Any) -> str:
+    if events is None:
         return ""
-    return _ecc(nvml, gpu) or _rows(nvml, gpu)
+    try:
+        for _ in range(XIDS):
+            xid = nvml.nvmlEventSetWait_v2(events, 0).eventData
+            if xid not in OF_PROGRAMS:
+                return f"Xid error {xid} during the check"
+    except nvml.NVMLError:  # no further event
+        pass
+    finally:
+        nvml.nvmlEventSetFree(events)
+    return ""
 
 
 def _ecc(nvml: Any, gpu: Any) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
+import pynvml
 import pytest
 import torch
 
@@ -100,49 +103,53 @@ def test_gpu_of_the_slot_is_checked(slot, bad, error, code, used, monkeypatch):
     assert "\n" not in line and line
 
 
-class Nvml:
-    """NVML of one GPU."""
-
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, ecc: int | None = 0, rows: tuple[int, int, int, int] | None = None) -> None:
-        self.ecc, self.rows = ecc, rows
-
-    def nvmlInit(self) -> None:
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        assert uuid == "GPU-1234"
-        return uuid
-
-    def nvmlDeviceGetTotalEccErrors(self, gpu: str, kind: int, counter: int) -> int:
-        if self.ecc is None:
-            raise self.NVMLError
-        return self.ecc
-
-    def nvmlDeviceGetRemappedRows(self, gpu: str) -> tuple[int, int, int, int]:
-        if self.rows is None:
-            raise self.NVMLError
-        return self.rows
+def nvml(
+    ecc: int | None = 0,
+    rows: tuple[int, int, int, int] | None = None,
+    xids: tuple[int, ...] | None = None,
+) -> Any:
+    """NVML of one GPU. None: the GPU does not support it."""
+    fake = create_autospec(pynvml)
+    fake.NVMLError = pynvml.NVMLError
+    unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    none_left = pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+    fake.nvmlDeviceGetHandleByUUID.side_effect = lambda uuid: {"GPU-1234": "the GPU"}[uuid]
+    fake.nvmlDeviceGetTotalEccErrors.side_effect = [unsupported if ecc is None else ecc]
+    fake.nvmlDeviceGetRemappedRows.side_effect = [unsupported if rows is None else rows]
+    fake.nvmlDeviceRegisterEvents.side_effect = [unsupported if xids is None else None]
+    events = []
+    for xid in xids or ():
+        event = pynvml.c_nvmlEventData_t()
+        event.eventType, event.eventData = pynvml.nvmlEventTypeXidCriticalError, xid
+        events.append(event)
+    fake.nvmlEventSetWait_v2.side_effect = [*events, none_left]
+    return fake
 
 
 @pytest.mark.parametrize(
-    ("nvml", "bad"),
+    ("fake", "bad"),
     [
-        (Nvml(), False),
-        (Nvml(None), False),
-        (Nvml(2), True),
-        (Nvml(0, (3, 1, 0, 0)), False),
-        (Nvml(0, (0, 0, 1, 0)), True),
-        (Nvml(None, (0, 0, 0, 1)), True),
+        (nvml(), False),
+        (nvml(None), False),
+        (nvml(2), True),
+        (nvml(0, (3, 1, 0, 0)), False),
+        (nvml(0, (0, 0, 1, 0)), True),
+        (nvml(None, (0, 0, 0, 1)), True),
+        (nvml(xids=()), False),
+        (nvml(xids=(79,)), True),
+        (nvml(xids=(31, 13)), False),
+        (nvml(xids=(31, 48)), True),
     ],
 )
-def test_counted_errors_of_a_gpu_are_found(nvml, bad):
-    assert bool(gpu_errors.found_on("1234", nvml)) is bad
+def test_gpu_when_the_driver_reports_errors_then_they_are_found(fake, bad):
+    found = gpu_errors.watch("1234", fake)
+    assert fake.nvmlDeviceRegisterEvents.call_count == 1, "before the computations"
+    fake.nvmlEventSetWait_v2.assert_not_called()
+    assert bool(found()) is bad
 
 
-def test_unknown_gpu_is_not_blamed():
-    assert not gpu_errors.found_on("", Nvml(2))
+def test_gpu_when_it_is_unknown_then_it_is_not_blamed():
+    assert not gpu_errors.watch("", nvml(2))()
+    gone = nvml(2)
+    gone.nvmlDeviceGetHandleByUUID.side_effect = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+    assert not gpu_errors.watch("1234", gone)()
