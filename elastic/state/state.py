@@ -96,6 +96,7 @@ class State:
                 copies.begin(time.monotonic())
             self._save_whole()
             rt.commits.committed()
+            rt.commits.keep_older(self)
             if copies is not None:
                 copies.end(rt, time.monotonic())
             self._rebalance()
