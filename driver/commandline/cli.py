@@ -683,6 +683,8 @@ def _writable_place(flag: str, path: str | None) -> str | None:
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         trouble = "it is a directory"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        trouble = "it is a device, a pipe or a socket"
     elif not os.path.isdir(folder):
         trouble = f"the directory {folder} does not exist"
     elif not os.access(path if os.path.exists(path) else folder, os.W_OK):

@@ -56,7 +56,11 @@ class RunReport(ViewReader):
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a file atomically. Raises Invalid."""
+    """Write a file atomically. A device, such as /dev/full, is not replaced. Raises Invalid."""
+    if file.exists() and not file.is_file():
+        raise Invalid(
+            f"the report {str(file)!r} can't be written: it is not a file. Pass another file"
+        )
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
         unfinished.write_bytes(text.encode(errors="backslashreplace"))

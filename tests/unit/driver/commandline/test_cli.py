@@ -493,6 +493,8 @@ def test_timeline_started_by_the_script_is_left_to_it():
         ("--cycle-time-ms -1", {}),
         ("--timeline-filename .", {}),
         ("--timeline-filename no/t", {}),
+        ("--timeline-filename /dev/null", {}),
+        ("--report /dev/null", {}),
         ("", {"HOROVOD_CACHE_CAPACITY": "x"}),
         ("", {"HOROVOD_FUSION_THRESHOLD": "1e6"}),
         ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 
@@ -159,10 +160,12 @@ def test_argument_that_is_not_unicode_is_shown_escaped(tmp_path):
 
 def test_unwritable_report_is_logged(tmp_path):
     (tmp_path / "taken").mkdir()
-    for file in (tmp_path / "taken", tmp_path / "no" / "page.html"):
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "taken", tmp_path / "no" / "page.html", tmp_path / "pipe"):
         with raises(Invalid):
             write_page(file, "page")
-    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["pipe", "taken"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 # ---- kept values --------------------------------------------------------------------------------------------------
