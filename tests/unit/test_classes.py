@@ -17,6 +17,7 @@ SPREAD = (
     "driver/commandline/options/argument_parser.py",  # of argparse
     "elastic/mxnet/optimizer.py",  # of Gluon's trainer
     "elastic/integrations/",  # of trainers, whose loops are private
+    "horovod/spark/",  # of pyspark.ml's parameters
 )
 FOREIGN = (torch.Tensor, torch.nn.Module(), os)  # have private names that others may use
 

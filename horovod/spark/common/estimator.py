@@ -48,12 +48,13 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
 
     def fit_on_parquet(self, params: Any = None) -> Any:
         """Train on the Parquet data in the store's folders; otherwise as `fit`."""
-        estimator = self.copy(params) if params else self
-        estimator._check_params()
-        store = estimator.getStore()
-        validation = store.get_val_data_path() if estimator.getValidation() else None
-        data = estimator._found(store.get_train_data_path(), validation)
-        return estimator._trained(data, estimator._metadata_of(data[0]))
+        if params:
+            return self.copy(params).fit_on_parquet()
+        self._check_params()
+        store = self.getStore()
+        validation = store.get_val_data_path() if self.getValidation() else None
+        data = self._found(store.get_train_data_path(), validation)
+        return self._trained(data, dict.fromkeys(data[0].columns, ""))
 
     def _fit(self, df: Any) -> Any:
         self._check_params()
@@ -114,9 +115,6 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
             held_out = df[validation].cast("boolean")
             return [df.filter(~held_out), df.filter(held_out)]
         return list(df.randomSplit([1 - validation, validation], seed=self.getRandomSeed()))
-
-    def _metadata_of(self, data: Any) -> dict[str, str]:
-        return dict.fromkeys(data.columns, "")
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -236,7 +234,9 @@ class ParamsReader(MLReader):
         instance = self._cls()
         instance._resetUid(metadata["uid"])
         values = metadata["paramMap"].items()
-        instance._set(**{name: cloudpickle.loads(base64.b64decode(text)) for name, text in values})
+        instance.setParams(
+            **{name: cloudpickle.loads(base64.b64decode(text)) for name, text in values}
+        )
         return instance
 
 
