@@ -183,7 +183,7 @@ def test_commit_beyond_the_budget_copies_nothing_and_looks_at_changes(rt, costs,
             made.append(state.batch)
     assert made == [0, 1, 2, 7, 12]
     assert step_count.commits_every == 5
-    assert capsys.readouterr().err.count("commit budget") == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
     state.restore()
     assert state.batch == 12
 
