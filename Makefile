@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Most of the installed modules are never imported; the others are compiled at their first import.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV)/constraints.txt
 
-.PHONY: help install needs golden journals check-prose check-types check-tests native sanitize train train-keras test nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels release bench bench-ray mxnet soak matrix hosts clean
+.PHONY: help install needs golden journals check-prose check-types check-tests native sanitize train train-keras test versioned nightly fakecuda faults kubernetes images gpu check fix docs wheel wheels release bench bench-ray mxnet soak matrix hosts clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make train-keras train with Keras while workers are killed and return; KERAS_BACKEND=torch, jax"
 	@echo "make test      install everything, with TensorFlow, and run all tests"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   run the tests with another Python or torch, in a separate environment"
+	@echo "make versioned-on-torch-2.8.0, versioned-on-3.12   run the tests that depend most on these versions"
 	@echo "make nightly   run the long tests: more simulations, pairs of the fault matrix, sanitizers"
 	@echo "make mxnet     test horovod.mxnet in a separate environment: Python 3.11 or older"
 	@echo "make fakecuda  test the CUDA build of torch on a fake CUDA and NCCL, without a GPU: a download of 735 MB"
@@ -127,6 +128,19 @@ needs:
 # package index has only CUDA builds).
 test-on-torch-%:
 	$(MAKE) test VENV=.venv-torch-$* TORCH=$*
+
+# The tests that depend most on the versions of torch and Python, without TensorFlow: make versioned-on-torch-2.8.0.
+VERSIONED := tests/unit/elastic tests/integration/collectives/test_torch_backend.py \
+  $(addprefix tests/integration/jobs/,test_ddp.py test_recovery.py test_sharded.py test_zero.py)
+
+versioned: $(READY)
+	$(ENDS) 3600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) -m "not slow" $(VERSIONED)
+
+versioned-on-torch-%:
+	$(MAKE) versioned VENV=.venv-torch-$* TORCH=$*
+
+versioned-on-%:
+	$(MAKE) versioned VENV=.venv-$* PYTHON=python$*
 
 test-on-%:
 	$(MAKE) test VENV=.venv-$* PYTHON=python$*
