@@ -17,6 +17,9 @@ import torch
 
 from elastic.state.snapshots.digest import digest
 
+WHOLE_BYTES = (
+    1 << 20
+)  # a larger gradient on a CPU is sampled: reading it takes up to a tenth of a step
 SAMPLE = 4096  # elements of a bucket to check; a non-finite value spreads to nearly all gradients
 
 
@@ -33,6 +36,17 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ()
     numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8
     return tuple(torch.aminmax(numbers))
+
+
+def examined(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a shard's gradient that are examined, the same ones on all ranks."""
+    if gradient.is_cuda or gradient.nbytes <= WHOLE_BYTES:
+        return gradient
+    return (
+        gradient.view(-1)[:: gradient.numel() // (2 * SAMPLE)]
+        if gradient.is_contiguous()
+        else gradient
+    )
 
 
 class FirstNotFinite:

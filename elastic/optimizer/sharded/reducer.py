@@ -286,7 +286,9 @@ class ShardReducer:
                 self._digests.setdefault(shard, {})[f"{slot.number} {name}"] = found
         if gradient is not None and self._examines:
             assert self._shard is not None
-            self._extremes.setdefault(self._shard.shard, []).extend(not_finite.extremes(gradient))
+            self._extremes.setdefault(self._shard.shard, []).extend(
+                not_finite.extremes(not_finite.examined(gradient))
+            )
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
@@ -322,7 +324,7 @@ class ShardReducer:
                 name = self._parameters.name(parameter)
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 found[f"{number} {name}"] = digest.digest([(name, dense.detach().cpu())])
-                extremes += not_finite.extremes(dense)
+                extremes += not_finite.extremes(not_finite.examined(dense))
         self._second_pass, self._kept = None, []
         return PassResult(_digest_of(found), _largest(extremes))
 
@@ -488,13 +490,16 @@ class ShardReducer:
 
 
 def _largest(extremes: Sequence[torch.Tensor]) -> float:
-    """Return the largest absolute value, infinity for NaN, 0.0 for none. Waits for each device once."""
-    devices = {each.device for each in extremes}
-    found = (
-        float(torch.stack([e.double() for e in extremes if e.device == device]).abs().max())
-        for device in devices
-    )
-    return max((math.inf if math.isnan(each) else each for each in found), default=0.0)
+    """Return the largest absolute value, infinity for NaN, 0.0 for none. Waits for a GPU once."""
+    if extremes and extremes[0].is_cuda:
+        devices = {each.device for each in extremes}
+        found = [
+            torch.stack([e.double() for e in extremes if e.device == d]).cpu() for d in devices
+        ]
+        values = torch.cat(found).tolist()
+    else:
+        values = [float(each) for each in extremes]
+    return max((math.inf if math.isnan(each) else abs(each) for each in values), default=0.0)
 
 
 def _digest_of(found: dict[str, int]) -> int:
