@@ -194,7 +194,7 @@ class WorkerReports(Part):
             digest=event.digest,
             right=event.right,
             witnesses=", ".join(
-                str(members[rank]) for rank in event.witnesses if rank < len(members)
+                str(members[rank]) for rank in event.witnesses if 0 <= rank < len(members)
             ),
             agreed=event.agreed,
             quarantine=self.settings.quarantine,

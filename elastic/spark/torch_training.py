@@ -203,17 +203,19 @@ class _Run:
 
     def _summed(self, outputs: Tensors, labels: Tensors, loss: Any, rows: int) -> list[float]:
         """Return the sums over all ranks."""
-        values = [torch.as_tensor(1.0), loss.detach()]
+        values = [torch.ones((), dtype=torch.float32, device="cpu"), loss.detach()]
         with torch.no_grad():
             for group in self.job.metrics:
                 values += [
-                    torch.as_tensor(metric(output, label), dtype=torch.float64)
+                    torch.as_tensor(metric(output, label), dtype=torch.float64, device="cpu")
                     for metric, output, label in zip(group, outputs, labels, strict=True)
                 ]
         if rows:
-            own = torch.tensor([rows * float(value) for value in values], dtype=torch.float64)
+            own = torch.tensor(
+                [rows * float(value) for value in values], dtype=torch.float64, device="cpu"
+            )
         else:  # a placeholder that must not count
-            own = torch.zeros(len(values), dtype=torch.float64)
+            own = torch.zeros(len(values), dtype=torch.float64, device="cpu")
         op = self.elastic.Sum
         return [float(each) for each in self.elastic.allreduce(own, op=op, name="history")]
 

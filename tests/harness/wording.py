@@ -191,7 +191,7 @@ RANK_LOCALHOST_LOCALHOST_KEEPS = (
     r"rank \d \(localhost:1#1 on localhost\) keeps the others waiting in '.*idle"
 )
 RANK_MEMORY_PROCESS_SHARE = (
-    r"rank 1: (memory of process \d+|shared memory) can't be mapped: .*`ulimit -v`"
+    r"rank 1: (the memory of process \d+|shared memory) can't be mapped: .*`ulimit -v`"
 )
 RANK_NO_DISPATCHER = "rank %s has no dispatcher"
 RANK_READY_DEVICE = "rank 1 of 2 is ready on device 2"

@@ -57,7 +57,7 @@ class RunReport(ViewReader):
 
 def write_page(file: Path, text: str) -> None:
     """Write a file atomically. A device, such as /dev/full, is not replaced. Raises Invalid."""
-    if file.exists() and not file.is_file():
+    if file.exists() and not file.is_file() and not file.is_dir():
         raise Invalid(
             f"the report {str(file)!r} can't be written: it is not a file. Pass another file"
         )

@@ -255,7 +255,7 @@ def _load(content: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimiz
 def _predict(model: torch.nn.Module, shapes: Any, columns: list[Any]) -> list[Any]:
     inputs = []
     for number, column in enumerate(columns):
-        given = torch.as_tensor(column).float()
+        given = torch.as_tensor(column, dtype=torch.float32, device="cpu")
         if shapes is not None:
             given = given.reshape(tuple(shapes[number]))
         inputs.append(given.unsqueeze(1) if given.dim() == 1 else given)
