@@ -373,7 +373,7 @@ def _checked_job(
         begins=checkpoints.begins,
         journal=_writable_file(options.journal, traces),
         summary=options.summary,
-        report=_writable_place("--report", options.report),
+        report=_report(options.report),
         metrics=_metrics(options),
         dashboard=_dashboard(options.dashboard),
         opentelemetry=options.opentelemetry,
@@ -388,6 +388,16 @@ def _checked_job(
         notes=notes,
         refused=traces.remove,
     )
+
+
+def _report(path: str | None) -> str | None:
+    """Check the path of the report and return it. Raises Invalid."""
+    place = _writable_place("--report", path)
+    if place is not None:
+        from elastic.driver.monitoring.explain.run_report import BEGINNING, check_replaceable
+
+        check_replaceable(Path(place), BEGINNING)
+    return place
 
 
 def _preemption(options: Options) -> str:

@@ -247,11 +247,10 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
 
 def _write(report: RunReport, log: Log) -> None:
     try:
-        report.write()
+        if report.write():
+            log("info", f"report of this job: {report.file}")
     except Invalid as error:
         log("warning", f"the report of this job could not be written: {error}")
-    else:
-        log("info", f"report of this job: {report.file}")
 
 
 def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:

@@ -133,7 +133,7 @@ class CheckpointFlags:
         "--checkpoint-every",
         "EVERY",
         f"Checkpoint interval: 60s, 10m, 1h, 500commits or manual (default: {DEFAULT_EVERY})."
-        " The last commit is always written.",
+        " A last one is written at the end, except after Ctrl-C.",
         variable="ELASTIC_CHECKPOINT_EVERY",
         keys=("checkpoint.every",),
         use=EVERYWHERE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
+
+BEGINNING = "<!doctype html>"  # of each page
 
 
 class RunReport(ViewReader):
@@ -47,20 +50,39 @@ class RunReport(ViewReader):
         """Record a worker's report."""
         self._reported.report(report.rank, report.metrics, report.at)
 
-    def write(self) -> None:
-        """Write the page. Raises Invalid."""
+    def write(self) -> bool:
+        """Write the page, and return whether there is anything to report: a refused start leaves an earlier report.
+        Raises Invalid."""
+        if self._story.began is None:
+            return False
         state = JournalState(self._settings, runs=False, from_the_middle=self._from_the_middle)
         found = findings(self._story, state)
         job = PageJob(self._story, self._rows, found, self._command, 0.0, self._reported)
         write_page(self.file, page(job))
+        return True
+
+
+def check_replaceable(file: Path, beginning: str) -> None:
+    """Raise Invalid if something exists at this path that a page or film must not replace: a device, or a file of
+    another kind, such as a script or a journal.
+
+    Args:
+        beginning: the first characters of the new file.
+    """
+    if file.is_dir() or not file.exists():
+        return
+    trouble = "it is a device, a pipe or a socket"
+    if file.is_file():
+        with contextlib.suppress(OSError), open(file, "rb") as existing:
+            if existing.read(len(beginning)) in (b"", beginning.encode()):
+                return
+        trouble = "the file exists and is not a report"
+    raise Invalid(f"the report {str(file)!r} can't be written: {trouble}. Pass another file")
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a file atomically. A device, such as /dev/full, is not replaced. Raises Invalid."""
-    if file.exists() and not file.is_file() and not file.is_dir():
-        raise Invalid(
-            f"the report {str(file)!r} can't be written: it is not a file. Pass another file"
-        )
+    """Write a file atomically; replace only an earlier file of the same kind. Raises Invalid."""
+    check_replaceable(file, text[: len(BEGINNING)])
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
         unfinished.write_bytes(text.encode(errors="backslashreplace"))

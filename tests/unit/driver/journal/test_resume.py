@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_every_setting_is_compared():
     other = {"elastic": False, "timeline": "/t", "reset_limit": 1, "host_attempts": 9}
     other |= {"health_check": "auto", "quarantine": "host", "straggler_factor": 0.25}
     for name, value in vars(settings()).items():
-        base = {"standbys": 1} if name == "replace_stragglers" else {}  # which needs it
+        base: dict[str, Any] = {"standbys": 1} if name == "replace_stragglers" else {}
         if name in ("np", "workers_min", "workers_max", "starting_max", "env"):
             continue
         changed = settings(

@@ -14,7 +14,7 @@ from elastic.driver.journal.entries import decoded_header, encoded, header_of, r
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.page import PageJob, page
-from elastic.driver.monitoring.explain.run_report import RunReport, write_page
+from elastic.driver.monitoring.explain.run_report import BEGINNING, RunReport, write_page
 from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.reported_series import POINTS, ReportedSeries
@@ -142,6 +142,13 @@ def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path
     recorded("explain", visible(text))
 
 
+def test_run_whose_start_was_refused_leaves_an_earlier_report(tmp_path):
+    (tmp_path / "r.html").write_text(f"{BEGINNING} earlier")
+    run = RunReport(tmp_path / "r.html", ["python"], SETTINGS, TimeSpent(JobView()))
+    assert not run.write()
+    assert (tmp_path / "r.html").read_text() == f"{BEGINNING} earlier"
+
+
 def test_job_without_known_facts_has_a_page():
     story = JobHistory(TimeSpent(JobView()))
     found = findings(story, JournalState(SETTINGS))
@@ -149,9 +156,11 @@ def test_job_without_known_facts_has_a_page():
 
 
 def test_argument_that_is_not_unicode_is_shown_escaped(tmp_path):
+    view = JobView()
     run = RunReport(
-        tmp_path / "r.html", ["python", "train.py", "\udcff"], SETTINGS, TimeSpent(JobView())
+        tmp_path / "r.html", ["python", "train.py", "\udcff"], SETTINGS, TimeSpent(view)
     )
+    evil_job(lambda event, actions, now: view.note(event, actions, 1.79e9 + now))
     run.write()
     assert "udcff" in (tmp_path / "r.html").read_text()
     header = header_of(SETTINGS, command=readable(["python", "\udcff"]))
@@ -163,9 +172,19 @@ def test_unwritable_report_is_logged(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for file in (tmp_path / "taken", tmp_path / "no" / "page.html", tmp_path / "pipe"):
         with raises(Invalid):
-            write_page(file, "page")
+            write_page(file, f"{BEGINNING} page")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["pipe", "taken"]
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_report_when_another_kind_of_file_exists_then_leaves_it(tmp_path):
+    script, report = tmp_path / "train.py", tmp_path / "report.html"
+    script.write_text("import torch\n")
+    write_page(report, f"{BEGINNING} 1")
+    write_page(report, f"{BEGINNING} 2")
+    with raises(Invalid):
+        write_page(script, f"{BEGINNING} 1")
+    assert (script.read_text(), report.read_text()) == ("import torch\n", f"{BEGINNING} 2")
 
 
 # ---- kept values --------------------------------------------------------------------------------------------------
