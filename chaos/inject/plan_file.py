@@ -47,7 +47,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"{name} is not TOML: {error}") from None
-    # A number with thousands of digits, or deeply nested brackets.
+    # Raised for a number with thousands of digits, or for deeply nested brackets.
     except (ValueError, RecursionError):
         raise Invalid(
             f"{name} is nested too deeply, or contains a number with too many digits"

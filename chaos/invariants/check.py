@@ -58,7 +58,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def broken_invariants(path: Path) -> list[str]:
-    """Return the first broken invariant as a sentence, in a list. Raises Invalid if the file is not a journal."""
+    """Return a list with the sentence of the first broken invariant; empty if none is broken.
+
+    Raises Invalid if the file is not a journal.
+    """
     try:
         check_journal(path)
     except BrokenInvariant as error:

@@ -22,7 +22,7 @@ class Epoch:
     """The counted samples of one epoch."""
 
     seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
-    # Commit -> its samples that had been counted before.
+    # Commit -> those of its samples that an earlier commit had already counted.
     repeats: dict[Commit, list[int]] = field(default_factory=dict)
     last: Commit | None = None  # the latest commit with samples of this epoch
     # Generation -> number of samples that were counted first in it.

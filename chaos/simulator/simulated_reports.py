@@ -42,7 +42,7 @@ class SimulatedReports:
         self._paced = (0.0, 0, 0.0)  # start, collectives, and seconds spent in them
 
     def cpu_s(self) -> float:
-        """Return the processor time so far, as measured by its host."""
+        """Return the processor time that the worker has used so far, in seconds."""
         now, worker = self._sim.clock.now, self._worker
         if not (self.idle or worker.frozen or worker.inside is not None):
             self._cpu_s += now - self._looked_at

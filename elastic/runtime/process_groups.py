@@ -338,7 +338,9 @@ class Groups:
         return late
 
     def launches(self) -> list[messages.Launches]:
-        """Return how far each group on this worker's GPU has progressed. Does not wait; called in the link thread."""
+        """Return the numbers of launched and completed collectives of each group on this worker's GPU.
+
+        Does not wait. Called in the link thread."""
         place, found = self._place, []
         for (purpose, _, members), group in _on_gpus(self._made).items():
             if place is None:

@@ -444,7 +444,8 @@ def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> W
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
-    """Return whether the gradient was changed or replaced, but not if it was removed as by ``model.zero_grad()``."""
+    """Return whether the gradient was changed or replaced. A gradient that was removed, as by ``model.zero_grad()``,
+    does not count as changed."""
     now = parameter.grad
     return now is not None and (now is not gradient or now._version != version)
 
