@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic.driver.discovery.script import execute
+from elastic.driver.discovery.polling import execute
 from elastic.errors import Invalid
 
 # Seconds between two queries to the controller, which serves a whole cluster.
 INTERVAL_S = 15.0
 ANSWER_S = 10.0
+CHECK = "Check Slurm with `scontrol ping`"
 # sinfo(1), "NODE STATE CODES": no worker is started on a node in one of these states.
 UNUSABLE = frozenset({"down", "drained", "draining", "error", "fail", "failing", "unknown"})
 
@@ -55,12 +56,14 @@ class Allocation:
         try:
             code, output, errors = await execute([*command], ANSWER_S, env=self.environ)
         except asyncio.TimeoutError:
-            raise Invalid(f"{command[0]} did not answer within {ANSWER_S:g} s") from None
+            raise Invalid(f"{command[0]} did not answer within {ANSWER_S:g} s. {CHECK}") from None
         except OSError as error:
-            raise Invalid(f"{command[0]} can't be started: {error.strerror}") from None
+            raise Invalid(f"{command[0]} can't be started: {error.strerror}. {CHECK}") from None
         if code != 0:
             last = errors.decode("utf-8", "replace").strip().splitlines()[-1:]
-            raise Invalid(f"{command[0]} ended with exit code {code}: {''.join(last)[:200]}")
+            raise Invalid(
+                f"{command[0]} ended with exit code {code}: {''.join(last)[:200]}. {CHECK}"
+            )
         return output.decode("utf-8", "replace")
 
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from elastic.driver.discovery.interface import Discovery, Log
 from elastic.driver.discovery.local import LocalDiscovery
-from elastic.driver.discovery.script import PolledDiscovery, ScriptDiscovery
+from elastic.driver.discovery.polling import PolledDiscovery
+from elastic.driver.discovery.script import ScriptDiscovery
 from elastic.driver.discovery.slurm import INTERVAL_S, Allocation
 from elastic.driver.discovery.static import OwnSlots, StaticDiscovery
 from elastic.driver.job.multi_host_plan import MultiHostPlan

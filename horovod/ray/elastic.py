@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from elastic.errors import Invalid
+from horovod.common.renamed import renamed
 from horovod.ray import elastic_v2
 from horovod.ray.runner import RayExecutor
-from horovod.ray.settings import ElasticSettings, limits, renamed, verbosity
+from horovod.ray.settings import ElasticSettings, limits, verbosity
 
 
 class ElasticRayExecutor:
@@ -34,7 +35,7 @@ class ElasticRayExecutor:
         """
         what = "create_settings"
         least = renamed(what, "min_num_proc", min_num_proc, "min_np", min_np, 1)
-        most = renamed(what, "max_num_proc", max_num_proc, "max_np", max_np, None)
+        most = renamed(what, "max_num_proc", max_num_proc, "max_np", max_np)
         if "verbose" in kwargs:
             kwargs["verbose"] = verbosity(kwargs["verbose"])
         try:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from elastic.errors import Invalid
+from horovod.common.renamed import renamed
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.jobs import ElasticJob, PlacementTimeout, StaticJob
-from horovod.ray.settings import MiniSettings, limits, renamed, verbosity
+from horovod.ray.settings import MiniSettings, limits, verbosity
 from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 

@@ -99,16 +99,6 @@ def verbosity(verbose: bool | int | None) -> int:
     return VERBOSE if verbose is True else int(verbose)
 
 
-def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: Any) -> Any:
-    """Return the value of an argument that was renamed. Raises ValueError if both names are given."""
-    if old_value is None:
-        return value
-    if value != default:
-        raise ValueError(f"{old} is the old name of {new}: pass {new} only")
-    warnings.warn(f"{what}({old}=...) is deprecated; use {new}", DeprecationWarning, stacklevel=3)
-    return old_value
-
-
 def checked_environment(given: Any) -> dict[str, str]:
     """Convert names and values to strings, like Horovod. None values are omitted. Raises ValueError."""
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic.errors import Invalid
+from horovod.common.renamed import renamed
 
 
 def run(
@@ -63,14 +63,14 @@ def run(
 
     from elastic.launcher.launch_function import launch
 
-    least = _renamed("min_num_proc", min_num_proc, "min_np", min_np)
+    least = renamed("horovod.run", "min_num_proc", min_num_proc, "min_np", min_np)
     return launch(
         func,
         args,
         kwargs,
-        np=_renamed("num_proc", num_proc, "np", np) or least or 1,
+        np=renamed("horovod.run", "num_proc", num_proc, "np", np) or least or 1,
         min_np=least,
-        max_np=_renamed("max_num_proc", max_num_proc, "max_np", max_np),
+        max_np=renamed("horovod.run", "max_num_proc", max_num_proc, "max_np", max_np),
         slots_per_host=slots,
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
@@ -89,17 +89,6 @@ def run(
 
 def _joined(names: str | Sequence[str] | None) -> str | None:
     return names if isinstance(names, str) else ",".join(names or ()) or None
-
-
-def _renamed(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:
-    if old_value is None:
-        return value
-    if value is not None:
-        raise Invalid(f"{old_name} is the old name of {name}: pass {name} only")
-    warnings.warn(
-        f"horovod.run({old_name}=...) is deprecated; use {name}", DeprecationWarning, stacklevel=3
-    )
-    return old_value
 
 
 __all__ = ["run"]

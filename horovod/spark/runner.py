@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import elastic.spark
 from elastic.errors import Invalid
+from horovod.common.renamed import renamed
 from horovod.ray.settings import VERBOSE, interfaces
 
 START_S = 600.0
@@ -97,8 +97,8 @@ def run_elastic(
         JobFailed: (a RuntimeError) the job failed.
     """
     context = elastic.spark.active_context()
-    least = _renamed("min_num_proc", min_num_proc, "min_np", min_np)
-    most = _renamed("max_num_proc", max_num_proc, "max_np", max_np)
+    least = renamed("run_elastic", "min_num_proc", min_num_proc, "min_np", min_np)
+    most = renamed("run_elastic", "max_num_proc", max_num_proc, "max_np", max_np)
     np, least, most = elastic.spark.sizes(num_proc, least, most, int(context.defaultParallelism))
     return elastic.spark.run(
         fn,
@@ -143,17 +143,6 @@ def _start_s(given: float | None) -> float:
         name = START_TIMEOUT if given is None else "start_timeout"
         raise Invalid(f"{name} is {text!r}: pass a positive number of seconds")
     return seconds
-
-
-def _renamed(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:
-    if old_value is None:
-        return value
-    if value is not None:
-        raise Invalid(f"{old_name} is the old name of {name}: pass {name} only")
-    warnings.warn(
-        f"run_elastic({old_name}=...) is deprecated; use {name}", DeprecationWarning, stacklevel=3
-    )
-    return old_value
 
 
 __all__ = ["run", "run_elastic"]

@@ -293,6 +293,22 @@ def running(workers: int = 4, **settings: Any) -> MembershipConversation:
     return talk
 
 
+FOUR = ("a:0", "a:1", "b:0", "b:1")
+
+
+def on_two_hosts(**settings: Any) -> MembershipConversation:
+    """Return a job on two hosts of two slots, whose `FOUR` workers train in generation 2."""
+    defaults = {"np": 4, "workers_min": 1, "elastic_timeout_s": 1e6}
+    talk = MembershipConversation(**{**defaults, **settings})
+    talk.tell(hosts(a=2, b=2))
+    talk.connect(*FOUR)
+    talk.ready(*FOUR, running=False)
+    talk.ready(*FOUR)
+    talk.resume()
+    assert talk.m.generation == 2
+    return talk
+
+
 def static(workers: int = 2, **settings: Any) -> MembershipConversation:
     """A job that can't recover, in the world of init()."""
     return started(workers, elastic=False, workers_min=workers, **settings)

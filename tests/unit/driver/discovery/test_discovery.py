@@ -19,7 +19,8 @@ from elastic.driver.discovery.etcd import EtcdDiscovery
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.kubernetes.headless_service import HeadlessServiceDiscovery
 from elastic.driver.discovery.local import LocalDiscovery
-from elastic.driver.discovery.script import EMPTY_RUNS, QUIET, ScriptDiscovery, find_script
+from elastic.driver.discovery.polling import EMPTY_RUNS, QUIET
+from elastic.driver.discovery.script import ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd.client import Item
 from elastic.driver.job.job import Job, first_hosts, script_discovery

@@ -23,32 +23,20 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 from harness.conversation import (
+    FOUR,
     MembershipConversation,
     exited,
     failed,
     has,
     hosts,
     names,
+    on_two_hosts,
     static,
     the,
     worker,
 )
 
 PLACE, FIRST = Place(0, 1, 0, 1, 0, 1), because(ReasonKind.FIRST_START)
-ALL = ("a:0", "a:1", "b:0", "b:1")
-
-
-def training(**settings) -> MembershipConversation:
-    """Two hosts of two slots, whose four workers train."""
-    defaults = {"np": 4, "workers_min": 1, "elastic_timeout_s": 1e6}
-    talk = MembershipConversation(**{**defaults, **settings})
-    talk.tell(hosts(a=2, b=2))
-    talk.connect(*ALL)
-    talk.ready(*ALL, running=False)
-    talk.ready(*ALL)
-    talk.resume()
-    assert talk.members == [f"{name}#1" for name in ALL]
-    return talk
 
 
 def wrong(rank: int = 2, by: str = "a:0", generation: int = 0, **more) -> WorkerMiscomputed:
@@ -61,7 +49,7 @@ def told(talk: MembershipConversation, **of):
 
 
 def test_worker_when_outvoted_then_it_is_fenced_with_the_evidence():
-    talk = training()
+    talk = on_two_hosts()
     actions = told(talk)
     kill = the(KillWorker, actions)
     assert kill.worker == worker("b:0") and kill.reason.kind is ReasonKind.MISCOMPUTED
@@ -81,11 +69,11 @@ def test_worker_when_outvoted_then_it_is_fenced_with_the_evidence():
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_report_when_the_rank_does_not_exist_then_it_is_ignored(rank):
-    assert not has(KillWorker, told(training(), rank=rank))
+    assert not has(KillWorker, told(on_two_hosts(), rank=rank))
 
 
 def test_report_when_its_world_is_over_then_it_is_ignored():
-    talk = training()
+    talk = on_two_hosts()
     assert not has(KillWorker, talk.tell(wrong(generation=talk.m.generation - 1)))
 
 
@@ -97,7 +85,7 @@ def survivors_train(talk: MembershipConversation, *stay: str) -> None:
 
 
 def test_slot_when_its_worker_was_wrong_then_it_stays_empty_until_an_operator_releases_it():
-    talk = training()
+    talk = on_two_hosts()
     told(talk)
     survivors_train(talk, "a:0", "a:1", "b:1")
     assert not names(talk.wait(10_000.0))
@@ -110,14 +98,14 @@ def test_slot_when_its_worker_was_wrong_then_it_stays_empty_until_an_operator_re
 
 
 def test_slot_when_quarantine_is_off_then_it_only_cools_down():
-    talk = training(quarantine="off")
+    talk = on_two_hosts(quarantine="off")
     told(talk)
     talk.tell(exited("b:0", -9))
     assert names(talk.wait(1.1)) == ["b:0#2"]
 
 
 def test_host_when_it_is_quarantined_then_its_other_workers_leave_and_none_starts():
-    talk = training(quarantine="host")
+    talk = on_two_hosts(quarantine="host")
     told(talk)
     talk.tell(exited("b:0", -9))
     let_go = the(LetGo, talk.ready("a:0", "a:1", "b:1", commit=(talk.m.generation, 3)))
@@ -131,7 +119,7 @@ def test_host_when_it_is_quarantined_then_its_other_workers_leave_and_none_start
 
 
 def test_host_when_too_few_workers_are_elsewhere_then_its_other_workers_stay():
-    talk = training(quarantine="host", workers_min=3)
+    talk = on_two_hosts(quarantine="host", workers_min=3)
     told(talk)
     survivors_train(talk, "a:0", "a:1", "b:1")
     record = talk.m.roster[worker("b:1")]
@@ -164,7 +152,7 @@ def test_slot_when_the_job_has_a_health_check_then_the_next_check_decides():
 
 
 def test_host_when_it_leaves_the_list_then_its_slots_are_forgotten():
-    talk = training()
+    talk = on_two_hosts()
     told(talk)
     survivors_train(talk, "a:0", "a:1", "b:1")
     talk.tell(hosts(a=2))
@@ -183,7 +171,7 @@ def test_job_of_a_fixed_size_when_a_worker_was_wrong_then_its_exit_ends_the_job(
 def test_log_when_a_slot_is_quarantined_then_one_line_has_its_reason():
     lines = [
         each.about.kind
-        for each in told(training())
+        for each in told(on_two_hosts())
         if isinstance(each, Report) and each.about is not None
     ]
     assert lines.count(ReasonKind.QUARANTINED) == 1 and lines.count(ReasonKind.MISCOMPUTED) == 1
@@ -196,8 +184,8 @@ def test_settings_when_the_value_is_none_of_the_three_then_they_are_refused(whic
 
 
 def test_view_when_a_slot_is_released_then_it_is_not_shown_any_more():
-    view, talk = JobView(), training()
-    for name in ALL:
+    view, talk = JobView(), on_two_hosts()
+    for name in FOUR:
         view.note(HostsChanged({}), [StartWorker(worker(name), PLACE, FIRST)], 0.0)
     event = wrong(generation=talk.m.generation)
     view.note(event, talk.tell(event), 2.0)

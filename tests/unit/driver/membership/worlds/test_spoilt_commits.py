@@ -8,23 +8,9 @@ from elastic.driver.events import PublishWorld, Report, ReportRecovery, WorkerMi
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.driver.reasons import ReasonKind
 from elastic.protocol.messages import Commit
-from harness.conversation import MembershipConversation, exited, hosts, ready, the, worker
+from harness.conversation import MembershipConversation, exited, on_two_hosts, ready, the, worker
 
-ALL = ("a:0", "a:1", "b:0", "b:1")
 SOUND = ("a:0", "a:1", "b:1")
-
-
-def training(**settings) -> MembershipConversation:
-    """Two hosts of two slots, whose four workers train in generation 2."""
-    defaults = {"np": 4, "workers_min": 1, "elastic_timeout_s": 1e6}
-    talk = MembershipConversation(**{**defaults, **settings})
-    talk.tell(hosts(a=2, b=2))
-    talk.connect(*ALL)
-    talk.ready(*ALL, running=False)
-    talk.ready(*ALL)
-    talk.resume()
-    assert talk.m.generation == 2
-    return talk
 
 
 def outvoted(talk: MembershipConversation, rank: int = 2, *, complete: bool = False) -> None:
@@ -60,7 +46,7 @@ def doubts(actions: list) -> list[tuple[ReasonKind, dict]]:
 
 
 def test_world_when_a_worker_was_wrong_then_it_begins_with_the_commit_from_before_its_first_step():
-    talk = training()
+    talk = on_two_hosts()
     outvoted(talk)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0), (2, 40))))
     world = the(PublishWorld, actions)
@@ -73,7 +59,7 @@ def test_world_when_a_worker_was_wrong_then_it_begins_with_the_commit_from_befor
 
 
 def test_world_when_no_copy_is_old_enough_then_it_begins_with_the_oldest_one_and_says_so():
-    talk = training()
+    talk = on_two_hosts()
     outvoted(talk)
     held = dict.fromkeys(SOUND, ((2, 70), (2, 20), (2, 40)))
     actions = again(talk, {**held, "a:1": ((2, 70), (2, 40))})
@@ -85,7 +71,7 @@ def test_world_when_no_copy_is_old_enough_then_it_begins_with_the_oldest_one_and
 
 
 def test_world_when_there_is_no_copy_then_it_begins_with_the_newest_commit_and_says_so():
-    talk = training()
+    talk = on_two_hosts()
     outvoted(talk)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70),)))
     assert the(PublishWorld, actions).commit == Commit(2, 70)
@@ -93,14 +79,14 @@ def test_world_when_there_is_no_copy_then_it_begins_with_the_newest_commit_and_s
 
 
 def test_world_when_all_gradients_were_compared_then_it_begins_with_the_newest_commit():
-    talk = training()
+    talk = on_two_hosts()
     outvoted(talk, complete=True)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0))))
     assert the(PublishWorld, actions).commit == Commit(2, 70) and not doubts(actions)
 
 
 def test_world_when_the_wrong_worker_joined_later_then_steps_before_that_are_kept():
-    talk = training()
+    talk = on_two_hosts()
     talk.tell(exited("b:0", -9))
     talk.ready(*SOUND, commit=(2, 30))
     talk.resume()
@@ -119,7 +105,7 @@ def test_world_when_the_wrong_worker_joined_later_then_steps_before_that_are_kep
 
 
 def test_world_when_the_one_before_broke_before_all_had_the_older_commit_then_it_begins_so_too():
-    talk = training()
+    talk = on_two_hosts()
     outvoted(talk)
     again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0), (2, 40))))
     snapshot = take_snapshot(talk.m)
@@ -132,7 +118,7 @@ def test_world_when_the_one_before_broke_before_all_had_the_older_commit_then_it
 
 
 def test_world_when_the_repeated_steps_are_committed_then_it_begins_with_the_newest_commit():
-    talk = training()
+    talk = on_two_hosts()
     outvoted(talk)
     again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0), (2, 40))))
     talk.resume()
@@ -143,7 +129,7 @@ def test_world_when_the_repeated_steps_are_committed_then_it_begins_with_the_new
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_world_when_it_begins_with_an_older_commit_then_a_checkpoint_replaces_newer_ones(durable):
-    talk = training(durable=durable)
+    talk = on_two_hosts(durable=durable)
     outvoted(talk)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0))))
     assert the(PublishWorld, actions).checkpoint is durable

@@ -1,0 +1,152 @@
+"""Discovery by polling: a source is queried at intervals, and its last valid list is kept while it fails.
+
+A failure and its end are logged once. If the source succeeds several times in a row without a host, the list becomes
+empty, and no workers are started. Until then the last valid list is kept, since a source may list nothing while it
+restarts. Programs run in their own process group and outside the event loop, so one that hangs does not block the
+driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from elastic.driver.discovery.interface import Log
+from elastic.driver.network.blocking_calls import within
+from elastic.driver.network.hosts import show
+from elastic.errors import Invalid
+
+QUIET = 30  # number of attempts for which other failures are not logged
+EMPTY_RUNS = 3  # number of consecutive runs without a host after which the list becomes empty
+OUTPUT_LIMIT = 1 << 20  # maximum number of bytes kept from each of stdout and stderr
+
+
+class PolledDiscovery:
+    """Calls ``ask`` every ``interval_s`` seconds, and keeps the last list while ``ask`` raises `Invalid`.
+
+    Args:
+        ask: returns the current list.
+        name: name of the source in the log.
+        known: list from an earlier call of ``ask``, which is yielded first.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[dict[str, int]]],
+        log: Log,
+        *,
+        name: str,
+        known: dict[str, int] | None = None,
+        interval_s: float = 1.0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._ask = ask
+        self._log = log
+        self.name = name
+        self._known = known
+        self._interval_s = interval_s
+        self._sleep = sleep
+
+    async def watch(self) -> AsyncIterator[dict[str, int]]:
+        if self._known is not None:
+            yield dict(self._known)
+            await self._sleep(self._interval_s)
+        trouble, tries, empty = "", 0, 0
+        while True:
+            try:
+                hosts = await self._ask()
+            except Invalid as error:
+                empty = 0
+                # Log each failure once, not every second, even if invalid output differs each time.
+                tries += 1
+                if not trouble or (str(error) != trouble and tries > QUIET):
+                    trouble, tries = str(error), 0
+                    kept = f"keeping {show(self._known)}" if self._known else "waiting for hosts"
+                    self._log("warning", f"{trouble}; {kept}")
+            else:
+                if trouble:
+                    trouble, tries = "", 0
+                    self._log("info", f"{self.name} works again")
+                empty = 0 if hosts else empty + 1
+                if empty and self._known:
+                    self._log("warning", self._no_hosts(empty))
+                    if empty < EMPTY_RUNS:
+                        hosts = self._known
+                # The order expresses preference, so a different order is a change.
+                if self._known is None or list(hosts.items()) != list(self._known.items()):
+                    self._known = hosts
+                    yield dict(hosts)
+            await self._sleep(self._interval_s)
+
+    def _no_hosts(self, runs: int) -> str:
+        start = f"{self.name} printed no host"
+        if runs < EMPTY_RUNS:
+            return f"{start} ({runs} of {EMPTY_RUNS} runs); keeping {show(self._known or {})}"
+        return f"{start} in {runs} runs: no workers are started until it lists a host"
+
+
+class _Output:
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._read)
+        self._kept = bytearray()
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self._reader)
+        os.close(self._reader)
+        os.close(self.writer)
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        self._kept += data[: OUTPUT_LIMIT - len(self._kept)]
+        return bool(data)
+
+    def bytes(self) -> bytes:
+        """Return the output so far. Bounded, since a program left in the background may continue to write."""
+        for _ in range(OUTPUT_LIMIT >> 16):
+            if not self._read():
+                break
+        return bytes(self._kept)
+
+
+async def execute(
+    command: list[str], timeout_s: float, *, env: Mapping[str, str] | None = None
+) -> tuple[int, bytes, bytes]:
+    """Return exit code (or the negative signal), stdout and stderr. ``env``: default is that of this process.
+
+    Raises:
+        TimeoutError: the command has not ended in time.
+        OSError: it cannot be started.
+    """
+    with _Output() as output, _Output() as errors:
+        process = await asyncio.create_subprocess_exec(
+            # The shell starts immediately and then executes the script, whose file access may hang (unreachable network
+            # disk).
+            *("/bin/sh", "-c", 'exec "$@"', "sh", *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output.writer,
+            stderr=errors.writer,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            code = await within(process.wait(), timeout_s)
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                # Reaps it. A process that hangs in the kernel is left to the event loop.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await within(process.wait(), 1.0)
+        return code, output.bytes(), errors.bytes()
