@@ -15,9 +15,8 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.spark.task_environment import executor_of
 
 LOOK_S = 0.5  # interval between two checks for decommissioned executors
-SETTLE_S = (
-    2.0  # seconds without a new agent after which a job begins with fewer workers than requested
-)
+# Seconds without a new agent after which a job begins with fewer workers than requested.
+SETTLE_S = 2.0
 QUIET_S = 5.0  # waiting for tasks is logged after this time
 
 

@@ -43,9 +43,8 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
 
-_SPIN_S = (
-    0.001  # collectives of a step usually end within this time, so poll without sleeping until then
-)
+# Collectives of a step usually end within this time, so poll without sleeping until then.
+_SPIN_S = 0.001
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
 

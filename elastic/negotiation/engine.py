@@ -43,9 +43,8 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-BLOCKED_S = (
-    0.3  # a collective that takes longer may be waiting for ranks blocked in other collectives
-)
+# A collective that takes longer may be waiting for ranks blocked in other collectives.
+BLOCKED_S = 0.3
 LEAVE_S = 0.3  # seconds to send the leave message to rank 0
 _MOST_CYCLES = 5  # how many cycles to wait for a growing batch
 DRAIN_S = 0.2  # seconds for a woken thread to carry out the decisions that it received

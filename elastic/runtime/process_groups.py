@@ -30,9 +30,8 @@ from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, listen
 
 DEVICE_S = 10.0  # seconds for a GPU to end aborted work, which takes milliseconds
-MOST_UNCONNECTED = (
-    2  # communicators that NCCL still tries to connect; each takes a GB of GPU memory
-)
+# Communicators that NCCL still tries to connect; each takes a GB of GPU memory.
+MOST_UNCONNECTED = 2
 CLOSE_S = 2.0  # seconds for the groups to end at exit
 _LISTEN_S = (
     1e6  # seconds to wait for a request or the end of the world; sockets accept at most 24 days

@@ -33,9 +33,8 @@ from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases
 
 WAIT_SAID_S = 30.0  # seconds between two log lines of a long wait
-ASLEEP_S = (
-    3.0  # seconds without a wake-up of the link thread, after which the process counts as stopped
-)
+# Seconds without a wake-up of the link thread, after which the process counts as stopped.
+ASLEEP_S = 3.0
 ENDED = (Phase.BROKEN, Phase.OVER)
 
 

@@ -17,9 +17,8 @@ from itertools import takewhile
 from elastic.driver.settings import STRAGGLER_FACTOR
 from elastic.protocol.messages import Worker
 
-LITTLE = (
-    0.1  # a straggler waits less than this share of its time: reports of the others may be older
-)
+# A straggler waits less than this share of its time. Reports of the other workers may be older.
+LITTLE = 0.1
 RECOVERS = 1.25  # times the factor: speed from which a straggler is none any more
 LASTING = 2  # consecutive reports after which a straggler may be replaced
 

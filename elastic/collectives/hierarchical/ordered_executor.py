@@ -14,9 +14,8 @@ from elastic.collectives import threads
 from elastic.errors import CollectiveFailed
 
 _LINGER_S = 0.05
-_SLICE_S = (
-    1.0  # how often a waiter checks whether this is a forked child, which has no executor thread
-)
+# How often a waiter checks whether this is a forked child, which has no executor thread.
+_SLICE_S = 1.0
 
 
 class OrderedExecutor:
