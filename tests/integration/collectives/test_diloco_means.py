@@ -111,14 +111,12 @@ def test_mean_of_quantized_changes_is_the_true_one_minus_the_mean_residual(pair)
     torch.testing.assert_close(flat(before) - flat(outer), change - owed, atol=1e-6, rtol=0.0)
 
 
-def run_torn(rank: int, size: int) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:
+def torn(rank: int) -> elastic.DiLoCo:
+    """Return a DiLoCo after four steps, whose merge after the third has failed on rank 0 only."""
     model, optimizer = network()
     made = elastic.DiLoCo(model, optimizer, every=3)
-    for step in range(2):
-        inner_step(model, optimizer, rank, step)
-        made.step()
     before = [each.detach().clone() for each in made.outer]
-    for step in range(2, 4):
+    for step in range(4):
         inner_step(model, optimizer, rank, step)
         made.step()
     if rank == 0:  # as if its collective had broken: no merge, and it is owed
@@ -128,11 +126,42 @@ def run_torn(rank: int, size: int) -> tuple[list[torch.Tensor], list[int], list[
         made.outer_optimizer.state.clear()
         made.take_shared({"position": 4, "merged": [0], "pending": (0, 3, 3)})
     made.take_shared(made.rounds.shared())  # both enter another world
+    return made
+
+
+def state_of(made: elastic.DiLoCo) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:
+    outer, inner = ([each.detach().clone() for each in found] for found in (made.outer, made.inner))
+    return outer, made.merged, inner
+
+
+def run_torn(rank: int, size: int) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:
+    made = torn(rank)
+    assert made.inner_optimizer is not None
     for step in range(4, 6):
-        inner_step(model, optimizer, rank, step)
+        inner_step(made.model, made.inner_optimizer, rank, step)
         made.step()
-    outer = [each.detach().clone() for each in made.outer]
-    return outer, made.merged, [each.detach().clone() for each in made.inner]
+    return state_of(made)
+
+
+def run_torn_at_the_end(
+    rank: int, size: int, by_run: bool
+) -> tuple[list[torch.Tensor], list[int], list[torch.Tensor]]:
+    made = torn(rank)
+    state = elastic.TorchState(diloco=made)
+    if by_run:
+        elastic.run(lambda state: None)(state)
+    else:
+        state.reconcile()
+    return state_of(made)
+
+
+@pytest.mark.parametrize("by_run", [True, False])
+def test_rank_whose_last_merge_broke_has_the_parameters_of_the_other_without_a_further_step(
+    pair, by_run
+):
+    (first, merged, _), (second, theirs, _) = pair.run(run_torn_at_the_end, by_run)
+    assert merged == theirs == [1]
+    assert all(map(torch.equal, first, second))
 
 
 def test_rank_whose_collective_broke_takes_the_merge_of_the_other(pair):
