@@ -30,6 +30,7 @@ from elastic.driver import events
 from elastic.driver.monitoring.http_requests import is_ours
 from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import Stage, ViewReader
+from elastic.driver.monitoring.slow_workers import SlowWorkers
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind
@@ -82,12 +83,12 @@ class JobMetrics(ViewReader):
         self.health: Counter[str] = Counter({each.value: 0 for each in events.HealthOutcome})
         self.lost = 0
         self.waits: dict[Worker, Waits] = {}
-        self.stragglers: frozenset[Worker] = frozenset()
         self.reported: dict[int, dict[str, float]] = {}  # reported values by rank and name
         self.spent = spent
         self.view = spent.view
         self.rates = JobRates(spent)
         self.waited_for = StragglerWaits()
+        self.slow = SlowWorkers(self.view)
         self.view.follow(self)
 
     def report(self, report: Report) -> None:
@@ -102,7 +103,6 @@ class JobMetrics(ViewReader):
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         for worker, known in self.view.exited.items():
             self.waits.pop(worker, None)
-            self.stragglers -= {worker}
             self.waited_for.gone(worker)
             fenced = known.why is not None and known.why.kind in FENCES
             expected = known.dismissed or (known.stage is Stage.KILLED and not fenced)
@@ -115,13 +115,10 @@ class JobMetrics(ViewReader):
     def decided(self, action: events.Action, now: float) -> None:
         match action:
             case events.PublishWorld():
-                size, self.stragglers = len(self.view.ranks), frozenset()
+                size = len(self.view.ranks)
                 self.waited_for.new_world()
                 for rank in [rank for rank in self.reported if rank >= size]:
                     del self.reported[rank]
-            case events.Report(_, _, about) if about and about.kind is ReasonKind.STRAGGLERS:
-                named = str(about.facts["workers"]).split(", ")
-                self.stragglers = frozenset(w for w in self.view.workers if str(w) in named)
             case events.KillWorker(_, reason) if reason.kind in FENCES:
                 self.fenced[FENCES[reason.kind]] += 1
             case events.ReportRecovery(_, kind, _, _, total_ms, phases_ms):
@@ -197,7 +194,7 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         "straggler",
         "1 for a straggler.",
         "worker",
-        ((str(w), w in figures.stragglers) for w in view.workers),
+        ((str(w), w in figures.slow.current) for w in view.workers),
     )
     waited_for = HistogramMetricFamily(
         "elastic_waited_for_seconds",

@@ -28,6 +28,7 @@ MUCH_LOST = 0.1  # smallest share of the workers' time for a loss to be mentione
 OFTEN_S = 1.0  # interval between commits below which more commits lose no less
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
+MUCH_SLOW_S = 60.0  # shortest slow time of a straggler that is worth an advice
 # Causes in which time is lost by waiting.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
@@ -64,6 +65,8 @@ class FindingKind(enum.Enum):
     INCIDENT = "incident"
     SHARDED = "sharded"
     UNHEALTHY = "unhealthy"  # slots with failed health checks
+    SLOW = "slow"  # a straggler
+    MORE_SLOW = "more slow"
     STALL = "stall"
     MORE_STALLS = "more stalls"
     CHANGE_WAIT = "change wait"  # workers waited to join or leave, since the others made no commit
@@ -111,6 +114,7 @@ class Advice(enum.Enum):
     LOOK_AT_STACKS = "look at stacks"
     WHO_FROZE_IT = "who froze it"
     LOOK_AT_NETWORK = "look at network"
+    LOOK_AT_SPEED = "look at speed"
     WHO_KILLED_IT = "who killed it"
     CRASH = "crash"
     SHARED_MEMORY = "shared memory"
@@ -423,6 +427,12 @@ def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
         causes = Counter(_kind(each) for each in between)
         facts = {"count": len(between) + story.more_incidents, "causes": dict(causes.most_common())}
         yield between[0].at, JobFinding(FindingKind.MORE_INCIDENTS, facts)
+    slow = [*story.slow.workers.values()]
+    for each_slow in slow[:FIRST]:
+        facts = {"at_s": _since(story, each_slow.since), **each_slow.facts(story.last)}
+        yield each_slow.since, JobFinding(FindingKind.SLOW, facts)
+    if (more := len(slow) - FIRST + story.slow.more) > 0:
+        yield slow[FIRST - 1].since, JobFinding(FindingKind.MORE_SLOW, {"count": more})
     past = story.spent.stalls.past
     for stall in [*past][-FIRST:]:
         yield stall.since, JobFinding(FindingKind.STALL, _stall(stall, story))
@@ -657,6 +667,13 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
         facts = longest.facts()
         if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):
             yield Advice.LOOK_AT_LINE, {"who": blamed(facts), "rank": longest.culprits[0].rank}
+    slowest = max(
+        (each.facts(story.last) for each in story.slow.workers.values()),
+        key=lambda facts: float(facts["seconds"]),
+        default=None,
+    )
+    if slowest is not None and slowest["seconds"] >= MUCH_SLOW_S:
+        yield Advice.LOOK_AT_SPEED, slowest
     parts = story.spent.total()
     worked = sum(msgspec.structs.astuple(parts))
     if not worked or story.trained_at is None:

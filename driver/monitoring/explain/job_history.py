@@ -29,6 +29,7 @@ from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.reported_series import Series
 from elastic.driver.monitoring.shard_status import ShardStatus
+from elastic.driver.monitoring.slow_workers import SlowWorkers
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import StartCheckpoint
@@ -113,6 +114,7 @@ class JobHistory(ViewReader):
         self.rates = JobRates(spent)
         self.shards = ShardStatus()
         self.change_waits = ChangeWaits(self.view)
+        self.slow = SlowWorkers(self.view)
         self.began: float | None = None
         self.last = 0.0
         self.incidents: list[Incident] = []

@@ -10,6 +10,7 @@ from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JobFinding
 from elastic.driver.monitoring.shard_status import as_sentence as sharded_sentence
 from elastic.driver.monitoring.shard_status import source_sentence
+from elastic.driver.monitoring.slow_workers import SlowEnd
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
 from elastic.driver.reasons import (
@@ -41,6 +42,8 @@ _SECTIONS = {
     FindingKind.INCIDENT: "course",
     FindingKind.SHARDED: "course",
     FindingKind.UNHEALTHY: "course",
+    FindingKind.SLOW: "course",
+    FindingKind.MORE_SLOW: "course",
     FindingKind.STALL: "course",
     FindingKind.MORE_STALLS: "course",
     FindingKind.CHANGE_WAIT: "course",
@@ -424,6 +427,27 @@ def _change_wait(facts: Facts) -> str:
     return f"{_at(facts)} {waited} for {duration(facts['for_s'])}, {why}."
 
 
+_SLOW_ENDS = {
+    None: "it is still slow",
+    SlowEnd.RECOVERED.value: "then its speed recovered",
+    SlowEnd.REPLACED.value: "then a standby replaced it",
+    SlowEnd.LEFT.value: "then it left the world",
+    SlowEnd.WORLD_ENDED.value: "then the world changed",
+    SlowEnd.JOB_ENDED.value: "then the job ended",
+}
+
+
+def _slow(facts: Facts) -> str:
+    periods = f" in {facts['periods']} periods" if facts["periods"] > 1 else ""
+    share = facts["others_wait"]
+    waited = "" if share is None else f" The others waited {share:.0%} of that time."
+    return (
+        f"{_at(facts)} Rank {facts['rank']} ({facts['worker']}) was a straggler for"
+        f" {duration(facts['seconds'])}{periods}: its speed was {facts['speed']:.2f} times the median of the others;"
+        f" {_SLOW_ENDS[facts['end']]}.{waited}"
+    )
+
+
 def _unhealthy(facts: Facts) -> str:
     texts = []
     for each in facts["slots"]:
@@ -583,6 +607,11 @@ _ADVICE = {
         " machine. A longer --lease tolerates longer stops."
     ),
     Advice.LOOK_AT_NETWORK: "Check the network of {host}, and whether the machine itself was stopped.",
+    Advice.LOOK_AT_SPEED: (
+        "Find out why {worker} is slow: other load on {host}, a throttled processor or GPU, a slow disk, or more work"
+        " than the others have. `elastic.Shards` gives a slower worker less work, and --replace-stragglers with"
+        " --standbys replaces it."
+    ),
     Advice.WHO_KILLED_IT: (
         "Find out what killed {who} on {host} ({seen}): see dmesg, the system's log, and the log of your batch"
         " system or container runtime. The kernel did not report that memory ran out."
@@ -684,6 +713,10 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
         f"The state {'was' if f['ended'] else 'is'} {sharded_sentence(f)}."
     ),
     FindingKind.UNHEALTHY: _unhealthy,
+    FindingKind.SLOW: _slow,
+    FindingKind.MORE_SLOW: lambda f: (
+        f"Later, {counted(f['count'], 'more worker')} {'was a straggler' if f['count'] == 1 else 'were stragglers'}."
+    ),
     FindingKind.STALL: lambda f: (
         f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {as_sentence(f)}; {ENDS[StallEnd(f['end'])]}."
     ),
