@@ -482,6 +482,8 @@ def _awaits_init(facts: Mapping[str, Any]) -> str:
     text = f"{late} not called init() for {facts['for_s']:.0f} s"
     if facts["late"] < facts["workers"]:
         return f"{text}, and the others wait"
+    if facts.get("importing"):
+        return f"{text}: they may still be importing modules or loading data"
     return (
         f"{text}: if the script never does, each trains alone, and no failure is survived; add hvd.init(), and train in"
         " a function under @elastic.run (elasticrun docs migration)"

@@ -29,7 +29,8 @@ class Stage(enum.Enum):
     """Stage of a running process. The values are labels of a metric."""
 
     STARTING = "starting"  # it was ordered, and has not called init()
-    CONNECTED = "connected"  # it has called init()
+    # It has called init(). In an elastic job, members of a world outside elastic.run stay connected.
+    CONNECTED = "connected"
     READY = "ready"  # the worker waits for a world; a member waits for the next world
     STANDBY = "standby"
     # It computes in the newest world, or announced its end in an earlier world.
@@ -104,6 +105,7 @@ class JobView:
         self.world: events.PublishWorld | None = None  # None after the end of the newest world
         self.broken = False  # the newest world broke
         self.trains = False  # a member of the newest world has entered elastic.run
+        self.elastic = False  # the job is elastic, so its training begins in elastic.run
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time of that report
         self.commits = 0  # number of commits in all generations
@@ -174,6 +176,11 @@ class JobView:
             adopted(now)
 
     # ---- queries ---------------------------------------------------------------------------------------------------
+
+    @property
+    def prepares(self) -> bool:
+        """True if the newest world of an elastic job is outside elastic.run, so that training has not begun."""
+        return self.elastic and not self.trains
 
     def get(self, worker: Worker) -> WorkerView | None:
         """Return a running process, or the process that the current event ended."""
@@ -253,6 +260,8 @@ class JobView:
                         self.touched.append(known)
             case events.FinishWorld():
                 self.world = None
+            case events.WelcomeWorker(elastic=elastic):
+                self.elastic = elastic
             case events.TellStandby(worker) if worker in self.workers:
                 self._move(self.workers[worker], Stage.STANDBY)
             case events.LetGo(worker, reason) if worker in self.workers:
@@ -324,8 +333,9 @@ class JobView:
             if known is None:
                 known = self.workers[worker] = WorkerView(worker)
             known.member, known.rank, known.recovering = True, rank, False
-            self._move(known, Stage.IN_WORLD)
         self.trains = any(self.workers[worker].running for worker in self.ranks)
+        for worker in self.ranks:
+            self._move(self.workers[worker], Stage.CONNECTED if self.prepares else Stage.IN_WORLD)
 
     def _knows(self, commit: Commit | None, now: float) -> None:
         known = self.newest

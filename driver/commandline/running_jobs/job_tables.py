@@ -33,6 +33,10 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     if wait is not None:
         facts = {**wait, "for_s": now - wait["since"]}
         lines.append(f"  {because(ReasonKind.AWAITS_COMMIT, **facts)}")
+    if job["phase"] == "starting" and job["size"]:
+        lines.append(
+            "  no worker has entered elastic.run: until then, a lost worker can end the job"
+        )
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")

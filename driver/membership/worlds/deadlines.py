@@ -9,6 +9,9 @@ from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import ReasonKind, because
 
+# Large libraries on a busy machine take more than a minute to import. Until this age, a start without init() is normal.
+IMPORTS_S = 120.0
+
 
 class Deadlines(Part):
     """Deadlines of the current phase, and of processes that are starting or exiting."""
@@ -116,13 +119,16 @@ class Deadlines(Part):
         late = [*self.roster.first_at(WorkerStage.STARTING)]
         while late[0].started_at + self.worlds.gathering.remind_after_s <= now:
             self.worlds.gathering.remind_after_s *= 2
+        workers, for_s = sum(1 for _ in self.roster.in_plans()), now - late[0].started_at
+        importing = len(late) == workers and for_s < IMPORTS_S
         about = because(
             ReasonKind.AWAITS_INIT,
             late=len(late),
-            workers=sum(1 for _ in self.roster.in_plans()),
-            for_s=now - late[0].started_at,
+            workers=workers,
+            for_s=for_s,
+            importing=importing,
         )
-        self.actions.log("warning", str(about), about)
+        self.actions.log("info" if importing else "warning", str(about), about)
 
     def _remind_of_change(self) -> None:
         change, now = self.worlds.change, self.actions.now

@@ -359,7 +359,8 @@ class PageModel(ViewReader):
         self._show_commit()
         if size != self.state.values["job"]["size"]:
             self.state.add("world", [self.now, size])
-        self._job(phase="training", generation=self.view.generation, size=size)
+        phase = "starting" if self.view.prepares else "training"
+        self._job(phase=phase, generation=self.view.generation, size=size)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 

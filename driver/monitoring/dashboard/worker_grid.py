@@ -19,7 +19,8 @@ from elastic.protocol.messages import Worker
 
 STATES = (
     "starting",  # the process was ordered but has not called init()
-    "joining",  # init() was called, and the worker waits for a place
+    # init() was called, and the worker waits for a place; or it has a place and has not entered elastic.run
+    "joining",
     "training",
     "waiting",  # it has been inside a collective for a second or longer
     "stalled",  # other workers have waited for this worker for some time; see `stalls`
@@ -75,7 +76,7 @@ class Cell:
         how = None if self.exited else self.process.frozen
         frozen = "" if how is None else how or "it is not able to run"
         state, note = self.state, frozen or self.note
-        if state == "training":
+        if state in ("training", "joining"):
             state = "frozen" if frozen else "waiting" if self.inside is not None else state
             if self.stalled is not None:
                 state = "stalled"
@@ -122,7 +123,7 @@ class WorkerGrid:
             published: by a new world.
         """
         for process in self._view.touched:
-            worker, (state, note) = process.worker, _state(process)
+            worker, (state, note) = process.worker, _state(process, prepares=self._view.prepares)
             cell = self._cells.get(key := slot_of(worker))
             if cell is None and state in ("lost", "done"):
                 continue  # its slot is no longer listed
@@ -292,7 +293,7 @@ class WorkerGrid:
             self.state.row("workers", cell.key, row)
 
 
-def _state(process: WorkerView) -> tuple[str, str]:
+def _state(process: WorkerView, *, prepares: bool) -> tuple[str, str]:
     failure, state = process.failure, _STATES[process.stage]
     if process.stage is Stage.KILLED and process.why is not None:
         return state, f"killed: {brief(process.why)}"
@@ -301,7 +302,7 @@ def _state(process: WorkerView) -> tuple[str, str]:
             return "lost", f"its script raised {failure.what}"[:NOTE]
         what = failure.what
         return "lost", f"its script called {what}" if what else "its state differs from the world's"
-    if process.member and process.stage in (Stage.READY, Stage.IN_WORLD):
+    if process.member and not prepares and process.stage in (Stage.READY, Stage.IN_WORLD):
         return "recovering" if process.recovering else "training", ""
     return state, "" if process.why is None else brief(process.why)
 

@@ -234,6 +234,23 @@ def test_world_trains_if_a_member_is_in_elastic_run():
     assert view.trains
 
 
+@pytest.mark.parametrize(
+    ("elastic", "prepares", "stage"),
+    [(True, True, Stage.CONNECTED), (False, False, Stage.IN_WORLD)],
+)
+def test_member_outside_elastic_run_when_the_job_is_elastic_then_it_does_not_train(
+    elastic, prepares, stage
+):
+    view = JobView()
+    decide(view, *start(A), events.WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, elastic))
+    happen(view, events.WorkerConnected(A, 7), ready(A, running=False))
+    decide(view, world(1, A))
+    assert (view.prepares, stages(view), view.workers[A].member) == (prepares, {A: stage}, True)
+    happen(view, ready(A))
+    decide(view, world(2, A))
+    assert (view.prepares, stages(view)) == (False, {A: Stage.IN_WORLD})
+
+
 def test_announced_failures_and_frozen_processes_are_known():
     view = training(A, B, C)
     happen(

@@ -73,6 +73,28 @@ def test_worker_joins_the_world():
     ]
 
 
+def test_worker_when_it_has_not_entered_elastic_run_then_the_job_is_starting():
+    page = model()
+    starts = [events.StartWorker(each, PLACE, because(ReasonKind.FIRST_START)) for each in (A, B)]
+    page.view.note(events.HostsChanged({"h": 2}), starts, 10.0)
+    for worker in (A, B):
+        welcome = events.WelcomeWorker(worker, PLACE, False, True)
+        page.view.note(events.WorkerConnected(worker, 7), [welcome], 11.0)
+    outside = events.WorkerReady(A, 0, None, STORE, running=False)
+    page.view.note(outside, [world(A, B)], 12.0)
+    assert states(page) == {"h:0": "joining", "h:1": "joining"}
+    assert page.state.values["job"]["phase"] == "starting"
+    outside_lines = status(page.full(13.0))
+    entered = events.WorkerReady(A, 1, None, STORE)
+    page.view.note(entered, [], 14.0)  # in the constructor of DDP, B may still be lost
+    assert states(page) == {"h:0": "joining", "h:1": "joining"}
+    page.view.note(events.WorkerReady(B, 1, None, STORE), [world(A, B, generation=2)], 15.0)
+    assert states(page) == {"h:0": "training", "h:1": "training"}
+    assert page.state.values["job"]["phase"] == "training"
+    recorded("lines", outside_lines[1])
+    assert len(status(page.full(16.0))) == len(outside_lines) - 1
+
+
 def test_slot_when_its_worker_computed_wrongly_then_it_is_shown_until_an_operator_releases_it():
     page = training(A, B, C)
     facts: dict[str, Any] = {
