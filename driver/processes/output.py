@@ -172,7 +172,7 @@ class Output:
         Each worker's file contains the worker's own exception with all frames.
         """
         self.sent.add(worker)
-        text = self.tracebacks.add(self._name(worker), uncaught)
+        text = self.tracebacks.add(worker, self._name(worker), uncaught)
         if text:
             self._show(worker, "stderr", _pieces(text))
         else:

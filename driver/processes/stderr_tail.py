@@ -21,6 +21,10 @@ THREADS = (b"Thread", b"Current thread")  # beginning of a thread's stack
 KNOWN_LIMIT = 256  # maximum number of exceptions of one job that are not shown again
 NAMED = 16  # maximum number of rank ranges in a line
 
+Raiser = tuple[
+    str, Worker
+]  # the rank, or ``host:slot``, when the exception arrived; and the worker
+
 
 class DiagnosticLines:
     """Assembles lines from chunks."""
@@ -122,25 +126,30 @@ class TracebackLedger:
         self.shown = 0  # number of tracebacks shown
         self.stopped = False  # an operator stopped the job, so all workers lose their peers
         self._verbose = verbose
-        self._known: dict[str, str] = {}  # summary by digest; oldest first
-        self._more: dict[str, list[str]] = {}  # names of workers to report, by digest
-        self._lost: dict[tuple[str, str], list[str]] = {}  # workers by summary and script line
+        # summary, and the worker whose traceback was shown, by digest; oldest first
+        self._known: dict[str, tuple[str, Raiser]] = {}
+        # summary, the worker whose traceback was shown, and workers to report, by digest
+        self._more: dict[str, tuple[str, list[Raiser]]] = {}
+        self._lost: dict[tuple[str, str], list[Raiser]] = {}  # workers by summary and script line
 
-    def add(self, name: str, uncaught: Uncaught) -> str:
+    def add(self, worker: Worker, name: str, uncaught: Uncaught) -> str:
         """Return the text to show now, if any.
 
         Args:
+            worker: the worker that raised the exception.
             name: the worker's rank, or ``host:slot``.
         """
+        raiser = name, worker
         if uncaught.peer and self.stopped:
             return ""
         if uncaught.peer and not self._verbose:
-            self._lost.setdefault((uncaught.summary, uncaught.line), []).append(name)
+            self._lost.setdefault((uncaught.summary, uncaught.line), []).append(raiser)
             return ""
         if uncaught.digest in self._known:
-            self._more.setdefault(uncaught.digest, []).append(name)
+            summary, shown = self._known[uncaught.digest]
+            self._more.setdefault(uncaught.digest, (summary, [shown]))[1].append(raiser)
             return ""
-        self._known[uncaught.digest] = uncaught.summary
+        self._known[uncaught.digest] = uncaught.summary, raiser
         if len(self._known) > KNOWN_LIMIT:
             del self._known[next(iter(self._known))]
         self.shown += 1
@@ -154,10 +163,11 @@ class TracebackLedger:
         """
         lost = self._lost_peers()
         lines = []
-        for digest, names in self._more.items():
-            summary = self._known.get(digest, "")
+        for summary, raisers in self._more.values():
+            first, *others = _labels(raisers)
             lines.append(
-                f"the same exception on {_counted(names)}{lost and f'; {lost}'}: {summary}"
+                f"the exception of {_named([first])} also occurred on {_counted(others, 'more ')}"
+                f"{lost and f'; {lost}'}: {summary}"
             )
             lost = ""
         if lost:
@@ -169,13 +179,21 @@ class TracebackLedger:
     def _lost_peers(self) -> str:
         if not self._lost:
             return ""
-        names = [name for some in self._lost.values() for name in some]
+        lost = [raiser for some in self._lost.values() for raiser in some]
         _, line = next(iter(self._lost))
         at = f", the first at {line}" if line else ""
-        return f"{_counted(names, more='')} ended because a collective failed{at}"
+        return f"{_counted(_labels(lost))} ended because a collective failed{at}"
 
 
-def _counted(names: Sequence[str], more: str = "more ") -> str:
+def _labels(raisers: Sequence[Raiser]) -> list[str]:
+    """Return a label for each worker. Workers that had one rank in different generations are named by their slots."""
+    holders: dict[str, set[Worker]] = {}
+    for name, worker in raisers:
+        holders.setdefault(name, set()).add(worker)
+    return [str(worker) if len(holders[name]) > 1 else name for name, worker in raisers]
+
+
+def _counted(names: Sequence[str], more: str = "") -> str:
     noun = "worker" if len(names) == 1 else "workers"
     return f"{len(names)} {more}{noun} ({_named(names)})"
 

@@ -99,7 +99,7 @@ def test_exceptions_and_exits_that_are_seconds_apart_have_one_line_each(monkeypa
 
     def raised(slot: int) -> None:
         sent.add(Worker("h", slot))
-        text = ledger.add(str(slot), LOST if slot < lost else BAD)
+        text = ledger.add(Worker("h", slot), str(slot), LOST if slot < lost else BAD)
         shown.extend([text] if text else [])
         if not text:
             timer.touch()

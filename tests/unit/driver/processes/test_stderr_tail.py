@@ -18,46 +18,50 @@ OTHER = msgspec.structs.replace(BAD, digest="d2", summary="KeyError: 'x'")
 LOST = Uncaught("d3", "PeerLost: h:0", "folded\n", "whole\n", "train.py:9", peer=True)
 
 
+def add(ledger: TracebackLedger, name: str, uncaught: Uncaught) -> str:
+    return ledger.add(Worker(f"host{name}", 0), name, uncaught)
+
+
 def encoded(uncaught: Uncaught) -> bytes:
     return msgspec.json.encode(uncaught) + b"\n"
 
 
 def test_first_of_many_exceptions_is_shown_and_the_others_share_a_line():
     ledger = TracebackLedger()
-    assert ledger.add("3", BAD) == "folded\n"
-    assert [ledger.add(str(rank), BAD) for rank in (0, 1, 2, 5, 7, 8)] == [""] * 6
+    assert add(ledger, "3", BAD) == "folded\n"
+    assert [add(ledger, str(rank), BAD) for rank in (0, 1, 2, 5, 7, 8)] == [""] * 6
     [line] = ledger.rest()
-    assert "6 more" in line and "0-2, 5, 7, 8" in line and BAD.summary in line
+    recorded("log", line, BAD.summary, "rank 3", "6 more", "0-2, 5, 7, 8")
     assert ledger.rest() == [], "said once"
-    assert ledger.add("9", OTHER) == "folded\n", "another exception"
+    assert add(ledger, "9", OTHER) == "folded\n", "another exception"
 
 
 def test_workers_that_lost_a_peer_share_a_line():
     ledger = TracebackLedger()
-    assert [ledger.add(str(rank), LOST) for rank in (0, 2, 3)] == ["", "", ""]
-    assert ledger.add("1", BAD) == "folded\n"
+    assert [add(ledger, str(rank), LOST) for rank in (0, 2, 3)] == ["", "", ""]
+    assert add(ledger, "1", BAD) == "folded\n"
     [line] = ledger.rest()
     assert "0, 2, 3" in line and LOST.line in line and LOST.summary not in line
-    assert ledger.add("0", LOST) == ""
+    assert add(ledger, "0", LOST) == ""
     assert ledger.shown == 1
 
 
 def test_stopped_job_does_not_report_lost_peers():
     ledger = TracebackLedger()
     ledger.stopped = True
-    assert ledger.add("0", LOST) == "" and ledger.rest() == []
-    assert ledger.add("1", BAD) == "folded\n"
+    assert add(ledger, "0", LOST) == "" and ledger.rest() == []
+    assert add(ledger, "1", BAD) == "folded\n"
 
 
 def test_lost_peers_are_reported_without_another_exception():
     ledger = TracebackLedger()
-    ledger.add("0", LOST)
+    add(ledger, "0", LOST)
     assert LOST.summary in ledger.rest()[0]
 
 
 def test_verbose_shows_whole_tracebacks_including_lost_peers():
     ledger = TracebackLedger(verbose=True)
-    assert [ledger.add("0", BAD), ledger.add("1", LOST), ledger.add("2", BAD)] == [
+    assert [add(ledger, "0", BAD), add(ledger, "1", LOST), add(ledger, "2", BAD)] == [
         "whole\n",
         "whole\n",
         "",
@@ -67,8 +71,20 @@ def test_verbose_shows_whole_tracebacks_including_lost_peers():
 def test_workers_without_a_rank_are_named_by_their_slots():
     ledger = TracebackLedger()
     for name in ("0", "h:2", "h:1"):
-        ledger.add(name, BAD)
+        add(ledger, name, BAD)
     assert "h:1, h:2" in ledger.rest()[0]
+
+
+def test_workers_when_they_had_one_rank_in_different_generations_then_they_are_named_by_slot():
+    ledger = TracebackLedger()
+    for worker, name in ((A, "0"), (B, "0"), (Worker("h", 2), "1")):
+        ledger.add(worker, name, BAD)
+    [line] = ledger.rest()
+    recorded("log", line, A, B, "rank 1")
+    for worker in (A, B):
+        ledger.add(worker, "0", LOST)
+    [line] = ledger.rest()
+    recorded("log", line, A, B)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 1000])

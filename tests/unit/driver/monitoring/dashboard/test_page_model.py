@@ -91,7 +91,7 @@ def test_worker_when_it_has_not_entered_elastic_run_then_the_job_is_starting():
     page.view.note(events.WorkerReady(B, 1, None, STORE), [world(A, B, generation=2)], 15.0)
     assert states(page) == {"h:0": "training", "h:1": "training"}
     assert page.state.values["job"]["phase"] == "training"
-    recorded("lines", outside_lines[1])
+    recorded("output", outside_lines[1])
     assert len(status(page.full(16.0))) == len(outside_lines) - 1
 
 
