@@ -4,15 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from elastic.checkpoints.files.manifest import at_step
 from elastic.driver.job.checkpoint_shares import (
     CheckpointCompleted,
     CheckpointFailed,
     ReplicasDiffer,
 )
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.reasons import counted, start_checkpoint
+from elastic.driver.settings import StartCheckpoint
 
 QUIET_S = 30.0  # minimum interval between two lines of a kind
 NAMED = 4  # maximum number of workers named per group
+
+
+def kept_line(
+    view: JobView, *, writes: bool, begins: StartCheckpoint | None, adopted: bool
+) -> str | None:
+    """Return the line at the end of a failed or stopped job that names the checkpoint to resume from.
+
+    Return None if the job made no commit, or if this driver does not know whether an earlier driver wrote a checkpoint.
+
+    Args:
+        writes: the job has a checkpoint directory.
+        begins: the checkpoint from which the job began.
+        adopted: another driver began the job.
+    """
+    if view.newest is None or (view.durable is None and (adopted or not view.commits)):
+        return None
+    lost = counted(view.unsaved, "commit")
+    if view.durable is not None:
+        later = (
+            f"lost: at least {lost} after it" if view.unsaved else "no later commit was reported"
+        )
+        return f"newest checkpoint: commit {view.durable}; {later}. Rerun the same command to resume from it"
+    if not writes:
+        return (
+            f"no checkpoint, since --checkpoint-dir was not given; lost: at least {lost} in memory"
+        )
+    source = "the beginning" if begins is None else start_checkpoint(msgspec.structs.asdict(begins))
+    return (
+        f"no new checkpoint; lost: at least {lost} in memory. The same command starts from {source}"
+    )
 
 
 class CheckpointLines:

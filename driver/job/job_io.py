@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.driver.events import Action, Event, StopRequested, WorkerRaised
+from elastic.driver.job.checkpoint_lines import kept_line
 from elastic.driver.job.job import Job
 from elastic.driver.job.operator_api.messages import PURPOSE
 from elastic.driver.job.operator_api.operator_service import OperatorAccess, OperatorService
@@ -81,6 +82,7 @@ class JobIO:
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
     # Difference between the clocks of the view and the journal, or None before the first event.
     epoch: float | None = None
+    inherited: bool = False  # another driver began the job
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
@@ -117,6 +119,7 @@ class JobIO:
 
     def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
         """Record the workers of the previous driver. See `JobView.adopt`."""
+        self.inherited = True
         with self.changing:
             self.view.adopt(workers, generation, time.time())
 
@@ -139,6 +142,17 @@ class JobIO:
             self.console("error", unsent[0].rstrip())
         for text in self.output.tracebacks.rest():
             self.console("error", text)
+
+    def log_end(self, job: Job) -> None:
+        """Log what is left to log when no worker is left: exceptions, and the checkpoint from which to resume."""
+        self.log_remaining(last=True)
+        if self.view.end is None or self.view.end.code == 0:
+            return  # it succeeded, or another driver continues the job
+        text = kept_line(
+            self.view, writes=job.settings.durable, begins=job.begins, adopted=self.inherited
+        )
+        if text is not None:
+            self.console("info", text)
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ async def _alone(
         tracing=job_io.tracing,
         reported=lambda report: job_io.told(report, job.reported),
         answered=job_io.desk.answered,
-        gone=lambda: job_io.log_remaining(last=True),
+        gone=lambda: job_io.log_end(job),
         unfolding=job_io.unfolding,
     )
     job_io.desk.serves(driver, room_for(job, discovery))

@@ -261,7 +261,7 @@ class _Run:
             reported=lambda report: self.job_io.told(report, job.reported),
             leaves=self._leave if plan.left_by_sigterm else None,
             answered=self.job_io.desk.answered,
-            gone=lambda: self.job_io.log_remaining(last=True),
+            gone=lambda: self.job_io.log_end(job),
             unfolding=self.job_io.unfolding,
         )
         self.job_io.desk.serves(driver, room_for(job, discovery))

@@ -109,6 +109,7 @@ class JobView:
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time of that report
         self.commits = 0  # number of commits in all generations
+        self._earlier: dict[int, int] = {}  # number of commits before each generation that made one
         # Commit of the newest checkpoint. Never newer than `newest`.
         self.durable: Commit | None = None
         self.checkpoints = 0
@@ -181,6 +182,14 @@ class JobView:
     def prepares(self) -> bool:
         """True if the newest world of an elastic job is outside elastic.run, so that training has not begun."""
         return self.elastic and not self.trains
+
+    @property
+    def unsaved(self) -> int:
+        """Number of reported commits after the newest checkpoint."""
+        if self.durable is None:
+            return self.commits
+        earlier = self._earlier.get(self.durable.generation, self.commits)
+        return max(0, self.commits - earlier - self.durable.number)
 
     def get(self, worker: Worker) -> WorkerView | None:
         """Return a running process, or the process that the current event ended."""
@@ -342,5 +351,7 @@ class JobView:
         if commit is None or (known is not None and commit <= known):
             return
         same = known is not None and known.generation == commit.generation
+        if not same:
+            self._earlier[commit.generation] = self.commits
         self.commits += commit.number - (known.number if known is not None and same else 0)
         self.newest, self.newest_at = commit, now

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from elastic.driver.job.checkpoint_lines import QUIET_S, CheckpointLines
+import pytest
+
+from elastic.driver.events import CheckpointMade, Event, WorkerSpent
+from elastic.driver.job.checkpoint_lines import QUIET_S, CheckpointLines, kept_line
 from elastic.driver.job.checkpoint_shares import CheckpointCompleted
-from elastic.protocol.messages import Commit
+from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.settings import StartCheckpoint
+from elastic.protocol.messages import Commit, Times, Worker
 from harness.golden import recorded
 
 
@@ -47,3 +52,62 @@ def test_checkpoint_after_the_end_is_logged() -> None:
     job.about.ended()
     job.made(40)
     recorded("messages", job.info())
+
+
+A = Worker("h", 0)
+BEGINS = StartCheckpoint("r0001-g0002-c00000300", "/shared/bert", 300)
+
+
+def reported(generation: int, number: int) -> WorkerSpent:
+    return WorkerSpent(A, generation, Times(), "training", Commit(generation, number))
+
+
+def view_of(*events: Event) -> JobView:
+    view = JobView()
+    for event in events:
+        view.note(event, [], 1.0)
+    return view
+
+
+@pytest.mark.parametrize(
+    ("events", "unsaved"),
+    [
+        ([], 0),
+        ([reported(2, 7)], 7),
+        ([reported(2, 7), CheckpointMade(Commit(2, 5))], 2),
+        ([reported(2, 7), CheckpointMade(Commit(2, 7))], 0),
+        ([CheckpointMade(Commit(2, 9)), reported(2, 7)], 0),  # the report was late
+        ([reported(2, 7), CheckpointMade(Commit(2, 5)), reported(3, 4)], 6),
+        ([reported(2, 7), reported(3, 4), CheckpointMade(Commit(3, 1))], 3),
+    ],
+)
+def test_commits_when_a_checkpoint_is_older_then_those_after_it_are_unsaved(events, unsaved):
+    assert view_of(*events).unsaved == unsaved
+
+
+@pytest.mark.parametrize(
+    ("made", "begins", "writes"),
+    [
+        (5, BEGINS, True),
+        (7, None, True),
+        (None, BEGINS, True),
+        (None, None, True),
+        (None, None, False),
+    ],
+)
+def test_job_when_it_is_stopped_then_the_last_line_names_what_is_kept(made, begins, writes):
+    view = view_of(reported(2, 7), *([CheckpointMade(Commit(2, made))] if made else []))
+    line = kept_line(view, writes=writes, begins=begins, adopted=False)
+    recorded("log", line)
+
+
+@pytest.mark.parametrize("events", [[], [reported(1, 0)]])
+def test_job_when_it_made_no_commit_then_nothing_is_kept_or_lost(events):
+    assert kept_line(view_of(*events), writes=True, begins=None, adopted=False) is None
+
+
+@pytest.mark.parametrize(("made", "known"), [([], False), ([CheckpointMade(Commit(2, 5))], True)])
+def test_driver_when_it_does_not_know_an_earlier_checkpoint_then_it_reports_none(made, known):
+    view = view_of(reported(2, 7), *made)
+    line = kept_line(view, writes=True, begins=None, adopted=True)
+    assert (line is not None) is known

@@ -13,9 +13,11 @@ from unittest.mock import create_autospec
 import pytest
 
 from elastic.driver.commandline import cli
+from elastic.driver.events import CheckpointMade, EndJob, WorkerSpent
 from elastic.driver.job.job_io import STOPPED_S, open_job_io
 from elastic.driver.processes.output import Output
-from elastic.protocol.messages import Worker
+from elastic.driver.reasons import as_sentence
+from elastic.protocol.messages import Commit, Times, Worker
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio lets it through before 3.11")
@@ -47,7 +49,28 @@ def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
             io.raised = {Worker("h", 0, 1): "", Worker("h", 1, 1): "trace"}
             lines: list[str] = []
             monkeypatch.setattr(io, "console", lambda _, text: lines.append(text))
-            io.log_remaining(last=True)
+            io.log_end(job)
             return lines
 
     assert asyncio.run(log_of_job()) == ["trace"]
+
+
+@pytest.mark.parametrize(("code", "count"), [(0, 0), (1, 1), (130, 1), (None, 0)])
+def test_job_when_it_ends_then_the_newest_checkpoint_is_logged_if_it_did_not_succeed(
+    monkeypatch, code, count
+):
+    job = cli.make_job(cli.read_options(["-np", "1", "true"], {}), {})
+    reported = WorkerSpent(Worker("h", 0), 2, Times(), "training", Commit(2, 7))
+    end = [] if code is None else [EndJob(code, as_sentence("why"))]
+
+    async def log_of_job() -> list[str]:
+        with open_job_io(job) as io:
+            io.noted(reported, [], 1.0)
+            io.noted(CheckpointMade(Commit(2, 5)), end, 2.0)
+            lines: list[str] = []
+            monkeypatch.setattr(io, "console", lambda _, text: lines.append(text))
+            io.log_end(job)
+            return lines
+
+    lines = asyncio.run(log_of_job())
+    assert ["g2c5" in line and "2 commits" in line for line in lines] == [True] * count
