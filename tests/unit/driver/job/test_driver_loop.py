@@ -245,6 +245,15 @@ async def test_results_without_a_world_are_ordered_by_the_initial_places(s):
 
 
 @story()
+async def test_worker_when_it_exits_without_init_and_result_then_its_result_is_missing(s):
+    await s.say(B, protocol.SendResult(b"from 1"))
+    await s.exit(B)
+    await s.exit(A)  # by sys.exit(0)
+    assert await s.code() == 0
+    assert s.driver.ordered_results() == [None, b"from 1"]
+
+
+@story()
 async def test_exited_workers_leave_no_state(s):
     place = s.driver._promised[A]
 
@@ -252,7 +261,7 @@ async def test_exited_workers_leave_no_state(s):
         for _ in range(5):
             worker = worker.next()
             s.driver._perform([events.StartWorker(worker, place, as_sentence("again"))])
-            await s.exit(worker)
+            await s.exit(worker, 1)
 
     await come_and_go(C)
     assert s.driver._promised.keys() == {A, B}
