@@ -48,16 +48,16 @@ class ExpectedEnd(enum.Enum):
 
 
 ENDS = {
-    ExpectedEnd.GOES_ON: "no worker is lost; all keep training in the same world",
-    ExpectedEnd.REGROUPS: "no worker is lost; all restore the last commit and keep training",
-    ExpectedEnd.RECOVERS: "the victims are lost; the others resume from the last commit, and new workers take the free"
-    " places",
-    ExpectedEnd.LEAVES: "the victims leave at a commit with exit code 0; no step is repeated",
-    ExpectedEnd.JOB_ENDS: "the job ends with exit code 1 and the traceback",
-    ExpectedEnd.STOPS: "the driver stops its workers, and exits",
-    ExpectedEnd.ALL_GONE: f"no process of the job is left within {GONE_S:g} s",
-    ExpectedEnd.SUCCEEDS: "training had ended, and the job succeeds",
-    ExpectedEnd.FAILS: "training had ended, no other worker is affected, and the job's exit code is 1",
+    ExpectedEnd.GOES_ON: "No worker is lost, and all workers keep training in the same world.",
+    ExpectedEnd.REGROUPS: "No worker is lost. All workers restore the last commit and keep training.",
+    ExpectedEnd.RECOVERS: "The victims are lost. The other workers resume from the last commit, and new workers fill"
+    " the free slots.",
+    ExpectedEnd.LEAVES: "The victims leave at a commit with exit code 0, and no step is repeated.",
+    ExpectedEnd.JOB_ENDS: "The job ends with exit code 1 and the traceback.",
+    ExpectedEnd.STOPS: "The driver stops its workers and exits.",
+    ExpectedEnd.ALL_GONE: f"No process of the job is left after {GONE_S:g} s.",
+    ExpectedEnd.SUCCEEDS: "Training had ended, and the job succeeds.",
+    ExpectedEnd.FAILS: "Training had ended. No other worker is affected, and the exit code of the job is 1.",
 }
 LONGEST = 10  # the most cells of a job whose order is free
 LAST_OF_ITS_JOB = (
