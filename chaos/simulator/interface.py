@@ -52,6 +52,7 @@ class SimulatedJob(Protocol):
     verify: float  # share of the shards of a step that two workers compute
     named: set[Worker]  # workers that the driver found to compute wrongly
     excused: set[Worker]  # ... whose first steps no worker had a copy of
+    throttled: set[Worker]  # workers that a fault has made slow
 
     def note(self, fault: str) -> None:
         """Record an injected fault."""

@@ -164,6 +164,7 @@ def throttle(sim: SimulatedJob) -> None:
     if sound and all(process.slowness == 1.0 for process in sim.processes.values()):
         process = sim.clock.random.choice(sound)
         process.slowness = sim.clock.random.choice((4.0, 10.0))
+        sim.throttled.add(process.worker)
         sim.note(f"{process.worker} is {process.slowness:g} times as slow")
 
 

@@ -134,6 +134,7 @@ class Simulation:
         self.verify = verify
         self.named: set[Worker] = set()
         self.excused: set[Worker] = set()
+        self.throttled: set[Worker] = set()
         self.sharded = sharded
         self.workers = workers
         self.steps = steps
