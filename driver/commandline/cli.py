@@ -18,6 +18,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,12 +55,18 @@ from elastic.driver.processes.console import replace_closed_streams
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
+from elastic.protocol.switches import digests, switch
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 T = TypeVar("T")
 
 # Only workers use these variables. They are checked here so that a mistake is reported once, before the start.
-_WORKERS_SWITCHES = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_DISABLE_GROUP_FUSION")
+_WORKERS_SWITCHES = (
+    "ELASTIC_CHECKS",
+    "ELASTIC_NATIVE",
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_DISABLE_GROUP_FUSION",
+)
 _SAYS_NOTHING = {
     # Horovod's default, so the user may not have set it.
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
@@ -67,6 +74,14 @@ _SAYS_NOTHING = {
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script sets the file
 }
+# Level of the line about an option whose flag follows the program. Scripts may have flags of the last names.
+_MISPLACED = {
+    **dict.fromkeys(("num_proc", "min_num_proc", "max_num_proc"), "warning"),
+    **dict.fromkeys(
+        ("checkpoint_dir", "host_discovery_script", "journal", "output_filename"), "info"
+    ),
+}
+PROGRAM_ALIKE = 0.75  # similarity from which a program may be a misspelt command; at most 1
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")
@@ -150,9 +165,20 @@ def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None
         or shutil.which(word, path=environ.get("PATH"))
     ):
         return
-    near = difflib.get_close_matches(word, [*COMMANDS, *OTHER_COMMANDS], n=1)
-    hint = f"did you mean elasticrun {near[0]}?" if near else "see elasticrun --help"
+    near = _nearest_command(word)
+    hint = f"did you mean elasticrun {near}?" if near else "see elasticrun --help"
     raise Invalid(f"{word} is neither a command nor a program; {hint}")
+
+
+def _nearest_command(word: str, alike: float = 0.6) -> str:
+    near = difflib.get_close_matches(word, [*COMMANDS, *OTHER_COMMANDS], 1, alike)
+    return near[0] if near else ""
+
+
+def _command_meant(command: Sequence[str]) -> str:
+    """Return a question if a program, such as ``stat``, may be a misspelt command."""
+    near = _nearest_command(command[0], PROGRAM_ALIKE) if command else ""
+    return f"; or did you mean elasticrun {near}?" if near else ""
 
 
 def _called() -> str:
@@ -216,17 +242,10 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
 
 
 def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    words, switches = [], flags.parser().switches
-    for name in (*switches, *_WORKERS_SWITCHES):
-        match environ.get(name, "").lower():
-            case "" | "0" | "false":
-                pass
-            case "1" | "true":
-                if name in switches:
-                    words.append((switches[name], f"environment variable {name}"))
-            case _:
-                raise Invalid(f"{name} is {environ[name]!r}: set it to 1 or 0")
-    return words
+    switches = flags.parser().switches
+    on = [name for name in (*switches, *_WORKERS_SWITCHES) if switch(environ, name)]
+    digests(environ)
+    return [(switches[name], f"environment variable {name}") for name in on if name in switches]
 
 
 def _fusion(environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -319,6 +338,9 @@ def _checked_job(
         env["ELASTIC_MIN_WORKERS"] = str(workers_min)
     env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
     notes = _notes(options, environ, elastic=elastic) + checkpoints.notes
+    if hosts is not None and (starting := min(workers_max, sum(hosts.values()))) > np:
+        text = f"starting {starting} workers, as many as --max-np and the slots allow; training needs at least"
+        notes.append(("info", f"{text} {workers_min}"))
     if options.driver_port is not None and not fleet.needed and script is None:
         notes.append(
             (
@@ -566,7 +588,10 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     if not elastic:
         if np is None:
             late = " before the program" if "-np" in options.command else ""
-            raise Invalid(f"-np is missing: pass the number of workers to start, as in -np 4{late}")
+            meant = _command_meant(options.command)
+            raise Invalid(
+                f"-np is missing: pass the number of workers to start, as in -np 4{late}{meant}"
+            )
         return np, np, np, False
     if np is None and least is None:
         raise Invalid(
@@ -579,12 +604,13 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     growing = (options.host_discovery_script, options.etcd, options.kubernetes_service)
     grows = options.kubernetes or any(each is not None for each in growing)
     most = _given(most, UNBOUNDED if grows else np)
+    # A default must not appear in an error, so the order matters.
+    if np < least:
+        raise Invalid(f"-np {np} is smaller than --min-np {least}: pass min <= np")
+    if options.num_proc is not None and np > most:
+        raise Invalid(f"-np {np} is greater than --max-np {most}: pass np <= max")
     if least > most:
         raise Invalid(f"--min-np {least} is greater than --max-np {most}: pass min <= max")
-    if np < least:
-        raise Invalid(f"-np {np} is smaller than --min-np {least}: pass min <= np <= max")
-    if np > most:
-        raise Invalid(f"-np {np} is greater than --max-np {most}: pass min <= np <= max")
     return np, least, most, True
 
 
@@ -629,6 +655,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         if value.lower() not in ("", "gloo"):
             why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
+    notes += _passed_on(options)
     parser = flags.parser()
     of_flags = {*parser.variables, *parser.switches}
     notes += [("warning", text) for text in variables.unread(environ, of_flags)]
@@ -650,6 +677,19 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         unused = [flag for flag, value in of_elastic.items() if value is not None]
         if unused:
             notes.append(("warning", f"no effect without --min-np: {', '.join(unused)}"))
+    return notes
+
+
+def _passed_on(options: Options) -> list[tuple[str, str]]:
+    """Return the lines to log about flags that follow the program, and may be meant for this one."""
+    given = {word.partition("=")[0] for word in takewhile("--".__ne__, options.command[1:])}
+    notes = []
+    for action in flags.parser().actions:
+        late = [name for name in action.option_strings if name in given]
+        level = _MISPLACED.get(action.dest)
+        if late and level is not None and getattr(options, action.dest) is None:
+            text = f"{late[0]} follows the program, which receives it: put it before {options.command[0]} if it is for"
+            notes.append((level, f"{text} {_called()}"))
     return notes
 
 

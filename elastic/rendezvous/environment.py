@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.errors import Invalid
+from elastic.protocol import switches
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Address, Worker
+from elastic.protocol.switches import TENSORS, switch
 from elastic.rendezvous import nccl_settings
 from elastic.rendezvous.launcher_env import LauncherEnv, started
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
@@ -26,8 +28,6 @@ DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: no timeline before start_timeline() wit
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _BFC_MB = 64 << 10  # upper limit that TensorFlow's own allocator uses by default
-_ON_OR_OFF = {"0": False, "false": False, "1": True, "true": True}
-TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def read(
             f"{missing} is not set, but other variables of {', '.join(_TLS)} are set: set all three variables"
         )
     launched = launched or started(env, parent=os.getppid())
-    stalls = not _switch(env, "HOROVOD_STALL_CHECK_DISABLE")
+    stalls = not switch(env, "HOROVOD_STALL_CHECK_DISABLE")
     warning_s = _number(env, "HOROVOD_STALL_CHECK_TIME_SECONDS", "seconds", 60.0)
     shutdown_s = _number(env, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "seconds", 0.0)
     return Environment(
@@ -131,20 +131,20 @@ def read(
         digest_commits=digests(env),
         commit_budget=_number(env, "ELASTIC_COMMIT_BUDGET", "percent", 0.0) / 100,
         workers_min=_whole(env, "ELASTIC_MIN_WORKERS", 1) or 1,
-        checks=env.get("ELASTIC_CHECKS", "").lower() not in ("off", "0"),
-        strict=_switch(env, "ELASTIC_STRICT"),
-        allow_inexact=_switch(env, "ELASTIC_ALLOW_INEXACT"),
-        digest_tensors=env.get("ELASTIC_DIGESTS") == TENSORS,
+        checks=switch(env, "ELASTIC_CHECKS", default=True),
+        strict=switch(env, "ELASTIC_STRICT"),
+        allow_inexact=switch(env, "ELASTIC_ALLOW_INEXACT"),
+        digest_tensors=digests(env) and env["ELASTIC_DIGESTS"] == TENSORS,
         cycle_s=_number(env, "HOROVOD_CYCLE_TIME", "milliseconds", 1.0) / 1000,
         cache_capacity=_whole(env, "HOROVOD_CACHE_CAPACITY", Environment.cache_capacity),
         fusion_bytes=_whole(env, "HOROVOD_FUSION_THRESHOLD", None),
-        group_fusion=not _switch(env, "HOROVOD_DISABLE_GROUP_FUSION"),
+        group_fusion=not switch(env, "HOROVOD_DISABLE_GROUP_FUSION"),
         stall_warning_s=warning_s if stalls else 0.0,
         stall_shutdown_s=shutdown_s if stalls else 0.0,
         cores=_cores(env),
-        dynamic_process_sets=_switch(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
+        dynamic_process_sets=switch(env, "HOROVOD_DYNAMIC_PROCESS_SETS"),
         timeline=env.get("HOROVOD_TIMELINE") or None,
-        timeline_mark_cycles=_switch(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        timeline_mark_cycles=switch(env, "HOROVOD_TIMELINE_MARK_CYCLES"),
         tls=(tls[0], tls[1], tls[2]) if any(tls) else None,
         started=launched,
         start_timeout_s=_seconds(env, "HOROVOD_START_TIMEOUT", START_TIMEOUT_S),
@@ -155,7 +155,7 @@ def read(
 
 def native(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether ranks of one host may share memory."""
-    return _switch(os.environ if environ is None else environ, "ELASTIC_NATIVE", default=True)
+    return switch(os.environ if environ is None else environ, "ELASTIC_NATIVE", default=True)
 
 
 def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
@@ -166,9 +166,8 @@ def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def digests(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether workers report digests of their commits."""
-    env = os.environ if environ is None else environ
-    return env.get("ELASTIC_DIGESTS", "0") in ("1", TENSORS)
+    """Return whether workers report digests of their commits. Raises Invalid."""
+    return switches.digests(os.environ if environ is None else environ)
 
 
 def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
@@ -231,7 +230,7 @@ def launched_timeout_s(
 def gpus_are_shared(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether NCCL (2.30 or later) allows several ranks on one GPU."""
     env = os.environ if environ is None else environ
-    return _switch(env, "NCCL_MULTI_RANK_GPU_ENABLE")
+    return switch(env, "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
@@ -287,14 +286,6 @@ def _whole(env: Mapping[str, str], name: str, default: Default) -> int | Default
     if not text.isdecimal():
         raise Invalid(f"{name} is {text!r}: set it to a whole number, 0 or more")
     return int(text)
-
-
-def _switch(env: Mapping[str, str], name: str, default: bool = False) -> bool:
-    text = env.get(name, "").strip().lower()
-    value = _ON_OR_OFF.get(text) if text else default
-    if value is None:
-        raise Invalid(f"{name} is {env[name]!r}: set it to 1 or 0")
-    return value
 
 
 def _cores(env: Mapping[str, str]) -> tuple[int, ...]:

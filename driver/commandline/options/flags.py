@@ -56,7 +56,7 @@ examples:
   elasticrun -np 4 python train.py --lr 0.1
       four workers on this machine; the first failure ends the job
   elasticrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
-      start with four workers; continue with two to eight as hosts join and leave
+      two to eight workers, as many as the present hosts have slots, also at the start
   elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4 --output-filename out python train.py
       two machines, reached over ssh; the output of rank 0 is in out/rank.0/stdout and so on
   elasticrun -np 8 --min-np 4 --etcd etcd1:2379 --job bert --secret-file job.secret python train.py
@@ -80,7 +80,7 @@ class WorkerFlags:
     num_proc: int | None = flag(
         "-np --num-proc",
         "N",
-        "Number of workers to start with (default of an elastic job: --min-np).",
+        "Number of workers; elastic: the default of --min-np and --max-np (default: --min-np).",
         whole(1),
         use=Use(functions=(LAUNCH,), keyword="np"),
     )
@@ -94,7 +94,8 @@ class WorkerFlags:
     max_num_proc: int | None = flag(
         "--max-np --max-num-proc",
         "N",
-        "Elastic: largest number of workers (default: -np; the number of slots if hosts are discovered).",
+        "Elastic: largest number of workers, also at the start (default: -np; the number of slots if hosts are"
+        " discovered).",
         whole(1),
         use=Use(functions=(LAUNCH,), keyword="max_np"),
     )
@@ -402,7 +403,7 @@ class OutputFlags:
     output_filename: str | None = flag(
         "--output-filename",
         "DIR",
-        "Copy the output of each worker to DIR/rank.N/stdout and DIR/rank.N/stderr.",
+        "Copy the output of each worker to DIR/rank.N/stdout and stderr (DIR/HOST.SLOT/ while it has no rank).",
         use=ON_LAUNCH,
     )
     stdin: int | None = flag(

@@ -14,9 +14,9 @@ Run a training script on several workers; keep training when workers fail or joi
   elasticrun -np 8 -H gpu1:4,gpu2:4 python train.py     two machines, reached over ssh
 
 workers
-  -np N                        number of workers to start with
+  -np N                        number of workers; elastic: the default of --min-np and --max-np
   --min-np N                   smallest number of workers to continue with; makes the job elastic
-  --max-np N                   largest number of workers (default: -np)
+  --max-np N                   largest number of workers, also at the start (default: -np)
   --standbys N                 spare workers that replace a lost one immediately (default: 0)
   --reset-limit N              failures to survive before the job ends (default: no limit)
 hosts

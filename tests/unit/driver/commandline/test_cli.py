@@ -150,6 +150,7 @@ def test_number_of_workers_is_derived_from_the_flags(line, expected):
         "-np 4 --min-np 5",
         "-np 4 --min-np 5 --max-np 8",
         "-np 9 --max-np 8",
+        "--min-np 9 --max-np 8",
         "-np 9 --min-np 2 --max-np 8",
         "-np 2 --standbys 1",
         "-np 2 --preload auto,my-module",
@@ -191,10 +192,45 @@ def test_preload_defaults_to_auto_for_elastic_jobs(line, variable, expected):
     assert job(line, **given).preload == expected
 
 
-@pytest.mark.parametrize("words", [["stauts"], ["frobnicate", "x"], ["sleep", "1"]])
+@pytest.mark.parametrize("words", [["stauts"], ["frobnicate", "x"], ["sleep", "1"], ["stat"]])
 def test_misspelt_command_is_not_run_as_a_program(words, capsys):
     assert cli.main(words) == 2
     recorded("output", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "levels"),
+    [
+        ("-np 2", "sleep 1 --min-np 1", ["warning"]),
+        ("-np 2", "sleep 1 --max-num-proc=3 --checkpoint-dir d", ["warning", "info"]),
+        ("-np 2", "sleep -np 4", []),  # given twice, so the second is the program's
+        ("-np 2 --checkpoint-dir d", "sleep 1 --checkpoint-dir e", []),
+        ("-np 2", "sleep 1 -- --min-np 1", []),
+        ("-np 2", "sleep --lr 1 --resume --fresh", []),
+    ],
+)
+def test_flag_when_it_follows_the_program_then_a_line_names_it(line, command, levels):
+    notes = [(level, text) for level, text in job(line, command).notes if "follows" in text]
+    assert [level for level, _ in notes] == levels
+    if notes:
+        recorded("log", [text for _, text in notes])
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("-np 3 --max-np 4", 1),
+        ("--min-np 2 --max-np 4 -H localhost:3", 1),
+        ("-np 4 --min-np 2", 0),
+        ("-np 2 --max-np 4 -H localhost:2", 0),
+        ("-np 2 -H localhost:4", 0),
+    ],
+)
+def test_workers_when_more_start_than_np_then_a_line_says_so(line, count):
+    notes = [text for level, text in job(line).notes if level == "info" and "starting" in text]
+    assert len(notes) == count
+    if notes:
+        recorded("log", notes)
 
 
 def test_flag_after_the_program_is_reported():
@@ -498,6 +534,9 @@ def test_timeline_started_by_the_script_is_left_to_it():
         ("", {"HOROVOD_CACHE_CAPACITY": "x"}),
         ("", {"HOROVOD_FUSION_THRESHOLD": "1e6"}),
         ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}),
+        ("", {"ELASTIC_CHECKS": "maybe"}),
+        ("", {"ELASTIC_DIGESTS": "tensor"}),
+        ("", {"ELASTIC_NATIVE": "no"}),
     ],
 )
 def test_values_that_workers_cannot_parse_are_rejected_before_the_start(line, environ):

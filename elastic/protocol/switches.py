@@ -1,0 +1,31 @@
+"""Environment variables that turn something on or off, as driver and workers read them. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic.errors import Invalid
+
+TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
+_VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
+
+
+def switch(env: Mapping[str, str], name: str, default: bool = False, words: str = "1 or 0") -> bool:
+    """Return the value of a variable. Raises Invalid.
+
+    Args:
+        default: value if the variable is unset or empty.
+        words: its values, for the error.
+    """
+    text = env.get(name, "").strip().lower()
+    value = _VALUES.get(text) if text else default
+    if value is None:
+        raise Invalid(f"{name} is {env[name]!r}: set it to {words}")
+    return value
+
+
+def digests(env: Mapping[str, str]) -> bool:
+    """Return whether workers report digests of their commits. Raises Invalid."""
+    if env.get("ELASTIC_DIGESTS") == TENSORS:
+        return True
+    return switch(env, "ELASTIC_DIGESTS", words=f"1, 0 or {TENSORS}")
