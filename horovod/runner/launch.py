@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def run_commandline() -> int:
     """Run a job with this process's command line, and return the exit code."""
-    from elastic.driver.commandline.cli import main
+    from elastic.driver.commandline.__main__ import main
 
     return main()
 

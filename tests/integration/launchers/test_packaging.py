@@ -36,6 +36,6 @@ def test_the_wheel_holds_the_driver_inside_elastic(tmp_path):
     assert not [name for name in names if name.startswith("elastic/docs/site/")]
     assert fields.keys() >= {"Author", "Keywords", "Summary", "License-Expression"}
     for command in ("elasticrun", "horovodrun"):
-        assert f"{command} = elastic.driver.commandline.cli:main" in commands or (
-            f"{command}=elastic.driver.commandline.cli:main" in commands
+        assert f"{command} = elastic.driver.commandline.__main__:main" in commands or (
+            f"{command}=elastic.driver.commandline.__main__:main" in commands
         )
