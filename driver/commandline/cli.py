@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic.checkpoints.options import RUN
 from elastic.driver.commandline.options import flags, torchrun_flags
@@ -57,6 +57,9 @@ from elastic.driver.settings import UNBOUNDED, Settings
 from elastic.errors import Invalid
 from elastic.protocol.switches import digests, switch
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from elastic.driver.job.start import Outcome
 
 T = TypeVar("T")
 
@@ -113,11 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] == "explain":
             from elastic.driver.commandline.offline import explain_cli
 
-            return explain_cli.main(arguments[1:])
+            return explain_cli.main(arguments[1:], environ)
         if arguments and arguments[0] == "replay":
             from elastic.driver.commandline.offline import replay_cli
 
-            return replay_cli.main(arguments[1:])
+            return replay_cli.main(arguments[1:], environ)
         if arguments and arguments[0] in COMMANDS:
             from elastic.driver.commandline.running_jobs import job_commands
 
@@ -206,16 +209,16 @@ def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
             file=sys.stderr,
         )
     job = make_job(options, environ)
-    code = asyncio.run(_run(job))
-    if code == 0 and same is not None:
+    outcome = asyncio.run(_run(job))
+    if outcome.code == 0 and same is not None:
         note_finished(same, int(job.settings.env[RUN]))
-    return code
+    return outcome.code or int(outcome.unreported)
 
 
-async def _run(job: Job) -> int:
+async def _run(job: Job) -> Outcome:
     from elastic.driver.job.start import start
 
-    return (await start(job)).code
+    return await start(job)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

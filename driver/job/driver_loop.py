@@ -471,7 +471,11 @@ class Driver:
             differing = self._versions.heard(event.worker.host, event.torch_version)
             if differing:
                 self._log("warning", differing)
-        if isinstance(event, events.WorkerExited) and event.code and event.worker not in self.results:
+        if (
+            isinstance(event, events.WorkerExited)
+            and event.code
+            and event.worker not in self.results
+        ):
             self._promised.pop(event.worker, None)  # another worker may get its place
 
     def _decide(self, event: events.Event, now: float) -> list[events.Action]:

@@ -82,6 +82,7 @@ class JobIO:
     changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
     # Difference between the clocks of the view and the journal, or None before the first event.
     epoch: float | None = None
+    unreported: bool = False  # the report could not be written
     inherited: bool = False  # another driver began the job
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
@@ -247,7 +248,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         if found and found[0].summary:
             console("info", "\n".join(summary(spent)))
         if found and found[0].report is not None:
-            _write(found[0].report, console)
+            found[0].unreported = not _write(found[0].report, console)
         if metrics is not None:
             metrics.close()
         if found and found[0].traces is not None:
@@ -259,12 +260,15 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             output.close(STOPPED_S if _asked_to_end() else wait_s)
 
 
-def _write(report: RunReport, log: Log) -> None:
+def _write(report: RunReport, log: Log) -> bool:
+    """Write the report, and return whether this succeeded."""
     try:
         if report.write():
             log("info", f"report of this job: {report.file}")
     except Invalid as error:
-        log("warning", f"the report of this job could not be written: {error}")
+        log("error", str(error))
+        return False
+    return True
 
 
 def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:

@@ -37,12 +37,14 @@ class Outcome:
         reason: why it ended.
         results: pickled results of launched functions by rank, or None for a missing result.
         reports: the last report of each rank of the last world that has reported.
+        unreported: the page of --report could not be written.
     """
 
     code: int
     reason: str
     results: list[bytes | None]
     reports: dict[int, Report] = field(default_factory=dict)
+    unreported: bool = False
 
 
 async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
@@ -62,7 +64,7 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
             finally:
                 await job_io.desk.close()
             job_io.stopped = outcome.code in driver_loop.STOP_CODES.values()
-            return outcome
+        return replace(outcome, unreported=job_io.unreported)
     except (Invalid, OSError):
         job.refused()
         raise

@@ -7,10 +7,11 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.driver.commandline.offline.journal_argument import journal_of
 from elastic.driver.commandline.options.argument_parser import (
     ArgumentParser,
     add_declared,
@@ -27,7 +28,7 @@ from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\
 Explain a job: which workers were lost and why, what the others did, the cost, and what to change.
-JOURNAL is the file of --journal, of a running, finished or killed job."""
+JOURNAL is the file of --journal, of a running, finished or killed job, or the name of a running job."""
 
 
 # Legend of the section "What happened".
@@ -60,12 +61,12 @@ def parser() -> ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command and return its exit code. Raises Invalid."""
     options = ExplainOptions()
     wanted = "pass one journal, as in: elasticrun explain job.journal"
     journal = parser().with_one(arguments, options, wanted)
-    reading = read_journal(Path(journal))
+    reading = read_journal(journal_of(journal, environ))
     if reading.source.runs and reading.offset is not None:
         reading.story.go_on(time.time() - reading.offset)
     if options.html is not None:
@@ -136,4 +137,4 @@ def as_json(reading: JournalReading) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], os.environ))

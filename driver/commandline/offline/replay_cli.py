@@ -7,10 +7,11 @@ import itertools
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.driver.commandline.offline.journal_argument import journal_of
 from elastic.driver.commandline.options.argument_parser import (
     ArgumentParser,
     add_declared,
@@ -93,12 +94,12 @@ def parser() -> ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command and return its exit code. Raises Invalid."""
     options = ReplayOptions()
     wanted = "pass one journal, as in: elasticrun replay --speed 10 job.journal"
     journal = parser().with_one(arguments, options, wanted)
-    path = Path(journal)
+    path = journal_of(journal, environ)
     if options.svg is not None:
         reading = read_journal(path)
         text = film(reading.story, reading.rows, film_s=options.length)

@@ -30,7 +30,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 _HINTS = {
-    errno.ENOENT: ": pass the file of --journal",
+    errno.ENOENT: ": pass the file of --journal, or the name of a running job",
     errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
 LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has about 50 MB

@@ -262,6 +262,8 @@ class Storage:
         try:
             self.write(name, bytes(PROOF_BYTES))
             self.remove_file(name)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise Invalid(f"{self.url} is a file, or is below one: pass a folder or URL") from error
         except OSError as error:
             raise Invalid(
                 f"{self.url} is not writable: {error}. Check its permissions, or pass another folder or URL"

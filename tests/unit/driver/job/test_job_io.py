@@ -15,8 +15,11 @@ import pytest
 from elastic.driver.commandline import cli
 from elastic.driver.events import CheckpointMade, EndJob, WorkerSpent
 from elastic.driver.job.job_io import STOPPED_S, open_job_io
+from elastic.driver.job.start import start
+from elastic.driver.monitoring.explain import run_report
 from elastic.driver.processes.output import Output
 from elastic.driver.reasons import as_sentence
+from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Times, Worker
 from harness.golden import recorded
 
@@ -77,3 +80,18 @@ def test_job_when_it_ends_then_the_newest_checkpoint_is_logged_if_it_did_not_suc
     assert len(lines) == count
     for line in lines:
         recorded("log", line, "g2c5", 2)
+
+
+def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_not(
+    monkeypatch, tmp_path, capfd
+):
+    def full(*_: object) -> None:
+        raise Invalid("No space left on device")
+
+    monkeypatch.setattr(run_report, "write_page", full)
+    command = ["--report", str(tmp_path / "r.html"), "-np", "1", "true"]
+    assert cli.main(command) == 1
+    job = cli.make_job(cli.read_options(command, {}), {**os.environ})
+    outcome = asyncio.run(start(job))
+    assert (outcome.code, outcome.unreported) == (0, True)
+    assert "error: No space left" in capfd.readouterr().err

@@ -107,6 +107,8 @@ def test_a_stall_check_that_is_off_never_warns():
         ("HOROVOD_THREAD_AFFINITY", "0,one", "set it to one core number per worker"),
         ("HOROVOD_TIMELINE_MARK_CYCLES", "maybe", "set it to 1 or 0"),
         ("HOROVOD_DYNAMIC_PROCESS_SETS", "2", "set it to 1 or 0"),
+        ("ELASTIC_CHECKS", "maybe", "set it to 1 or 0"),
+        ("ELASTIC_DIGESTS", "tensor", "set it to 1, 0 or tensors"),
     ],
 )
 def test_a_damaged_variable_is_named(name, value, said):

@@ -42,7 +42,9 @@ def test_page_reaches_the_end_of_the_job(tmp_path):
 
 def test_film_is_written_and_its_size_printed(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
-    assert replay_cli.main([str(file), "--svg", str(tmp_path / "film.svg"), "--length", "12"]) == 0
+    assert (
+        replay_cli.main([str(file), "--svg", str(tmp_path / "film.svg"), "--length", "12"], {}) == 0
+    )
     recorded("output", capsys.readouterr().out)
     assert 'dur="12s"' in (tmp_path / "film.svg").read_text()
 
@@ -53,4 +55,4 @@ def test_film_is_written_and_its_size_printed(tmp_path, capsys):
 def test_invalid_flags_are_rejected(flags, tmp_path):
     file = str(unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path))
     with raises(Invalid):
-        replay_cli.main([file if flag == "FILE" else flag for flag in flags])
+        replay_cli.main([file if flag == "FILE" else flag for flag in flags], {})

@@ -14,6 +14,7 @@ from elastic.driver.commandline.offline.explain_cli import as_json, as_text
 from elastic.driver.commandline.offline.replay_cli import model_of
 from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.events import HostsChanged
+from elastic.driver.job.operator_api.runtime_folder import JobRecord, PublishedRecord
 from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, decoded_header, encoded
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import read
@@ -199,23 +200,38 @@ def test_file_that_is_not_a_journal_is_rejected(data, tmp_path):
 def test_unreadable_file_is_rejected(tmp_path):
     for path in [tmp_path, tmp_path / "none"]:
         with raises(Invalid):
-            explain_cli.main([str(path)])
+            explain_cli.main([str(path)], {})
     with raises(Invalid):
-        explain_cli.main([])
+        explain_cli.main([], {})
+
+
+def test_running_job_when_its_name_is_given_then_its_journal_is_explained(tmp_path, capsys):
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    journal = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
+    jobs = [
+        PublishedRecord(environ, JobRecord(name, pid, "127.0.0.1:1", "", journal=path))
+        for name, pid, path in (("bert", 1, str(journal)), ("gpt", 2, ""))
+    ]
+    assert explain_cli.main(["bert"], environ) == 0
+    assert capsys.readouterr().out
+    with raises(Invalid, "gpt"):
+        explain_cli.main(["gpt"], environ)
+    for each in jobs:
+        each.close()
 
 
 def test_terminal_control_characters_are_escaped(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
     evil = rb"\u001b[2J\u001b]0;owned\u0007\u202e"
     file.write_bytes(file.read_bytes().replace(b"sample 20", evil))
-    assert explain_cli.main([str(file)]) == 0
+    assert explain_cli.main([str(file)], {}) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\u202e" not in shown and r"\x1b[2J" in shown
 
 
 def test_page_and_json_are_written(tmp_path, capsys):
     file = unpacked(HERE / "jobs" / "exception.jsonl.xz", tmp_path)
-    assert explain_cli.main([str(file), "--html", str(tmp_path / "p.html"), "--json"]) == 0
+    assert explain_cli.main([str(file), "--html", str(tmp_path / "p.html"), "--json"], {}) == 0
     assert json.loads(capsys.readouterr().out)["findings"]
     recorded("explain", visible((tmp_path / "p.html").read_text()))
 

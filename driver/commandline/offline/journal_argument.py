@@ -1,0 +1,24 @@
+"""The argument of commands that read a journal: a file, or the name of a running job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic.driver.job.operator_api.runtime_folder import records
+from elastic.errors import Invalid
+
+
+def journal_of(word: str, environ: Mapping[str, str]) -> Path:
+    """Return the journal at this path, or the journal of the running job with this name. Raises Invalid."""
+    if os.path.exists(word):
+        return Path(word)
+    for record in records(environ):
+        if record.name == word and record.journal:
+            return Path(record.journal)
+        if record.name == word:
+            raise Invalid(
+                f"job {word} has no journal: start it with --journal FILE, or see elasticrun status {word}"
+            )
+    return Path(word)
