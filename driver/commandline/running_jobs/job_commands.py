@@ -224,13 +224,14 @@ def _found_in_ray(job: str) -> JobAddress:
 def _jobs(options: CommandOptions, environ: Mapping[str, str]) -> int:
     rows = []
     for record in records(environ):
-        state: dict[str, Any] = {}
+        state: dict[str, Any] | None = None
         try:
             address = JobAddress(record.name, record.address, bytes.fromhex(record.key))
             with JobClient(address) as client:
                 state = json.loads(client.ask(messages.AskStatus).data)
         except JobUnreachable:
-            continue  # it has just ended
+            if record not in records(environ):
+                continue  # it has just ended
         rows.append(
             job_tables.job_row(record.name, record.pid, record.began, record.command, state)
         )

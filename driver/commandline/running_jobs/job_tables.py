@@ -13,6 +13,7 @@ from elastic.protocol.messages import Commit
 
 State = dict[str, Any]
 SHOWN = 64  # limit of workers
+NO_RESPONSE = "not responding"  # phase of a job whose driver is stopped or overloaded
 
 
 def status(state: State, *, most: int = SHOWN) -> list[str]:
@@ -86,12 +87,19 @@ def _quarantined(each: dict[str, Any]) -> str:
 
 
 def job_row(
-    name: str, pid: int, began: float, command: Sequence[str], state: State
+    name: str, pid: int, began: float, command: Sequence[str], state: State | None
 ) -> dict[str, Any]:
-    """Return the row of one job in a list."""
-    job = state["set"]["job"]
-    row = {name: job[name] for name in ("phase", "size", "least", "most", "generation")}
-    row["stalled"] = state["set"]["stall"] is not None
+    """Return the row of one job in a list.
+
+    Args:
+        state: None if the driver does not respond. What it would report is then None.
+    """
+    row: dict[str, Any] = dict.fromkeys(("size", "least", "most", "generation", "stalled"))
+    row["phase"] = NO_RESPONSE
+    if state is not None:
+        job = state["set"]["job"]
+        row = {name: job[name] for name in ("phase", "size", "least", "most", "generation")}
+        row["stalled"] = state["set"]["stall"] is not None
     return {"name": name, "pid": pid, "began": began, "command": list(command), **row}
 
 
@@ -101,7 +109,7 @@ def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
         return ["no job of this user runs here"]
     table = [("job", "driver", "phase", "workers", "for", "command")]
     for row in rows:
-        workers = f"{row['size']} ({_limits(row)})"
+        workers = "unknown" if row["size"] is None else f"{row['size']} ({_limits(row)})"
         began = span(now - row["began"])
         command = " ".join(row["command"])
         phase = "stalled" if row["stalled"] else row["phase"]
