@@ -658,6 +658,9 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         if value.lower() not in ("", "gloo"):
             why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
+    if options.fresh and options.resume:
+        text = "--fresh discards the job that --resume would continue: omit --fresh when you rerun the command"
+        notes.append(("info", text))
     notes += _passed_on(options)
     parser = flags.parser()
     of_flags = {*parser.variables, *parser.switches}

@@ -137,10 +137,12 @@ class JobIO:
         """
         # A worker that reports why the job cannot continue has no traceback.
         unsent = [
-            text for label, text in self.raised.items() if text and label not in self.output.sent
+            f"{worker}: {text.rstrip()}"
+            for worker, text in self.raised.items()
+            if text and worker not in self.output.sent
         ]
         if last and unsent and not self.output.tracebacks.shown:
-            self.console("error", unsent[0].rstrip())
+            self.console("error", unsent[0])
         for text in self.output.tracebacks.rest():
             self.console("error", text)
 

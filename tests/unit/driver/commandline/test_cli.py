@@ -233,6 +233,13 @@ def test_workers_when_more_start_than_np_then_a_line_says_so(line, count):
         recorded("log", notes)
 
 
+def test_fresh_when_resume_is_given_too_then_a_line_tells_which_applies():
+    assert (
+        sum("--fresh" in text for _, text in job("-np 1 --journal j --resume --fresh").notes) == 1
+    )
+    assert not any("--fresh" in text for _, text in job("-np 1 --journal j --fresh").notes)
+
+
 def test_flag_after_the_program_is_reported():
     recorded("messages", refusal("", "sleep -np 4"))
 

@@ -56,7 +56,7 @@ def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
             io.log_end(job)
             return lines
 
-    assert asyncio.run(log_of_job()) == ["trace"]
+    assert asyncio.run(log_of_job()) == ["h:1#1: trace"]
 
 
 @pytest.mark.parametrize(("code", "count"), [(0, 0), (1, 1), (130, 1), (None, 0)])
