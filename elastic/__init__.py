@@ -23,6 +23,7 @@ _MODULES = {
     "elastic.state": "State ObjectState TorchState ElasticSampler",
     "elastic.exact.shards": "Shards",
     "elastic.diloco.diloco": "DiLoCo LocalSGD",
+    "elastic.diloco.island_group": "island_group",
     "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
     "elastic.api.compression": "Compression",
     "elastic.api.sync_batch_norm": "SyncBatchNorm",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from elastic.checkpoints.checkpoints_api import Checkpoints as Checkpoints
     from elastic.diloco.diloco import DiLoCo as DiLoCo
     from elastic.diloco.diloco import LocalSGD as LocalSGD
+    from elastic.diloco.island_group import island_group as island_group
     from elastic.errors import *  # noqa: F403
     from elastic.exact.shards import Shards as Shards
     from elastic.launcher.launch_function import launch as launch

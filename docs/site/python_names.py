@@ -175,6 +175,16 @@ GROUPS = (
                 """,
             ),
             Entry(
+                "island_group",
+                """
+                replica = torch.nn.parallel.DistributedDataParallel(
+                    torch.nn.Linear(4, 1), process_group=elastic.island_group()
+                )
+                inner = torch.optim.SGD(replica.parameters(), lr=0.1)
+                diloco = elastic.DiLoCo(replica, inner, every=100)
+                """,
+            ),
+            Entry(
                 "broadcast_parameters broadcast_optimizer_state",
                 """
                 elastic.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -19,7 +19,7 @@ from elastic.api.ops import allgather, allreduce, broadcast_
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
-from elastic.negotiation.submission import is_root
+from elastic.negotiation.submission import is_root, start_broadcast, synchronize
 from elastic.pickling import Pickler
 
 _CPU = torch.device("cpu")
@@ -180,14 +180,27 @@ def broadcast_object(
 
         epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
-    here = is_root(root_rank, _CPU, resolve(process_set))
+    return broadcast_object_among(obj, root_rank, name, resolve(process_set))
+
+
+def broadcast_object_among(
+    obj: Any, root_rank: int, name: str | None, members: tuple[int, ...] | None
+) -> Any:
+    """Like `broadcast_object`, among the ranks ``members``, or all ranks of the world for None."""
+
+    def broadcast_from_root(tensor: torch.Tensor, suffix: str) -> None:
+        child = _child(name, suffix)
+        synchronize(
+            start_broadcast(tensor, root_rank, child, members=members, in_place=True, soon=True)
+        )
+
+    here = is_root(root_rank, _CPU, members)
     blob = _pickled(obj) if here else bytearray()
     length = torch.tensor(len(blob), dtype=torch.int64, device=_CPU)
-    broadcast_(length, root_rank, _child(name, "length"), process_set)
+    broadcast_from_root(length, "length")
     if not here:
         blob = bytearray(int(length))
-    content = torch.frombuffer(blob, dtype=torch.uint8)
-    broadcast_(content, root_rank, _child(name, "content"), process_set)
+    broadcast_from_root(torch.frombuffer(blob, dtype=torch.uint8), "content")
     return obj if here else pickle.loads(blob)
 
 

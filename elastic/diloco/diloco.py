@@ -1,31 +1,52 @@
-"""DiLoCo and LocalSGD: each worker takes several inner steps on its own, then all average the changes of their
-parameters.
+"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps on its own, then all average the
+changes of their parameters.
 
 Every rank holds the *outer* parameters, which are bitwise equal on all ranks. The model has the *inner* parameters,
-which are each worker's own between two merges. A merge averages ``outer - inner`` of one fragment into a buffer, lets
-the outer optimizer step with it as the gradient, and mixes the result into the inner parameters. A lost worker breaks
-at most the collective, which has written only that buffer: the merge is then repeated in the next world.
+which are each worker's own, or equal within an island, between two merges. A merge averages ``outer - inner`` of one
+fragment into a buffer, lets the outer optimizer step with it as the gradient, and mixes the result into the inner
+parameters. A lost worker breaks at most the collective, which has written only that buffer: the merge is then repeated
+in the next world.
+
+In an island, DistributedDataParallel averages gradients in every step. Its leader exchanges the pseudo-gradients with
+the other leaders, and broadcasts the mean in the island.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Generator, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic import context
-from elastic.api import ops
-from elastic.api.broadcasting import broadcast_object
+from elastic.api.broadcasting import broadcast_object, broadcast_object_among
+from elastic.collectives.interface import Op
 from elastic.diloco import quantization
-from elastic.diloco.rounds import Action, ApplyMean, CompareReports, Rounds, StartMean, TakeMerges
+from elastic.diloco.island_group import IslandGroup
+from elastic.diloco.islands import Islands
+from elastic.diloco.rounds import (
+    Action,
+    ApplyMean,
+    AwaitMean,
+    CompareIsland,
+    CompareReports,
+    Rounds,
+    ShareMean,
+    StartMean,
+    TakeInner,
+    TakeMerges,
+)
 from elastic.diloco.schedule import RoundSchedule, partition
-from elastic.errors import Invalid, NotInitialized, PeerLost
+from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
 from elastic.negotiation import submission
 from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
+# Integers as wide as a floating-point element, by bytes.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BITS: dict[torch.dtype | str | None, int] = {torch.int8: 8, "int4": 4}
 
 
@@ -42,7 +63,8 @@ class DiLoCo:
         state.commit()
 
     Args:
-        model: its parameters with ``requires_grad`` are averaged. All others and buffers are each worker's own.
+        model: its parameters with ``requires_grad`` are averaged. All others and buffers are each worker's own. With
+            islands: a DistributedDataParallel over `elastic.island_group`.
         inner_optimizer: steps the model's parameters; any torch optimizer.
         outer_optimizer: a new torch optimizer of the model's trained parameters, which this object points to the
             outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
@@ -58,10 +80,8 @@ class DiLoCo:
             quantization errors to what it sends in the next round. Default: the parameters' own dtype.
 
     Attributes:
-        position: number of inner steps of the job. Every change of the world sets it to the largest value of all
-            workers, so that all merge after the same steps.
-        own_steps: inner steps that this worker has taken.
-        bytes_sent: payload of this worker's pseudo-gradients so far.
+        replica: the DistributedDataParallel that was given as the model, or None.
+        bytes_sent: payload of this worker's pseudo-gradients so far, 0 unless it leads its island.
 
     Raises:
         Invalid: an argument is invalid.
@@ -81,13 +101,11 @@ class DiLoCo:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise Invalid(f"model is a {type(model).__name__}: pass the torch.nn.Module itself")
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel) or fsdp2.sharded_params(
-            model
-        ):
-            raise Invalid(
-                "the model is sharded or averages its own gradients, but DiLoCo does not support several"
-                " workers per island: pass a plain torch.nn.Module"
-            )
+        self.replica = _replica(model)
+        self._group: IslandGroup | None = (
+            None if self.replica is None else cast(IslandGroup, self.replica.process_group)
+        )
+        model = model if self.replica is None else self.replica.module
         if dtype not in WIRE and dtype not in BITS:
             raise Invalid(
                 f"dtype is {dtype!r}: pass torch.float16, bfloat16, float32 or int8, 'int4' or None"
@@ -111,7 +129,7 @@ class DiLoCo:
         self.parts = partition([each.numel() for each in self.inner], fragments)
         self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
-        self.own_steps = self.bytes_sent = 0
+        self.bytes_sent = 0
         # In a state, so an interrupted merge can be repeated in the next world.
         self.in_state = False
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
@@ -123,9 +141,9 @@ class DiLoCo:
             ]
         # The last sent fragment and its errors, which become its residual at the merge.
         self._sent_residual: tuple[int, torch.Tensor] | None = None
-        self._in_flight: tuple[int, torch.Tensor] | None = (
-            None  # handle, and the mean once it is complete
-        )
+        # Handle and buffer of the mean, and of the total of tokens if islands are weighted.
+        self._in_flight: list[tuple[int, torch.Tensor]] = []
+        self._mean: torch.Tensor | None = None  # once it is complete on the leader
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if given is None:
@@ -154,8 +172,14 @@ class DiLoCo:
 
     @property
     def position(self) -> int:
-        """Number of inner steps of the job."""
+        """Number of inner steps of the job. Every change of the world sets it to the largest value of all workers, so
+        that all merge after the same steps."""
         return self.rounds.position
+
+    @property
+    def own_steps(self) -> int:
+        """Number of inner steps that this worker's inner parameters contain: those of its island."""
+        return self.rounds.own_steps
 
     @property
     def merged(self) -> list[int]:
@@ -167,20 +191,31 @@ class DiLoCo:
         """Number of complete rounds: the smallest number of merges of any fragment."""
         return min(self.merged)
 
-    def step(self) -> None:
+    def step(self, tokens: float | None = None) -> None:
         """Count an inner step, and send and merge the fragments that are due.
 
         Call it after each step of the inner optimizer. It communicates only in steps in which a fragment is sent or
         merged. If the world breaks meanwhile and the object is in a state, the merge is repeated in the next world, and
         the following ``commit()`` keeps this inner step before it raises.
 
+        Args:
+            tokens: number of tokens, or of samples, in this worker's batch. Changes are then weighted by the tokens
+                since the last merge; without it, all islands have equal weights. Pass it on all workers or on none.
+
         Raises:
             PeerLost: the world broke, and this object is in no state.
+            StateMismatch: the inner parameters of this island's workers differ.
+            Invalid: the tokens are negative, not finite, or passed in some steps only, or ``dtype`` is float16, which
+                weighted changes can exceed.
         """
+        if tokens is not None and self.dtype is torch.float16:
+            raise Invalid(
+                "tokens= is not supported with dtype=torch.float16, whose range weighted changes can exceed: pass"
+                " dtype=torch.bfloat16"
+            )
         rt = _context()
-        self.own_steps += 1
         try:
-            self._run(self.rounds.step(_world_of(rt)))
+            self._run(self.rounds.step(_world_of(rt), self._islands(rt), tokens))
         except PeerLost:
             if not self.in_state or rt is None or rt.alone or not rt.elastic:
                 raise
@@ -195,23 +230,39 @@ class DiLoCo:
         except StopIteration:
             pass
         except PeerLost:
-            self._in_flight = None
+            self._in_flight = []
             self.rounds.interrupted()
             raise
 
-    def _perform(self, action: Action) -> list[str] | None:
+    def _islands(self, rt: context.Context | None) -> Islands:
+        if self._group is not None:
+            return self._group.islands
+        size = 1 if rt is None else submission.group_size(torch.device("cpu"))
+        return Islands.apart(size, 0 if rt is None or size == 1 else rt.place.rank)
+
+    def _perform(self, action: Action) -> list[Any] | None:
         match action:
             case CompareReports(report):
-                self._in_flight = None
+                self._in_flight = []
                 if _context() is None or submission.group_size(torch.device("cpu")) == 1:
                     return [report]
                 return submission.agree("diloco", "position", report)
             case TakeMerges(root, fragments):
                 self._take_merges(root, fragments)
-            case StartMean(sent):
-                self._send(sent.fragment)
+            case TakeInner(root, kept):
+                self._take_inner(root, kept)
+            case CompareIsland(sent, tokens):
+                return self._compare_island(sent.fragment, tokens)
+            case StartMean(sent, leaders, weight):
+                self._send(sent.fragment, leaders, weight)
+            case AwaitMean(fragment):
+                self._mean = self._received(fragment)
+            case ShareMean(fragment, root):
+                self._mean = self._shared(fragment, root)
             case ApplyMean(fragment):
-                self._merge(fragment)
+                assert self._mean is not None
+                mean, self._mean = self._mean, None
+                self._apply(fragment, mean)
         return None
 
     def _take_merges(self, root: int, missing: tuple[int, ...]) -> None:
@@ -228,24 +279,67 @@ class DiLoCo:
         for fragment in missing:
             self.adopt(fragment)
 
-    def _send(self, fragment: int) -> None:
-        """Start the mean of a fragment's pseudo-gradients."""
+    def _take_inner(self, root: int, kept: bool) -> None:
+        """Adopt the inner state of a worker of this island, which joining workers and workers whose last step was
+        interrupted lack. Collective in the island."""
+        assert self._group is not None
+        mine = self.own_state() if self._group.islands.rank == root else None
+        name, members = f"diloco.inner.{root}", self._group.islands.members
+        theirs = broadcast_object_among(mine, root, name, members)
+        if not kept:
+            self.take_own_state(theirs | {"counts": self.rounds.own()})
+
+    def _compare_island(self, fragment: int, tokens: float) -> list[float]:
+        """Return the tokens of the members of this island.
+
+        Raises:
+            StateMismatch: the changes of the members differ.
+        """
+        group, rt = self._group, context.current()
+        assert group is not None
+        with torch.no_grad():
+            change = self._change(self.parts[fragment])
+            if self._bits is not None and not group.islands.leads:
+                # Only to keep the errors, in case that this worker leads the island in another world.
+                self._quantized(fragment, change, self._bits)
+        digest = change.view(_INTEGERS[change.element_size()]).sum(dtype=torch.int64).cpu()
+        counted = torch.tensor([tokens], dtype=torch.float64).view(torch.int64)
+        rows = group.rows(torch.cat([counted, digest.reshape(1)]))
+        if len({int(row[1]) for row in rows}) > 1 and not rt.env.allow_inexact:
+            raise StateMismatch(
+                f"the inner parameters of ranks {list(group.islands.members)} differ, although they are one island"
+                f" ({group.islands.name}): call the DistributedDataParallel model, not its module, and change"
+                " parameters only by the inner optimizer"
+            )
+        return [float(row[:1].view(torch.float64)) for row in rows]
+
+    def _send(self, fragment: int, leaders: tuple[int, ...], weight: float | None) -> None:
+        """Start the mean of a fragment's pseudo-gradients, on a leader."""
         with torch.no_grad():
             flat = self._change(self.parts[fragment])
             if self._bits is not None:
-                buffer = self._quantized(fragment, flat, self._bits)
+                buffer = quantization.weighted(self._quantized(fragment, flat, self._bits), weight)
             else:
+                flat = flat if weight is None else flat * weight
                 buffer = flat.to(self.dtype) if isinstance(self.dtype, torch.dtype) else flat
         self.bytes_sent += buffer.nbytes
-        name, handle = f"diloco.{fragment}", -1
-        if _context() is not None:
+        name, rt = f"diloco.{fragment}", _context()
+        members = None if rt is None or len(leaders) == rt.place.size else leaders
+        total = torch.tensor([0.0 if weight is None else weight], dtype=torch.float64, device="cpu")
+        if rt is None:
+            self._in_flight = [(-1, buffer), (-1, total)]
+        elif self._bits is not None:
             # Packed values can't be summed on the way, and would be widened if they were unpacked before.
-            handle = (
-                ops.allgather_async(buffer, name=name)
-                if self._bits
-                else ops.allreduce_async_(buffer, name=name, op=ops.Average)
-            )
-        self._in_flight = handle, buffer
+            handle = submission.start_allgather([buffer], name, members=members, pick=_first)
+            self._in_flight = [(handle, buffer)]
+        elif weight is None:
+            self._in_flight = [(_reduce(buffer, name, Op.AVERAGE, members), buffer)]
+        else:
+            # A sum, so that workers of which only some report tokens get an error.
+            self._in_flight = [
+                (_reduce(buffer, name, Op.SUM, members), buffer),
+                (_reduce(total, f"{name}.tokens", Op.SUM, members), total),
+            ]
 
     def _change(self, part: Iterable[int]) -> torch.Tensor:
         return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
@@ -258,23 +352,47 @@ class DiLoCo:
         self._sent_residual = fragment, errors
         return packed
 
-    def _merge(self, fragment: int) -> None:
-        """Wait for the mean that was started last, and apply it."""
-        assert self._in_flight is not None
-        handle, mean = self._in_flight
-        self._in_flight = None
-        if handle >= 0:
-            mean = ops.synchronize(handle)
+    def _received(self, fragment: int) -> torch.Tensor:
+        """Wait for the mean that was started last, on a leader."""
+        started, self._in_flight = self._in_flight, []
+        mean, *totals = [
+            buffer if handle < 0 else submission.synchronize(handle) for handle, buffer in started
+        ]
+        weighted = bool(self.rounds.weighted)
         if self._bits is not None:
-            mean = quantization.mean(mean, len(self._residuals[fragment]), self._bits)
-        self._apply(fragment, mean)
+            elements, islands = len(self._residuals[fragment]), len(self.rounds.islands.leaders)
+            return quantization.mean(mean, elements, self._bits, islands, weighted=weighted)
+        if weighted:
+            # Without any token, all changes are zero already.
+            mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
+        return mean
+
+    def _shared(self, fragment: int, root: int) -> torch.Tensor:
+        """Receive the mean from the leader."""
+        assert self._group is not None
+        mean = self._mean
+        if mean is None:
+            elements, dtype = self._kind(fragment)
+            if self._bits is not None:
+                dtype = torch.float32
+            elif isinstance(self.dtype, torch.dtype) and not self.rounds.weighted:
+                dtype = self.dtype
+            mean = torch.empty(elements, dtype=dtype, device=self.inner[0].device)
+        self._group.share(mean, root)
+        return mean
+
+    def _kind(self, fragment: int) -> tuple[int, torch.dtype]:
+        """Return the number of elements of a fragment, and their dtype."""
+        own = [self.inner[i] for i in self.parts[fragment]]
+        dtypes = [each.dtype for each in own]
+        return sum(each.numel() for each in own), functools.reduce(torch.promote_types, dtypes)
 
     def _apply(self, fragment: int, mean: torch.Tensor) -> None:
         """Step the outer optimizer with the mean pseudo-gradients of one fragment, and mix the result into the model.
 
         Args:
             fragment: its number.
-            mean: 1-dimensional, of the sent dtype, or float32 if it was quantized.
+            mean: 1-dimensional, floating point.
         """
         part, start = self.parts[fragment], 0
         for outer in self.outer:
@@ -314,29 +432,31 @@ class DiLoCo:
         Raises:
             PeerLost: a rank was lost.
         """
-        self._run(self.rounds.enter(_world_of(_context())))
+        rt = _context()
+        self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
     def take_shared(self, values: dict[str, Any]) -> None:
         """Set the numbers of `Rounds.shared`."""
         self.rounds.take_shared(values)
-        self._in_flight = None
+        self._in_flight = []
 
     def own_state(self) -> dict[str, Any]:
-        """Return copies of this worker's own state: the model, the inner optimizer, the number of its steps, and the
-        residuals of quantization."""
+        """Return copies of this worker's own state: the model, the inner optimizer, the residuals of quantization, and
+        `Rounds.own`."""
         optimizer = self.inner_optimizer
         model = {name: each.detach().clone() for name, each in self._model_tensors().items()}
         inner = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
         return {
             "model": model,
             "optimizer": inner,
-            "own_steps": self.own_steps,
+            "counts": self.rounds.own(),
             "residuals": list(self._residuals),  # replaced, never written
         }
 
     def take_own_state(self, state: dict[str, Any]) -> None:
         """Restore copies from `own_state`, and clear gradients."""
-        self.own_steps, self._residuals = state["own_steps"], list(state["residuals"])
+        self.rounds.take_own(state["counts"])
+        self._residuals = list(state["residuals"])
         with torch.no_grad():
             for name, live in self._model_tensors().items():
                 live.copy_(state["model"][name])
@@ -381,6 +501,38 @@ class LocalSGD(DiLoCo):
     ) -> None:
         super().__init__(model, optimizer, every=every, dtype=dtype)
         self.outer_optimizer = torch.optim.SGD(self.outer, lr=1.0)
+
+
+def _replica(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the model if it averages its gradients within an island.
+
+    Raises:
+        Invalid: the model is sharded, or averages its gradients with other workers.
+    """
+    if fsdp2.sharded_params(model):
+        raise Invalid(
+            "the model is sharded by fully_shard, which DiLoCo does not support, also within an island: pass a plain"
+            " torch.nn.Module, or a DistributedDataParallel over elastic.island_group()"
+        )
+    replicas = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    if not replicas:
+        return None
+    if replicas != [model] or not isinstance(model.process_group, IslandGroup):
+        raise Invalid(
+            "the model averages its own gradients over all workers, or contains a module that does: pass a plain"
+            " torch.nn.Module, or DistributedDataParallel(model, process_group=elastic.island_group())"
+        )
+    return replicas[0]
+
+
+def _reduce(buffer: torch.Tensor, name: str, op: Op, members: tuple[int, ...] | None) -> int:
+    return submission.start_allreduce(
+        [buffer], name, op, members=members, into=[buffer], pick=lambda results: results[0]
+    )
+
+
+def _first(gathered: tuple[list[torch.Tensor], list[int]]) -> torch.Tensor:
+    return gathered[0][0]
 
 
 def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

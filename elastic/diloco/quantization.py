@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from elastic.errors import Invalid
+
 BLOCK = 128  # elements
 SCALE_BYTES = 4
+WEIGHT_BYTES = 8
 
 
 def packed_bytes(elements: int, bits: int) -> int:
@@ -61,16 +64,43 @@ def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
     return (signed.view(-1, BLOCK) * scales[:, None]).view(-1)[:elements]
 
 
-def mean(gathered: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
+def weighted(packed: torch.Tensor, weight: float | None) -> torch.Tensor:
+    """Append a weight as a float64, if there is one, to the result of `pack`."""
+    if weight is None:
+        return packed
+    appended = torch.tensor([weight], dtype=torch.float64, device=packed.device)
+    return torch.cat([packed, appended.view(torch.uint8)])
+
+
+def mean(
+    gathered: torch.Tensor, elements: int, bits: int, ranks: int, *, weighted: bool = False
+) -> torch.Tensor:
     """Return the float32 mean of the ranks' values. All ranks sum in rank order and get the same bits.
 
     Args:
-        gathered: uint8, the ranks' results of `pack`, one after the other.
+        gathered: uint8, the ranks' results of `weighted`, one after the other.
         elements: number of values of a rank.
         bits: number of bits per element, 8 or 4.
+        ranks: number of ranks.
+        weighted: whether the results contain weights. If all are 0, the mean is 0.
+
+    Raises:
+        Invalid: only some of the results contain a weight.
     """
-    ranks = gathered.view(-1, packed_bytes(elements, bits))
-    total = unpack(ranks[0], elements, bits)
-    for rank in ranks[1:]:
-        total += unpack(rank, elements, bits)
-    return total.div_(len(ranks))
+    size = packed_bytes(elements, bits)
+    if len(gathered) != ranks * (size + (WEIGHT_BYTES if weighted else 0)):
+        raise Invalid(
+            "only some workers report tokens, so islands can't be weighted: pass tokens= to step() on all workers,"
+            " or on none"
+        )
+    rows = gathered.view(ranks, -1)
+    total = torch.zeros(elements, dtype=torch.float32, device=gathered.device)
+    if not weighted:
+        for row in rows:
+            total += unpack(row, elements, bits)
+        return total.div_(ranks)
+    # Copied, because a row need not be aligned to 8 bytes.
+    weights = [float(row[size:].clone().view(torch.float64)) for row in rows]
+    for row, weight in zip(rows, weights, strict=True):
+        total += unpack(row[:size], elements, bits) * (weight / (sum(weights) or 1.0))
+    return total

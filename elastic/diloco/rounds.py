@@ -1,5 +1,5 @@
 """Rounds of one DiLoCo worker: which collective it takes part in after each inner step, and how workers agree again
-after a change of the world.
+after a change of the world. Leaders exchange the changes of their islands; a worker without islands leads its own.
 
 Pure: no I/O, no clock.
 
@@ -12,11 +12,14 @@ merge from a rank on which it has completed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.diloco.islands import Islands
 from elastic.diloco.schedule import RoundSchedule, Sent
+from elastic.errors import Invalid
 
 
 @dataclass(frozen=True)
@@ -36,20 +39,66 @@ class TakeMerges:
 
 
 @dataclass(frozen=True)
-class StartMean:
-    """Start the mean of a fragment's pseudo-gradients."""
+class TakeInner:
+    """Receive the inner parameters and the inner optimizer from rank ``root`` of this island, unless ``kept``.
+    Collective in the island."""
 
-    sent: Sent
+    root: int
+    kept: bool  # this rank has the same ones already
 
 
 @dataclass(frozen=True)
-class ApplyMean:
-    """Wait for the mean that was started last, and apply it to its fragment."""
+class CompareIsland:
+    """Check that the members' changes of a fragment are equal, and exchange ``tokens``. Collective in the island.
+    The answer is the list of all members' tokens, by rank."""
+
+    sent: Sent
+    tokens: float
+
+
+@dataclass(frozen=True)
+class StartMean:
+    """Start the mean of a fragment's pseudo-gradients. Collective among ``leaders``.
+
+    ``weight`` is the share of this island, in tokens, or None if islands have equal weights."""
+
+    sent: Sent
+    leaders: tuple[int, ...]
+    weight: float | None
+
+
+@dataclass(frozen=True)
+class AwaitMean:
+    """Wait for the mean that this rank started last."""
 
     fragment: int
 
 
-Action = CompareReports | TakeMerges | StartMean | ApplyMean
+@dataclass(frozen=True)
+class ShareMean:
+    """Broadcast the mean from rank ``root``, the leader. Collective in the island."""
+
+    fragment: int
+    root: int
+
+
+@dataclass(frozen=True)
+class ApplyMean:
+    """Apply the mean to its fragment."""
+
+    fragment: int
+
+
+Action = (
+    CompareReports
+    | TakeMerges
+    | TakeInner
+    | CompareIsland
+    | StartMean
+    | AwaitMean
+    | ShareMean
+    | ApplyMean
+)
 
 
 class Rounds:
@@ -57,35 +106,53 @@ class Rounds:
 
     Attributes:
         position: number of inner steps of the job.
+        own_steps: number of inner steps that this worker's inner parameters contain: those of its island.
+        merges_before: number of merges before the inner parameters became a copy of the outer ones.
         merged: number of merges, by fragment.
         pending: fragment that is to be merged, or None.
+        tokens: tokens of this worker since the last merge of each fragment.
+        weighted: whether the script reports tokens, or None before its first step.
     """
 
     def __init__(self, schedule: RoundSchedule) -> None:
         self.schedule = schedule
-        self.position = 0
+        self.position = self.own_steps = self.merges_before = 0
         self.merged = [0] * schedule.fragments
         self.pending: Sent | None = None
+        self.tokens = [0.0] * schedule.fragments
+        self.weighted: bool | None = None
+        self.islands = Islands.apart(1, 0)
+        self._sent_tokens = 0.0  # of the last sent fragment
         self._started = False  # the collective of the pending fragment, in this world
         self._world: Hashable = None  # the world in which reports were compared
 
-    def step(self, world: Hashable) -> Generator[Action, Any, None]:
+    def step(
+        self, world: Hashable, islands: Islands, tokens: float | None = None
+    ) -> Generator[Action, Any, None]:
         """Count an inner step, and yield the actions that are due.
 
         Args:
             world: identity of the current world.
+            islands: islands of that world.
+            tokens: tokens of this worker's batch, or None if the script does not report them.
+
+        Raises:
+            Invalid: the tokens are not a number of at least 0, or are reported in some steps only.
         """
+        self._count(tokens)
+        self.own_steps += 1
         self.position += 1
-        yield from self.enter(world)
+        yield from self.enter(world, islands)
         sent = self._scheduled()
         if sent is not None:
             self.pending = sent
             yield from self._send()
             yield from self._merge_due()
 
-    def enter(self, world: Hashable) -> Generator[Action, Any, None]:
+    def enter(self, world: Hashable, islands: Islands) -> Generator[Action, Any, None]:
         """Agree with the ranks of a new world, and complete a merge that the previous world has left pending."""
         if world != self._world:
+            self.islands = islands
             yield from self._meet()
             self._world = world
         yield from self._merge_due()
@@ -95,16 +162,51 @@ class Rounds:
         self._started = False
 
     def shared(self) -> dict[str, Any]:
-        """Return the numbers that are equal on all ranks after a change of the world."""
+        """Return the values that are equal on all ranks after a change of the world."""
         pending = None if self.pending is None else tuple(self.pending)
-        return {"position": self.position, "merged": list(self.merged), "pending": pending}
+        return {
+            "position": self.position,
+            "merged": list(self.merged),
+            "pending": pending,
+            "weighted": self.weighted,
+        }
 
     def take_shared(self, values: dict[str, Any]) -> None:
-        """Set the numbers from `shared`; the next step compares them with the other ranks."""
+        """Set the values from `shared`; the next step compares them with the other ranks."""
+        for fragment, merges in enumerate(values["merged"]):
+            if merges > self.merged[fragment]:
+                self._merged_tokens(fragment)
         self.position, self.merged = values["position"], list(values["merged"])
         self.pending = None if values["pending"] is None else Sent(*values["pending"])
+        self.weighted = values["weighted"]
+        if not self.own_steps:
+            self.merges_before = sum(self.merged)
         self._started = False
         self._world = None
+
+    def own(self) -> dict[str, Any]:
+        """Return the values of this worker."""
+        return {"origin": self._origin(), "tokens": list(self.tokens)}
+
+    def take_own(self, values: dict[str, Any]) -> None:
+        """Set the values from `own`."""
+        (self.own_steps, self.merges_before), self.tokens = values["origin"], list(values["tokens"])
+
+    def _origin(self) -> tuple[int, int]:
+        return self.own_steps, self.merges_before
+
+    def _count(self, tokens: float | None) -> None:
+        if tokens is not None and not 0 <= tokens < math.inf:
+            raise Invalid(f"tokens is {tokens!r}: pass the number of tokens of this worker's batch")
+        if self.weighted is None:
+            self.weighted = tokens is not None
+        if self.weighted is not (tokens is not None):
+            raise Invalid(
+                "tokens= was passed in some inner steps only, so islands can't be weighted: pass it in every call of"
+                " step(), on all workers, or in none"
+            )
+        for fragment in range(self.schedule.fragments):
+            self.tokens[fragment] += tokens or 0.0
 
     def _scheduled(self) -> Sent | None:
         """Return the fragment that is sent after this step, unless it was merged."""
@@ -116,21 +218,31 @@ class Rounds:
         return self.merged[sent.fragment] < scheduled
 
     def _meet(self) -> Generator[Action, Any, None]:
-        """Agree on position, merges and pending fragment with all ranks of a new world."""
+        """Agree on position, merges and pending fragment with all ranks of a new world, and on the inner parameters
+        with those of the island."""
         self._started = False
         reports: Sequence[str] = yield CompareReports(
-            json.dumps([self.position, self.merged, self.pending])
+            json.dumps([self.position, self.merged, self.pending, self._origin()])
         )
         told = [json.loads(report) for report in reports]
-        merges = [sum(merged) for _, merged, _ in told]
+        merges = [sum(merged) for _, merged, _, _ in told]
         if min(merges) != max(merges):
             root = merges.index(max(merges))
             theirs = list(told[root][1])
             missing = [f for f, count in enumerate(theirs) if count != self.merged[f]]
             yield TakeMerges(root, tuple(missing))
+            for fragment in missing:
+                self._merged_tokens(fragment)
             self.merged = theirs
-        self.position = max(position for position, _, _ in told)
-        owed = [Sent(*each) for _, _, each in told if each is not None]
+        # After the merges, which would otherwise be mixed twice into the inner parameters that this rank receives.
+        origins = [tuple(origin) for _, _, _, origin in told]
+        # Now that all have the same merges, this is the number of changes of the inner parameters, plus a constant.
+        source = self.islands.source([own_steps - before for own_steps, before in origins])
+        if source is not None:
+            yield TakeInner(source, kept=origins[self.islands.rank] == origins[source])
+            self.own_steps, self.merges_before = origins[source]
+        self.position = max(position for position, _, _, _ in told)
+        owed = [Sent(*each) for _, _, each, _ in told if each is not None]
         owed = [each for each in owed if self._is_owed(each)]
         self.pending = min(owed, key=lambda each: each.step, default=None)
         if self.pending is not None:
@@ -138,7 +250,13 @@ class Rounds:
 
     def _send(self) -> Generator[Action, Any, None]:
         assert self.pending is not None
-        yield StartMean(self.pending)
+        self._sent_tokens = self.tokens[self.pending.fragment]
+        tokens: Sequence[float] = [self._sent_tokens]
+        if len(self.islands.members) > 1:
+            tokens = yield CompareIsland(self.pending, self._sent_tokens)
+        if self.islands.leads:
+            weight = sum(tokens) if self.weighted else None
+            yield StartMean(self.pending, self.islands.leaders, weight)
         self._started = True
 
     def _merge_due(self) -> Generator[Action, Any, None]:
@@ -148,6 +266,15 @@ class Rounds:
                 yield from self._send()
             fragment = self.pending.fragment
             self._started = False
+            if self.islands.leads:
+                yield AwaitMean(fragment)
+            if len(self.islands.members) > 1:
+                yield ShareMean(fragment, self.islands.leader)
             yield ApplyMean(fragment)
+            self._merged_tokens(fragment)
             self.merged[fragment] += 1
             self.pending = None
+
+    def _merged_tokens(self, fragment: int) -> None:
+        """Remove the tokens of a merge, which this rank may have sent in a step that was restored since."""
+        self.tokens[fragment] = max(0.0, self.tokens[fragment] - self._sent_tokens)

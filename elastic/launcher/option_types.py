@@ -23,6 +23,7 @@ class RayOptions(TypedDict, total=False):
     preemption: str | None
     preload: str | None
     fresh: bool
+    islands: str | None
     health_check: str | None
     health_check_timeout: float | None
     quarantine: str | None

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from elastic.errors import Invalid
 from elastic.protocol import switches
+from elastic.protocol.islands import IslandRule, parse_islands
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Address, Worker
 from elastic.protocol.switches import TENSORS, switch
@@ -52,6 +53,7 @@ class Environment:
     digest_tensors: bool = False
     # largest part of the time for copies at commits; 0: a copy at each commit
     commit_budget: float = 0.0
+    islands: tuple[IslandRule, ...] = ()  # see elastic.protocol.islands
     workers_min: int = 1  # smallest world of the job
     checks: bool = True  # check the script's first steps; see elastic.script_checks
     strict: bool = False  # their findings end the job
@@ -130,6 +132,7 @@ def read(
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
         commit_budget=_number(env, "ELASTIC_COMMIT_BUDGET", "percent", 0.0) / 100,
+        islands=parse_islands(env.get("ELASTIC_ISLANDS", "")),
         workers_min=_whole(env, "ELASTIC_MIN_WORKERS", 1) or 1,
         checks=switch(env, "ELASTIC_CHECKS", default=True),
         strict=switch(env, "ELASTIC_STRICT"),

@@ -152,6 +152,10 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._outlived = self._born == 0 and self.ranks is not None
         return self._outlived
 
+    def enter(self, rt: WorkerRuntime) -> None:
+        """Adopt the ranks of a new world. Called on all ranks in the same order."""
+        self.messages.expect(rt)
+
     def generation(self) -> int:
         return lifecycle.current().generation
 
@@ -265,9 +269,9 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
         if not group.fits(size):
             distributed.destroy_process_group(group)
             continue
-        if group.ranks is None:
-            known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-        group.messages.expect(rt)
+        group.enter(rt)
+        ranks = range(size) if group.ranks is None else group.ranks
+        known.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
 
 
 # Aliases that torch's own code uses.

@@ -29,6 +29,10 @@ class PointToPointMessages:
         self._ranks = ranks
         self._known: tuple[int, Messenger] | None = None  # generation and messenger
 
+    def move(self, ranks: tuple[int, ...]) -> None:
+        """Set the ranks of the process group in a new world."""
+        self._ranks = ranks
+
     def connect(self, rt: WorkerRuntime) -> None:
         """Connect to all ranks of the process group. Collective.
 

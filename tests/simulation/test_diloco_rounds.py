@@ -1,74 +1,111 @@
-"""Rounds of DiLoCo with drawn losses and joins: all workers make the same collectives and apply the same merges.
+"""Rounds of DiLoCo with drawn islands, losses and joins: all workers make the same collectives and apply the same
+merges, each island is counted once in a mean, and the workers of an island have equal inner parameters.
 
-Workers take inner steps at their own pace. A collective completes once all members of its world have started it. The
-loss of a worker breaks all collectives of its world, but one that all members had started may have completed on some
-of the survivors. A survivor enters the next world at its next commit.
+Islands take inner steps at their own pace; the members of one reduce gradients in each step. A collective completes
+once all its ranks have started it. The loss of a worker breaks all collectives of its world, but one that all its ranks
+had started may have completed on some of the survivors. A survivor enters the next world at its next commit.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from elastic.diloco.rounds import Action, ApplyMean, CompareReports, Rounds, StartMean, TakeMerges
+from elastic.diloco.islands import Islands
+from elastic.diloco.rounds import (
+    Action,
+    ApplyMean,
+    AwaitMean,
+    CompareIsland,
+    CompareReports,
+    Rounds,
+    ShareMean,
+    StartMean,
+    TakeInner,
+    TakeMerges,
+)
 from elastic.diloco.schedule import RoundSchedule
 
 SEEDS = 1000
 LAST = 60  # position at which training ends
 
 
+@dataclass(frozen=True)
+class ReduceGradients:
+    """What DistributedDataParallel does in the backward pass."""
+
+
+Call = Action | ReduceGradients
+
+
 @dataclass
 class Collective:
-    """One collective of a world: what each member has started and its outer parameters then, by worker."""
+    """One collective of some ranks of a world, by worker: what each has started, and what it has sent."""
 
-    started: dict[int, Action] = field(default_factory=dict)
-    outer: dict[int, list[Any]] = field(default_factory=dict)
+    ranks: tuple[int, ...]
+    started: dict[int, Call] = field(default_factory=dict)
+    sent: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
 class World:
     number: int
-    members: list[int]
-    collectives: list[Collective] = field(default_factory=list)
+    members: list[int]  # by rank
+    names: tuple[str, ...]
+    # By scope: "world", "leaders", or the name of an island.
+    collectives: dict[str, list[Collective]] = field(default_factory=dict)
     broken: bool = False
 
 
 @dataclass
 class VirtualWorker:
     number: int
+    island: str
     rounds: Rounds
     # Merges that the outer parameters contain, as (fragment, number of the merge, collective).
     outer: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
-    own_steps: int = 0
-    calls: int = 0  # collectives started in this world
-    mean: int | None = None  # index of the collective of the pending fragment
+    # What the inner parameters were computed from: gradients and merges.
+    inner: list[Any] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of each of its own steps
+    counted: list[int] = field(default_factory=list)  # its steps that merges contain, by fragment
+    sent: int = 0  # its steps at the last send
+    calls: Counter[str] = field(default_factory=Counter)  # collectives started in this world
+    in_flight: Collective | None = None  # the mean that it has started
+    mean: tuple[int, int] | None = None
     actions: Generator[Action, Any, None] | None = None
-    waits: Action | None = None  # collective whose result this worker waits for
+    waits: tuple[Call, Collective] | None = None  # whose result this worker waits for
     parked: bool = False  # waits for the next world
     entering: bool = True  # has not entered this world yet
 
 
 class Simulation:
-    def __init__(self, seed: int, machine: type[Rounds]) -> None:
+    def __init__(self, seed: int, machine: type[Rounds], islands: type[Islands] = Islands) -> None:
         self.draw = random.Random(seed)
         every = self.draw.randint(1, 8)
         fragments = self.draw.randint(1, min(3, every))
         delay = self.draw.randrange(every // fragments)
         self.schedule = RoundSchedule(every, fragments, delay)
-        self.machine = machine
-        self.workers = {n: VirtualWorker(n, machine(self.schedule)) for n in range(3)}
-        self.world = World(1, [0, 1, 2])
+        self.machine, self.layout = machine, islands
+        self.weighted = self.draw.random() < 0.5
+        names = self.draw.choice(["abc", "aab", "aabb", "abbc", "aaabb"])
+        self.workers = {n: self.made(n, name) for n, name in enumerate(names)}
+        self.world = World(1, [*self.workers], tuple(names))
         self.changes = 6
         # Fragment and step of sends that a pending merge deferred to the fragment's next round.
         self.deferred: set[tuple[int, int]] = set()
         self.newcomers: list[VirtualWorker] = []
 
+    def made(self, number: int, island: str) -> VirtualWorker:
+        counted = [0] * self.schedule.fragments
+        return VirtualWorker(number, island, self.machine(self.schedule), counted=counted)
+
     def run(self) -> None:
-        for _ in range(20_000):
+        for _ in range(40_000):
             if all(self.ended(each) for each in self.workers.values()):
                 break
             ready = [each for each in self.workers.values() if self.can_act(each)]
@@ -84,37 +121,51 @@ class Simulation:
 
     def ended(self, worker: VirtualWorker) -> bool:
         at_end = worker.rounds.position >= LAST and not worker.entering
-        return worker.actions is None and at_end and not self.world.broken
+        idle = worker.actions is None and worker.waits is None
+        return idle and at_end and not self.world.broken
 
     # ---- actions of workers
 
     def can_act(self, worker: VirtualWorker) -> bool:
         if worker.parked or self.ended(worker):
             return False
-        return worker.waits is None or self.world.broken or self.complete(worker)
-
-    def complete(self, worker: VirtualWorker) -> bool:
-        index = worker.mean if isinstance(worker.waits, ApplyMean) else worker.calls - 1
-        assert index is not None
-        return len(self.world.collectives[index].started) == len(self.world.members)
+        return worker.waits is None or self.world.broken or complete(worker.waits[1])
 
     def act(self, worker: VirtualWorker) -> None:
         if worker.waits is not None:
-            action, worker.waits = worker.waits, None
+            (call, collective), worker.waits = worker.waits, None
             # Of a broken world, a collective that all had started completes on some ranks only.
-            done = self.complete(worker) and (not self.world.broken or self.draw.random() < 0.5)
-            if done:
-                self.advance(worker, self.result(worker, action))
+            done = complete(collective) and (not self.world.broken or self.draw.random() < 0.5)
+            if isinstance(call, ReduceGradients):
+                if done:
+                    self.step(worker, min(collective.sent.values()))
+                else:
+                    worker.rounds.take_shared(worker.rounds.shared())  # it returns to its commit
+                    self.park(worker)
+            elif done:
+                self.advance(worker, self.result(worker, call, collective))
             else:
                 self.fail(worker)
-        elif worker.actions is None:
-            world = self.world.number
-            worker.own_steps += not worker.entering
-            rounds = worker.rounds
-            worker.actions = rounds.enter(world) if worker.entering else rounds.step(world)
+        elif worker.entering:
+            world, islands = self.world.number, self.islands(worker)
+            worker.actions = worker.rounds.enter(world, islands)
             self.advance(worker, None)
+        elif self.world.broken:
+            self.park(worker)
+        elif self.world.names.count(worker.island) > 1:
+            worker.waits = ReduceGradients(), self.start(worker, ReduceGradients())
         else:
-            raise AssertionError("a worker that computes was stopped")
+            self.step(worker, (self.world.number, worker.number, worker.rounds.own_steps))
+
+    def islands(self, worker: VirtualWorker) -> Islands:
+        return self.layout(self.world.names, self.world.members.index(worker.number))
+
+    def step(self, worker: VirtualWorker, gradient: object) -> None:
+        worker.inner.append(gradient)
+        worker.tokens.append(self.draw.randint(0, 9))
+        tokens = worker.tokens[-1] if self.weighted else None
+        worker.actions = worker.rounds.step(self.world.number, self.islands(worker), tokens)
+        self.advance(worker, None)
 
     def advance(self, worker: VirtualWorker, answer: Any) -> None:
         """Perform actions until one has to wait."""
@@ -124,77 +175,140 @@ class Simulation:
                 action = worker.actions.send(answer)
             except StopIteration:
                 worker.actions, worker.entering = None, False
-                self.commit(worker)
+                if self.world.broken:
+                    self.park(worker)
                 return
             answer = None
-            if not isinstance(action, ApplyMean):
-                if self.world.broken:
-                    self.fail(worker)
-                    return
-                self.start(worker, action)
-            if not isinstance(action, StartMean):
-                worker.waits = action
+            if isinstance(action, ApplyMean):
+                self.apply(worker, action.fragment)
+                continue
+            if self.world.broken and not isinstance(action, AwaitMean):
+                self.fail(worker)
                 return
-
-    def start(self, worker: VirtualWorker, action: Action) -> None:
-        if worker.calls == len(self.world.collectives):
-            self.world.collectives.append(Collective())
-        collective = self.world.collectives[worker.calls]
-        for other in collective.started.values():
-            assert type(other) is type(action), (other, action)
             if isinstance(action, StartMean):
-                assert other == action
-            elif isinstance(action, TakeMerges):
-                assert isinstance(other, TakeMerges) and other.root == action.root
-        collective.started[worker.number] = action
-        collective.outer[worker.number] = list(worker.outer)
-        if isinstance(action, StartMean):
-            worker.mean = worker.calls
-        worker.calls += 1
+                worker.sent = len(worker.tokens)
+                self.check_weight(worker, action)
+                worker.in_flight = self.start(worker, action)
+                continue
+            if isinstance(action, AwaitMean):
+                assert worker.in_flight is not None
+                collective, worker.in_flight = worker.in_flight, None
+            else:
+                if isinstance(action, CompareIsland):
+                    worker.sent = len(worker.tokens)
+                collective = self.start(worker, action)
+            worker.waits = action, collective
+            return
 
-    def result(self, worker: VirtualWorker, action: Action) -> Any:
-        if isinstance(action, CompareReports):
-            started = self.world.collectives[worker.calls - 1].started
-            reports = [started[n] for n in self.world.members]
+    def start(self, worker: VirtualWorker, call: Call) -> Collective:
+        scope, members = worker.island, self.world.members
+        if isinstance(call, StartMean):
+            scope, ranks = "leaders", call.leaders
+        elif isinstance(call, CompareReports | TakeMerges):
+            scope, ranks = "world", tuple(range(len(members)))
+        else:
+            ranks = tuple(r for r, name in enumerate(self.world.names) if name == scope)
+        made = self.world.collectives.setdefault(scope, [])
+        if worker.calls[scope] == len(made):
+            made.append(Collective(ranks))
+        collective = made[worker.calls[scope]]
+        assert collective.ranks == ranks and members.index(worker.number) in ranks
+        for other in collective.started.values():
+            assert type(other) is type(call), (other, call)
+            if isinstance(call, StartMean | CompareIsland):
+                assert isinstance(other, StartMean | CompareIsland) and other.sent == call.sent
+            elif isinstance(call, TakeMerges | TakeInner | ShareMean):
+                assert isinstance(other, TakeMerges | TakeInner | ShareMean)
+                assert other.root == call.root
+        if isinstance(call, ReduceGradients):
+            collective.sent[worker.number] = (self.world.number, scope, worker.calls[scope])
+        else:
+            collective.sent[worker.number] = list(worker.outer), list(worker.inner), worker.mean
+        collective.started[worker.number] = call
+        worker.calls[scope] += 1
+        return collective
+
+    def result(self, worker: VirtualWorker, call: Call, collective: Collective) -> Any:
+        world, rounds = self.world, worker.rounds
+        if isinstance(call, CompareReports):
+            reports = [collective.started[number] for number in world.members]
             return [each.report for each in reports if isinstance(each, CompareReports)]
-        if isinstance(action, TakeMerges):
-            if action.fragments:
-                collective = self.world.collectives[worker.calls - 1]
-                worker.outer = list(collective.outer[self.world.members[action.root]])
-        elif isinstance(action, ApplyMean):
+        if isinstance(call, TakeMerges) and call.fragments:
+            worker.outer = list(collective.sent[world.members[call.root]][0])
+            for fragment in call.fragments:
+                self.mix(worker, fragment, rounds.merged[fragment])
+        elif isinstance(call, TakeInner) and not call.kept:
+            worker.inner = list(collective.sent[world.members[call.root]][1])
+        elif isinstance(call, CompareIsland):
+            inner = [collective.sent[world.members[rank]][1] for rank in collective.ranks]
+            assert all(each == inner[0] for each in inner), "the members differ"
+            asked = [collective.started[world.members[rank]] for rank in collective.ranks]
+            return [each.tokens for each in asked if isinstance(each, CompareIsland)]
+        elif isinstance(call, AwaitMean):
+            self.check_mean(collective)
+            worker.mean = world.number, world.collectives["leaders"].index(collective)
+        elif isinstance(call, ShareMean):
+            worker.mean = collective.sent[world.members[call.root]][2]
             assert worker.mean is not None
-            merge = worker.rounds.merged[action.fragment]
-            worker.outer.append((action.fragment, merge, (self.world.number, worker.mean)))
-            worker.mean = None
         return None
+
+    def check_mean(self, collective: Collective) -> None:
+        """Check that a mean has each island of the world once."""
+        names = [self.world.names[rank] for rank in collective.ranks]
+        assert sorted(names) == sorted(set(self.world.names))
+
+    def check_weight(self, worker: VirtualWorker, call: StartMean) -> None:
+        """Check that an island's weight is the number of its tokens since the last merge, all of whose members have
+        started the same merge."""
+        if not self.weighted:
+            assert call.weight is None
+            return
+        island = [each for each in self.workers.values() if each.island == worker.island]
+        fragment = call.sent.fragment
+        assert call.weight == sum(sum(w.tokens[w.counted[fragment] : w.sent]) for w in island)
+
+    def apply(self, worker: VirtualWorker, fragment: int) -> None:
+        assert worker.mean is not None
+        merge = worker.rounds.merged[fragment]
+        worker.outer.append((fragment, merge, worker.mean))
+        worker.mean = None
+        self.mix(worker, fragment, merge)
+
+    def mix(self, worker: VirtualWorker, fragment: int, merge: int) -> None:
+        worker.inner.append((fragment, merge))
+        worker.counted[fragment] = max(worker.counted[fragment], worker.sent)
 
     def fail(self, worker: VirtualWorker) -> None:
         worker.rounds.interrupted()
         sent = self.schedule.sent_at(worker.rounds.position)
         if sent is not None and worker.rounds.pending not in (None, sent):
             self.deferred.add((sent.fragment, sent.step))
-        worker.actions = worker.waits = worker.mean = None
-        self.commit(worker)
+        worker.actions = None
+        self.park(worker)
 
-    def commit(self, worker: VirtualWorker) -> None:
-        if self.world.broken:
-            worker.parked = True
-            if all(each.parked for each in self.workers.values()):
-                self.form()
+    def park(self, worker: VirtualWorker) -> None:
+        worker.parked = True
+        if all(each.parked for each in self.workers.values()):
+            self.form()
 
     # ---- changes of the world
 
     def change(self) -> None:
-        """Lose a worker, let one join, or both at once."""
-        lose = len(self.workers) > 1 and self.draw.random() < 0.6
-        if lose:
-            del self.workers[self.draw.choice(list(self.workers))]
+        """Lose a worker or an island, let one join, or both at once."""
+        lost = [self.draw.choice([*self.workers])]
+        if self.draw.random() < 0.3:
+            name = self.workers[lost[0]].island
+            lost = [n for n, each in self.workers.items() if each.island == name]
+        lose = len(self.workers) > len(lost) and self.draw.random() < 0.6
+        for number in lost if lose else ():
+            del self.workers[number]
         if not lose or self.draw.random() < 0.5:
             number = 100 + 10 * self.world.number + len(self.newcomers)
-            self.newcomers.append(VirtualWorker(number, self.machine(self.schedule)))
+            self.newcomers.append(self.made(number, self.draw.choice("abcd")))
         self.world.broken = True
         for each in self.workers.values():
-            if each.actions is None and each.rounds.position >= LAST and not each.entering:
+            idle = each.actions is None and each.waits is None
+            if idle and each.rounds.position >= LAST and not each.entering:
                 each.parked = True
         if all(each.parked for each in self.workers.values()):
             self.form()
@@ -206,14 +320,25 @@ class Simulation:
         root = self.draw.choice([each for each in survivors if each.rounds.position == newest])
         for each in [*survivors, *self.newcomers]:
             if each.rounds.position < newest:
-                if each.own_steps:
+                if each.rounds.own_steps:
                     assert all(map(int.__le__, each.rounds.merged, root.rounds.merged))
+                    for fragment, merges in enumerate(root.rounds.merged):
+                        if each.rounds.merged[fragment] < merges:
+                            self.mix(each, fragment, each.rounds.merged[fragment])
+                else:
+                    each.inner = [tuple(root.outer)]
                 each.rounds.take_shared(root.rounds.shared())
                 each.outer = list(root.outer)
             self.workers[each.number] = each
-            each.parked, each.entering, each.calls, each.mean = False, True, 0, None
+            each.parked, each.entering, each.calls = False, True, Counter()
+            each.in_flight = each.mean = each.waits = None
         self.newcomers = []
-        self.world = World(self.world.number + 1, list(self.workers))
+        # Holders of the newest commit get the lowest ranks.
+        members = [*self.workers]
+        self.draw.shuffle(members)
+        members.sort(key=lambda n: n != root.number)
+        names = tuple(self.workers[n].island for n in members)
+        self.world = World(self.world.number + 1, members, names)
 
     def check_end(self) -> None:
         workers = list(self.workers.values())
@@ -222,6 +347,11 @@ class Simulation:
         for each in workers:
             assert each.outer == first.outer
             assert (each.rounds.position, each.rounds.merged) == (last, first.rounds.merged)
+            assert each.rounds.own_steps >= len(each.tokens), "an inner step is lost"
+            gradients = [each for each in each.inner if len(each) == 3]
+            assert len(gradients) == len(set(gradients)), "a gradient is applied twice"
+            for other in workers:
+                assert other.island != each.island or other.inner == each.inner
         for fragment in range(self.schedule.fragments):
             assert [merge for f, merge, _ in first.outer if f == fragment] == [
                 *range(first.rounds.merged[fragment])
@@ -234,8 +364,13 @@ class Simulation:
             assert owed[fragment] - deferred <= made <= owed[fragment]
 
 
-def test_workers_with_drawn_losses_and_joins_apply_the_same_merges_once():
-    for seed in range(SEEDS):
+def complete(collective: Collective) -> bool:
+    return len(collective.started) == len(collective.ranks)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_workers_with_drawn_islands_losses_and_joins_apply_the_same_merges_once(part):
+    for seed in range(part, SEEDS, 4):
         Simulation(seed, Rounds).run()
 
 
@@ -257,15 +392,76 @@ class IgnoresMergesOfOthers(Rounds):
         self.merged = before
 
 
-@pytest.mark.parametrize(
-    "machine", [ForgetsPendingMerge, RepeatsMergesOfOthers, IgnoresMergesOfOthers]
-)
-def test_planted_bugs_are_found(machine):
-    def is_found(seed: int) -> bool:
+class CountsTokensTwice(Rounds):
+    def _merged_tokens(self, fragment: int) -> None:
+        pass
+
+
+class CountsTokensOfTheLeader(Rounds):
+    def _send(self) -> Generator[Action, Any, None]:
+        actions, answer = super()._send(), None
+        while True:
+            try:
+                action = actions.send(answer)
+            except StopIteration:
+                return
+            answer = yield action
+            if isinstance(action, CompareIsland):
+                answer = [action.tokens]
+
+
+class ComparesStepsOnly(Rounds):
+    """A joined worker that has only merged yet seems to have the inner parameters of one that joins now."""
+
+    def _origin(self) -> tuple[int, int]:
+        return self.own_steps, 0
+
+
+class LeadsWithTheNewestRank(Islands):
+    """Its members do not agree on the leader, since each takes itself for the newest one."""
+
+    @property
+    def leader(self) -> int:
+        return self.rank
+
+
+class CountsMembers(Islands):
+    """An island is in the mean once for each of its members."""
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(range(len(self.names)))
+
+
+class KeepsInnerOfSurvivors(Islands):
+    def source(self, changes: Sequence[int]) -> int | None:
+        return None
+
+
+def is_found(seeds: Iterable[int], *machine: Any) -> bool:
+    for seed in seeds:
         try:
-            Simulation(seed, machine).run()
+            Simulation(seed, *machine).run()
         except AssertionError:
             return True
-        return False
+    return False
 
-    assert any(map(is_found, range(SEEDS)))
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        ForgetsPendingMerge,
+        RepeatsMergesOfOthers,
+        IgnoresMergesOfOthers,
+        CountsTokensTwice,
+        CountsTokensOfTheLeader,
+        ComparesStepsOnly,
+    ],
+)
+def test_planted_bugs_of_rounds_are_found(machine):
+    assert is_found(range(SEEDS), machine)
+
+
+@pytest.mark.parametrize("layout", [LeadsWithTheNewestRank, CountsMembers, KeepsInnerOfSurvivors])
+def test_planted_bugs_of_islands_are_found(layout):
+    assert is_found(range(SEEDS), Rounds, layout)

@@ -38,6 +38,7 @@ ROOMS = """
     elastic.data
     elastic.exact
     elastic.sharding
+    elastic.torch_backend
     elastic.diloco
     elastic.state.snapshots
     elastic.state.handlers
@@ -48,7 +49,6 @@ ROOMS = """
     elastic.optimizer
     elastic.checkpoints.files
     elastic.checkpoints
-    elastic.torch_backend
     elastic.torch_autoload
     elastic.script_checks
     elastic.run_loop

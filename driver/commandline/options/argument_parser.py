@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from elastic.errors import Invalid
+from elastic.protocol.islands import parse_islands
 
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
@@ -288,6 +289,15 @@ def cores(text: str) -> str:
             f"{text!r} is not a list of core numbers with one core per worker of a host, as in 0,1,2,3"
         )
     return ",".join(words)
+
+
+def islands(text: str) -> str:
+    """Check the islands of hosts, and return them unchanged."""
+    try:
+        parse_islands(text)
+    except Invalid as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def log_level(text: str) -> str:

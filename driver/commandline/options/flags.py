@@ -28,6 +28,7 @@ from elastic.driver.commandline.options.argument_parser import (
     cores,
     flag,
     given,
+    islands,
     log_level,
     number,
     percent,
@@ -231,6 +232,16 @@ class CommunicationFlags:
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         keys=("library_options.gloo_timeout_seconds",),
         use=Use(functions=(LAUNCH,), keyword="gloo_timeout", for_workers=True),
+    )
+    islands: str | None = flag(
+        "--islands",
+        "RULES",
+        "Hosts that elastic.island_group() joins: host, or NAME=HOST,HOST;NAME=HOST with patterns (default:"
+        " ELASTIC_ISLANDS, or host).",
+        islands,
+        variable="ELASTIC_ISLANDS",
+        keys=("islands.rules",),
+        use=Use(functions=FUNCTIONS, for_workers=True),
     )
     tcp: bool = switch("--tcp", "Disable InfiniBand in NCCL (sets NCCL_IB_DISABLE=1).")
 

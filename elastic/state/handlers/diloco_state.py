@@ -3,7 +3,8 @@
 Values of the job: outer parameters, entries of the outer optimizer, position, number of merges. Values of a worker: the
 model, the inner optimizer, the residuals of quantization. A joining worker starts with the outer parameters as its
 inner ones, with rank 0's buffers and options of the inner optimizer, and without entries of the inner optimizer, which
-would be at least as large as the model and belong to another worker's parameters.
+would be at least as large as the model and belong to another worker's parameters. If its island trains already, the
+island's inner state follows before the first step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from elastic.diloco.diloco import DiLoCo
 from elastic.errors import StateMismatch
+from elastic.state.handlers.data_parallel import rebuild_reducer
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
@@ -34,7 +36,8 @@ class DiLoCoStateHandler(Part):
         value, rounds = self.value, self.value.rounds.schedule
         lines = [
             f"{self.name} {type(value).__name__} every {rounds.every} fragments {rounds.fragments} delay"
-            f" {rounds.delay} mix {value.mix} dtype {value.dtype}",
+            f" {rounds.delay} mix {value.mix} dtype {value.dtype}"
+            + ("" if value.replica is None else " islands"),
             f"{self.name} outer {type(value.outer_optimizer).__name__}",
         ]
         for name, each in zip(value.names, value.outer, strict=True):
@@ -111,6 +114,10 @@ class DiLoCoStateHandler(Part):
                 for group, options in zip(groups, structure["inner_options"], strict=True):
                     group.update(options)
         value.clear_gradients()
+
+    def reset(self) -> None:
+        if self.value.replica is not None:
+            rebuild_reducer(self.value.replica)
 
     def restore_nothing(self) -> None:
         self.value.clear_gradients()

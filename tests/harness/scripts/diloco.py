@@ -1,9 +1,10 @@
 """Trains with `elastic.DiLoCo`. Each worker records every inner step that it takes, the samples of it, and the digest
 of the outer parameters after each merge.
 
-``DIE``: slot and position at which to die. ``AHEAD``: position at which the other workers wait for that. ``STEPS``:
-positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. Other variables are arguments of
-`elastic.DiLoCo`.
+``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of the island of
+that host, ``HOST island,16`` all its workers. ``AHEAD``: position at which the other workers, or islands, wait for
+that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. ``ISLANDS``: hosts
+are islands. ``TOKENS``: report the samples of each step. Other variables are arguments of `elastic.DiLoCo`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,34 @@ import torch
 import elastic
 
 WORKER = os.environ["ELASTIC_WORKER"]
+HOST = WORKER.rpartition(":")[0]
 SLOT = int(WORKER.rpartition(":")[2].partition("#")[0])
 STEPS, WAIT, FULL = (int(os.environ[name]) for name in ("STEPS", "WAIT", "FULL"))
-DIE, DIED = os.environ.get("DIE", ""), Path(os.environ["RECORDS"]) / "died"
+WHO, _, AT = os.environ.get("DIE", "").rpartition(",")
+RECORDS = Path(os.environ["RECORDS"])
+DIED = RECORDS / "died"
+ISLANDS, TOKENS = "ISLANDS" in os.environ, "TOKENS" in os.environ
 AHEAD = int(os.environ.get("AHEAD", "-1"))
-records = open(Path(os.environ["RECORDS"]) / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
+records = open(RECORDS / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
 
 def record(**fields: Any) -> None:
-    records.write(json.dumps({"pid": os.getpid(), "slot": SLOT, **fields}) + "\n")
+    records.write(json.dumps({"pid": os.getpid(), "slot": SLOT, "host": HOST, **fields}) + "\n")
+
+
+def is_victim() -> bool:
+    leads = WHO.startswith(f"{HOST} ") and elastic.island_group().islands.leads
+    return leads or str(SLOT) == WHO
+
+
+def die() -> None:
+    DIED.with_suffix(".new").write_text(str(os.getpid()))
+    DIED.with_suffix(".new").rename(DIED)
+    if WHO.endswith(" island"):
+        for path in RECORDS.glob(f"{HOST}-*.pid"):
+            if (pid := int(path.read_text())) != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def await_death() -> None:
@@ -49,8 +70,12 @@ torch.manual_seed(SLOT)  # the outer parameters become those of rank 0
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 DTYPES: dict[str, torch.dtype | str | None] = {"": None, "bfloat16": torch.bfloat16, "int4": "int4"}
 inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+network: torch.nn.Module = model
+if ISLANDS:
+    (RECORDS / f"{HOST}-{SLOT}.pid").write_text(str(os.getpid()))
+    network = torch.nn.parallel.DistributedDataParallel(model, process_group=elastic.island_group())
 diloco = elastic.DiLoCo(
-    model,
+    network,
     inner,
     every=int(os.environ.get("EVERY", "10")),
     fragments=int(os.environ.get("FRAGMENTS", "1")),
@@ -68,9 +93,12 @@ def record_merge() -> None:
     global recorded
     if sum(diloco.merged) > recorded:
         recorded = sum(diloco.merged)
-        content = b"".join(each.detach().numpy().tobytes() for each in diloco.outer)
-        digest = hashlib.sha256(content).hexdigest()
-        record(what="merge", merged=recorded, digest=digest, size=elastic.size())
+        record(what="merge", merged=recorded, digest=digest(diloco.outer), size=elastic.size())
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> str:
+    content = b"".join(each.detach().numpy().tobytes() for each in tensors)
+    return hashlib.sha256(content).hexdigest()
 
 
 @elastic.run
@@ -81,20 +109,25 @@ def train(state: elastic.TorchState) -> None:
         while diloco.position >= WAIT and elastic.size() < FULL:
             time.sleep(0.01)
             state.commit()
-        if diloco.position == AHEAD and not DIE.startswith(f"{SLOT},"):
+        if diloco.position == AHEAD and str(SLOT) != WHO and not WHO.startswith(f"{HOST} "):
             await_death()
         points = torch.stack([batch.sin(), batch.cos(), (batch / 7).sin(), batch % 3], 1).float()
         inner.zero_grad()
-        (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
+        (network(points) - points.sum(1, keepdim=True)).square().mean().backward()
         inner.step()
-        diloco.step()
-        record(what="step", own=diloco.own_steps, position=diloco.position, samples=batch.tolist())
+        diloco.step(len(batch) if TOKENS else None)
+        record(
+            what="step",
+            own=diloco.own_steps,
+            position=diloco.position,
+            samples=batch.tolist(),
+            inner=digest(diloco.inner),
+            sent=diloco.bytes_sent,
+        )
         record_merge()
         state.step += 1
-        if f"{SLOT},{diloco.position}" == DIE and not DIED.exists():
-            DIED.with_suffix(".new").write_text(str(os.getpid()))
-            DIED.with_suffix(".new").rename(DIED)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if str(diloco.position) == AT and not DIED.exists() and is_victim():
+            die()
         state.commit()
         if diloco.position >= STEPS:
             return

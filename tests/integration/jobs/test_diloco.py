@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 
@@ -74,3 +75,68 @@ def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(j
     assert {(each["position"], each["step"]) for each in ends} == {(55, 55)}
     (newcomer,) = joined
     assert newcomer[0]["own"] == 0 and newcomer[0]["position"] >= 16
+
+
+@pytest.mark.parametrize("who", ["leader", "island"])
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"FRAGMENTS": "2", "DELAY": "3", "DTYPE": "bfloat16", "AHEAD": "14"},
+        pytest.param(
+            {"FRAGMENTS": "2", "DELAY": "3", "DTYPE": "int4", "TOKENS": "1"},
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=["streaming", "weighted in 4 bits"],
+)
+def test_islands_repeat_no_inner_step_after_the_loss_of_a_leader_or_an_island(
+    job, tmp_path, who, env
+):
+    training = job(
+        f"-np 4 --min-np 1 -H localhost:2,127.0.0.2:2 {RETURN}",
+        ["python", SCRIPTS / "diloco.py"],
+        env={
+            "RECORDS": str(tmp_path),
+            "ISLANDS": "1",
+            "EVERY": "10",
+            "DIE": f"127.0.0.2 {who},16",
+            "STEPS": "55",
+            "WAIT": "25",
+            "FULL": "4",
+        }
+        | env,
+    )
+    training.succeed()
+    assert "script-checks#" not in training.output
+    workers = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*.jsonl")
+    ]
+    dead = [each for each in workers if each[-1]["what"] != "end"]
+    live = [each for each in workers if each not in dead]
+    assert [len(dead), len(live)] == {"leader": [1, 4], "island": [2, 4]}[who]
+    assert {each[0]["host"] for each in dead} == {"127.0.0.2"}
+
+    inner, digests = defaultdict(set), defaultdict(set)
+    for records in workers:
+        steps = [each for each in records if each["what"] == "step"]
+        own = [each["own"] for each in steps]
+        # A worker may receive one step that only another worker of its island had completed.
+        assert all(1 <= b - a <= 2 for a, b in pairwise(own))
+        positions = [each["position"] for each in steps]
+        assert positions == sorted(set(positions))
+        for each in records:
+            if each["what"] == "merge":
+                digests[each["merged"]].add(each["digest"])
+            elif each["what"] == "step" and records in live:
+                inner[each["host"], each["position"]].add(each["inner"])
+    assert all(len(found) == 1 for found in inner.values())  # equal within an island
+    assert all(len(found) == 1 for found in digests.values())
+    assert sorted(digests) == list(range(1, max(digests) + 1))
+    apart = [inner["localhost", at] != inner["127.0.0.2", at] for at in range(46, 50)]
+    assert any(apart), "the islands do not train on their own"
+    ends = [each[-1] for each in live]
+    assert {(each["position"], each["step"]) for each in ends} == {(55, 55)}
+    # Only the two leaders send.
+    sent = [[each for each in records if each["what"] == "step"][-1]["sent"] for records in live]
+    assert sum(each > 0 for each in sent) in ({2} if who == "island" else {2, 3})

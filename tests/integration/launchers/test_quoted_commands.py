@@ -145,6 +145,8 @@ NOT_RUN = {
     "elasticrun -np 3 --min-np 1 python examples/lightning_elastic.py": "test_trainers.py has its like",
     "elasticrun -np 4 --min-np 2 examples/fsdp_elastic.py": "test_sharded.py has its like",
     "elasticrun -np 3 --min-np 1 examples/diloco_elastic.py": "test_diloco.py has its like",
+    "elasticrun -np 4 --min-np 1 -H eu-1:2": "needs those hosts: test_diloco.py has its like",
+    "elasticrun -np 8 --min-np 1 -H eu-1:2": "the same",
     "elasticrun --from": "a flag alone: test_resume.py has its like",
     "elasticrun -np 4 --min-np 2 examples/jax_elastic.py": "test_jax_api.py runs it",
     "elasticrun -np 4 --min-np 2 --checkpoint-dir /shared/gpt": "needs that folder: the same",

@@ -438,6 +438,14 @@ def test_schedulers_set_the_ssh_port_for_this_machine_too():
     assert made.fleet is not None and not made.fleet.needed
 
 
+def test_islands_are_passed_to_workers_and_refused_if_malformed():
+    assert (
+        job("-np 2 --islands eu=eu-*;us=us-*").settings.env["ELASTIC_ISLANDS"] == "eu=eu-*;us=us-*"
+    )
+    recorded("messages", refusal("-np 2 --islands eu"))
+    recorded("messages", refusal("-np 2", ELASTIC_ISLANDS="eu=a;eu=b"))
+
+
 def test_cores_are_shared_unless_the_user_sets_threads():
     made = job("-np 3", cores=8)
     assert made.settings.env["OMP_NUM_THREADS"] == "2"

@@ -1,12 +1,14 @@
 """Arithmetic of DiLoCo, and what a state commits, restores and refuses."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import elastic
 from elastic.errors import Invalid
+from harness.golden import raises
 
 
 def network(seed=0):
@@ -299,6 +301,51 @@ def test_invalid_options_are_refused(options):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(Invalid):
         elastic.DiLoCo(model, inner, every=9, **options)
+
+
+def test_tokens_with_float16_are_refused():
+    model = network()
+    diloco = elastic.DiLoCo(model, None, every=2, dtype=torch.float16)
+    with raises(Invalid):
+        diloco.step(tokens=4)
+
+
+def test_model_that_averages_gradients_over_all_workers_is_refused():
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        replica = torch.nn.parallel.DistributedDataParallel(network())
+        for model in (replica, torch.nn.Sequential(replica)):
+            with raises(Invalid):
+                elastic.DiLoCo(model, None, every=2)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("tokens", [None, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.int8])
+def test_tokens_of_one_worker_do_not_change_its_mean(dtype, tokens):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = elastic.DiLoCo(
+        model, inner, torch.optim.SGD(model.parameters(), lr=1.0), every=2, dtype=dtype
+    )
+    for seed in range(2):
+        inner_step(model, inner, seed)
+        before = bits(model)
+        diloco.step(tokens)
+    atol = {None: 1e-6, torch.bfloat16: 1e-3, torch.int8: 1e-3}[dtype]
+    assert all(torch.allclose(a, b, atol=atol) for a, b in zip(before, diloco.outer, strict=True))
+
+
+def test_steps_without_any_token_leave_the_outer_parameters():
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = elastic.DiLoCo(model, inner, every=1)
+    before = bits_of(diloco.outer)
+    inner_step(model, inner, 0)
+    diloco.step(tokens=0)
+    assert all(map(torch.equal, before, diloco.outer))
 
 
 @pytest.mark.parametrize("given", ["sgd", torch.optim.SGD])

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.diloco.quantization import BLOCK, mean, pack, packed_bytes, unpack
+from elastic.diloco.quantization import BLOCK, mean, pack, packed_bytes, unpack, weighted
+from elastic.errors import Invalid
+from harness.golden import raises
 
 LARGEST = {8: 127, 4: 7}
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -95,4 +97,25 @@ def test_error_feedback_over_rounds_sums_to_the_true_value_minus_the_last_error(
 def test_mean_is_that_of_the_unpacked_values_of_all_ranks(bits, seed, ranks, elements):
     packed = [pack(drawn(10 * seed + rank, elements), bits) for rank in range(ranks)]
     wanted = torch.stack([unpack(each, elements, bits) for each in packed]).mean(0)
-    torch.testing.assert_close(mean(torch.cat(packed), elements, bits), wanted)
+    torch.testing.assert_close(mean(torch.cat(packed), elements, bits, ranks), wanted)
+
+
+@BITS
+@given(seed=st.integers(0, 1000), ranks=st.integers(1, 5), elements=st.integers(1, 400))
+def test_weighted_mean_is_that_of_the_unpacked_values_by_weight(bits, seed, ranks, elements):
+    packed = [pack(drawn(10 * seed + rank, elements), bits) for rank in range(ranks)]
+    weights = torch.arange(ranks, dtype=torch.float64) + seed % 2
+    gathered = torch.cat([weighted(*each) for each in zip(packed, weights.tolist(), strict=True)])
+    shares = weights / (weights.sum() or 1.0)
+    values = torch.stack([unpack(each, elements, bits).double() for each in packed])
+    found = mean(gathered, elements, bits, ranks, weighted=True)
+    torch.testing.assert_close(found, (shares[:, None] * values).sum(0).float())
+
+
+@BITS
+def test_weights_of_some_ranks_only_are_refused(bits):
+    packed = pack(drawn(0, 200), bits)
+    gathered = torch.cat([packed, weighted(packed, 2.0)])
+    for have in (True, False):
+        with raises(Invalid):
+            mean(gathered, 200, bits, 2, weighted=have)

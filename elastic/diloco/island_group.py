@@ -1,0 +1,109 @@
+"""The process group of this worker's island, for DistributedDataParallel inside of DiLoCo."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _world as torchs_groups
+
+from elastic.diloco.islands import Islands
+from elastic.negotiation import submission
+from elastic.protocol.islands import island_of
+from elastic.runtime import lifecycle
+from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.torch_backend import comm_hooks, shared_buckets
+from elastic.torch_backend.following_group import NAME
+from elastic.torch_backend.process_group import ElasticProcessGroup
+
+PURPOSE = "island"
+
+
+class IslandGroup(ElasticProcessGroup):
+    """Process group of the ranks of this worker's island in the current world. It follows the world.
+
+    Attributes:
+        islands: the islands of the current world.
+    """
+
+    def __init__(self) -> None:
+        rt = lifecycle.current()
+        self.islands = _islands_of(rt)
+        comm_hooks.replace()
+        shared_buckets.replace()
+        super().__init__(None, PURPOSE, self.islands.members, None)
+
+    def enter(self, rt: WorkerRuntime) -> None:
+        self.islands = _islands_of(rt)
+        self.ranks = self.islands.members
+        self.messages.move(self.ranks)
+        super().enter(rt)
+
+    def fits(self, size: int) -> bool:
+        """Return True: the group has ranks in every world."""
+        return True
+
+    def outlive(self) -> bool:
+        """Return False: `enter` gives the group its ranks in the next world."""
+        return False
+
+    def share(self, tensor: torch.Tensor, root: int) -> None:
+        """Broadcast in place from a rank of the world.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        assert self.ranks is not None
+        self.broadcast([tensor], root=self.ranks.index(root)).wait()
+
+    def rows(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all members, in rank order.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        rows = [torch.empty_like(row) for _ in range(self.getSize())]
+        self.allgather([rows], [row]).wait()
+        return rows
+
+
+_group: IslandGroup | None = None
+
+
+def island_group() -> IslandGroup:
+    """Return the process group of this worker's island, for ``DistributedDataParallel(model, process_group=...)``.
+
+    Pass the DDP model to `elastic.DiLoCo`. An island is a host, or the hosts of a rule of ``--islands``. The group is
+    the same object for the lifetime of the process: its ranks are those of the current world. The first call is
+    collective over all ranks.
+
+    Raises:
+        NotInitialized: before ``init()``.
+    """
+    global _group
+    lifecycle.current()
+    if _group is None or _group not in _known.pg_map:
+        _group = IslandGroup()
+        _known.pg_map[_group] = (NAME, None)
+        _known.pg_names[_group] = PURPOSE
+        _known.pg_backend_config[_group] = f"cpu:{NAME},cuda:{NAME}"
+        _known.pg_group_ranks[_group] = {
+            rank: index for index, rank in enumerate(_group.islands.members)
+        }
+    return _group
+
+
+_known: Any = torchs_groups
+
+
+def _islands_of(rt: WorkerRuntime) -> Islands:
+    """Exchange the names of the islands. Collective, except on a worker that has not joined a world."""
+    place = rt.place
+    if rt.provisional:
+        return Islands.apart(place.size, place.rank)
+    host = socket.gethostname() if rt.env.driver is None else rt.env.worker.host
+    name = island_of(host, rt.env.islands)
+    if place.size == 1:
+        return Islands((name,), 0)
+    return Islands(tuple(submission.agree("islands", "names", name)), place.rank)

@@ -1,0 +1,67 @@
+"""Islands of a world: groups of ranks that average gradients in every step and meet the other islands by DiLoCo.
+
+Pure: no I/O, no clock.
+
+A rank belongs to the island of its host, which does not change while its process lives. Ranks are distributed again in
+each world, so the layout is computed from the names that the ranks of a world exchange. The lowest rank of an island
+leads it: if the leader is lost, the next world has another one. An island without ranks no longer counts, and a new one
+starts with the outer parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Islands:
+    """Islands of a world, as one of its ranks sees them.
+
+    Args:
+        names: name of the island of each rank.
+        rank: this rank.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+
+    @classmethod
+    def apart(cls, size: int, rank: int) -> Islands:
+        """Return islands of one rank each."""
+        return cls(tuple(map(str, range(size))), rank)
+
+    @property
+    def name(self) -> str:
+        """Name of this rank's island."""
+        return self.names[self.rank]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of this island in ascending order."""
+        return tuple(rank for rank, name in enumerate(self.names) if name == self.name)
+
+    @property
+    def leader(self) -> int:
+        """Rank that takes part in the exchange between islands for this island."""
+        return self.members[0]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the leader of its island."""
+        return self.leader == self.rank
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """Leaders of all islands in ascending order."""
+        return tuple(rank for rank, name in enumerate(self.names) if self.names.index(name) == rank)
+
+    def source(self, changes: Sequence[int]) -> int | None:
+        """Return the rank of this island whose inner parameters the other members receive, or None if all are equal.
+
+        Args:
+            changes: number of changes of the inner parameters of each rank of the world.
+        """
+        newest = max(self.members, key=lambda rank: (changes[rank], -rank))
+        same = all(changes[rank] == changes[newest] for rank in self.members)
+        return None if same else newest
