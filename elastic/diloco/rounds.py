@@ -178,7 +178,7 @@ class Rounds:
                 self._merged_tokens(fragment)
         self.position, self.merged = values["position"], list(values["merged"])
         self.pending = None if values["pending"] is None else Sent(*values["pending"])
-        self.weighted = values["weighted"]
+        self.weighted = values.get("weighted")  # missing in older checkpoints
         if not self.own_steps:
             self.merges_before = sum(self.merged)
         self._started = False

@@ -1,12 +1,14 @@
-"""DiLoCo on two ranks beside a reference that is written out by hand."""
+"""DiLoCo on two ranks, and on two islands of two, beside a reference that is written out by hand."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import elastic
+from elastic.diloco import island_group
 from harness.ranks import Ranks, in_a_world
 
 
@@ -15,20 +17,31 @@ def pair_of_ranks() -> Iterator[Ranks]:
     yield from in_a_world(2)
 
 
+@pytest.fixture(scope="module", name="four")
+def four_ranks() -> Iterator[Ranks]:
+    yield from in_a_world(4)
+
+
 def network() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+def batch(number: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * number + step))
+
+
 def inner_step(model: Any, optimizer: Any, rank: int, step: int) -> None:
-    points = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + step))
+    points = batch(rank, step)
     optimizer.zero_grad()
     (model(points) - points.sum(1, keepdim=True)).square().mean().backward()
     optimizer.step()
 
 
-def reference(rounds: int, rate: float, momentum: float) -> list[torch.Tensor]:
+def reference(
+    rounds: int, rate: float, momentum: float, shares: tuple[float, float] = (0.5, 0.5)
+) -> list[torch.Tensor]:
     pairs = [network() for _ in range(2)]
     outer = [each.detach().clone() for each in pairs[0][0].parameters()]
     velocity = [torch.zeros_like(each) for each in outer]
@@ -39,7 +52,7 @@ def reference(rounds: int, rate: float, momentum: float) -> list[torch.Tensor]:
         inner = [list(model.parameters()) for model, _ in pairs]
         with torch.no_grad():
             for i, value in enumerate(outer):
-                mean = value - (inner[0][i] + inner[1][i]) / 2
+                mean = value - (shares[0] * inner[0][i] + shares[1] * inner[1][i])
                 velocity[i] = momentum * velocity[i] + mean
                 value -= rate * (mean + momentum * velocity[i])
                 for each in inner:
@@ -67,6 +80,95 @@ def test_two_workers_equal_the_reference(pair, kind, rate, momentum):
     for one, other, wanted in zip(first, second, reference(3, rate, momentum), strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, wanted, atol=1e-5, rtol=1e-4)
+
+
+def run_weighted(rank: int, size: int, dtype: Any) -> list[torch.Tensor]:
+    model, optimizer = network()
+    made = elastic.DiLoCo(model, optimizer, every=3, dtype=dtype)
+    for step in range(9):
+        inner_step(model, optimizer, rank, step)
+        made.step(tokens=[1, 3][rank] * (step % 3))
+    return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(None, 1e-5), (torch.bfloat16, 0.01)])
+def test_mean_is_weighted_by_the_tokens_of_a_round(pair, dtype, atol):
+    first, second = pair.run(run_weighted, dtype)
+    for one, other, wanted in zip(first, second, reference(3, 0.7, 0.9, (0.25, 0.75)), strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, wanted, atol=atol, rtol=1e-4)
+
+
+def run_partly_weighted(rank: int, size: int, dtype: Any) -> str:
+    model, _ = network()
+    made = elastic.DiLoCo(model, None, every=1, dtype=dtype)
+    try:
+        made.step(tokens=4 if rank else None)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(None, "TensorMismatch"), (torch.int8, "Invalid")])
+def test_tokens_of_one_rank_only_raise_an_error_on_both(dtype, error):
+    for pair in in_a_world(2):
+        assert pair.run(run_partly_weighted, dtype) == [error, error]
+
+
+def on_two_hosts(rank: int) -> None:
+    there: Any = island_group
+    there.socket = SimpleNamespace(gethostname=lambda: f"host{rank % 2}")
+
+
+def run_islands(
+    rank: int, size: int, dtype: Any, tokens: bool, forget: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    on_two_hosts(rank)
+    model, optimizer = network()
+    replica = torch.nn.parallel.DistributedDataParallel(model, process_group=elastic.island_group())
+    made = elastic.DiLoCo(replica, optimizer, every=3, dtype=dtype)
+    for step in range(9):
+        points = batch(rank % 2, step)[rank // 2 :: 2]
+        optimizer.zero_grad()
+        outputs = (model if forget else replica)(points)
+        (outputs - points.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        made.step([1, 6, 1, 0][rank] if tokens else None)
+    outer, inner = ([each.detach().clone() for each in found] for found in (made.outer, made.inner))
+    return outer, inner, made.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shares"), [(False, (0.5, 0.5)), (True, (0.25, 0.75))], ids=["equal", "weighted"]
+)
+def test_two_islands_of_two_equal_two_workers_with_twice_the_batch(four, tokens, shares):
+    results = four.run(run_islands, None, tokens)
+    wanted = reference(3, 0.7, 0.9, shares)
+    for outer, inner, _ in results:
+        assert all(map(torch.equal, outer, results[0][0]))
+        assert all(map(torch.equal, outer, inner))
+        for one, other in zip(outer, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    # Ranks 0 and 1 lead the islands.
+    assert [sent > 0 for _, _, sent in results] == [True, True, False, False]
+
+
+def test_quantized_islands_have_bitwise_equal_outer_parameters(four):
+    results = four.run(run_islands, "int4", True)
+    for outer, _, _ in results:
+        assert all(map(torch.equal, outer, results[0][0]))
+
+
+def run_diverging(rank: int, size: int) -> str:
+    try:
+        run_islands(rank, size, None, False, forget=True)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_workers_of_an_island_that_differ_raise_an_error_at_the_first_exchange(four):
+    assert four.run(run_diverging) == ["StateMismatch"] * 4
 
 
 def run_streaming(rank: int, size: int, dtype: Any) -> tuple[list[torch.Tensor], list[int], int]:
