@@ -31,10 +31,12 @@ examples:
   python -m tests.stress hosts --report docs/hosts.md"""
 
 SETTING = f"""\
-Each host is a network namespace of one machine, connected to a switch: four with an agent and one worker each, one with
-etcd, one with the driver, and one with a standby driver. A small model trains on them with a commit after every step.
-The lease is {LEASE_S:g} s, the default. nftables drops packets at the switch, a slow link is a token bucket at both
-ends, and a long link is a pair of taps that delays every frame."""
+Each host is a network namespace of one machine, and all hosts are connected to a switch. Four hosts have an agent and
+one worker each, one has etcd, one the driver, and one a standby driver. A small model trains on the workers with a
+commit after every step. The lease is {LEASE_S:g} s, the default.
+
+The switch drops packets with nftables. A slow link has a token bucket at both ends, and a long link has a pair of taps
+that delays every frame."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -108,10 +108,12 @@ def page(command: str, report: Report, found: SoakResults, *, passed: bool) -> s
     lines = [
         "# Soak test",
         "",
-        f"{time.strftime('%Y-%m-%d')}, {machine}, Python {platform.python_version()}:"
-        f" **{'passed' if passed else 'failed'}**. The command:",
+        f"On {time.strftime('%Y-%m-%d')}, the soak test **{'passed' if passed else 'failed'}** on a machine with"
+        f" {machine}, Python {platform.python_version()}. The following command ran it:",
         "",
-        f"    {command}",
+        "```",
+        command,
+        "```",
         "",
         "A small model trains on workers of one machine with a commit after every step. Faults are injected at random,"
         " and lost workers are replaced. One worker is exempt from faults, so that its curves cover the whole job.",
@@ -130,9 +132,9 @@ def page(command: str, report: Report, found: SoakResults, *, passed: bool) -> s
         "",
         "## Resource usage",
         "",
-        "First, last, minimum and maximum of the run. *Grew*: growth over the second half, by the median of the slopes"
-        " between all pairs of samples, each relative to the usual value for that world size. Sockets, descriptors and"
-        " threads vary with the size of the world.",
+        "The table shows the first, last, least and most usage of the run. *Grew* is the growth over the second half."
+        " It is the median of the slopes between all pairs of samples, each relative to the usual value for that world size,"
+        " because sockets, descriptors and threads vary with the size of the world.",
         "",
         "| of | | first | last | least | most | grew | allowed | | |",
         "|---|---|---|---|---|---|---|---|---|---|",

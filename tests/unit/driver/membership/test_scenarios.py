@@ -20,9 +20,9 @@ INDEX = ROOT / "docs" / "scenarios.md"
 INTRODUCTION = """\
 # Scenarios
 
-Read in plain text what driver and workers do when a worker dies, joins, freezes or gets stuck. Each scenario shows the
-full output of the code. Lines that begin with `>` are events; indented lines are the actions of the driver, or of the
-worker, with the seconds since the start. `h:2` is the first worker on slot 2 of host h, `h:2#2` the second one there.
+Read what the driver and the workers do when a worker dies, joins, freezes or gets stuck. Each scenario shows the full
+output of the code. Lines that begin with `>` are events. Indented lines are the actions of the driver, or of the
+worker, with the seconds since the start. `h:2` is the first worker in slot 2 of host h, and `h:2#2` is the second one.
 
 The scenarios are also tests: `pytest tests/unit/driver/membership/test_scenarios.py` runs each one and compares the
 output, and `--rewrite-scenarios` updates the scenarios and this page to the current code. Review the diff.
