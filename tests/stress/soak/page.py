@@ -133,8 +133,8 @@ def page(command: str, report: Report, found: SoakResults, *, passed: bool) -> s
         "## Resource usage",
         "",
         "The table shows the first, last, least and most usage of the run. *Grew* is the growth over the second half."
-        " It is the median of the slopes between all pairs of samples, each relative to the usual value for that world size,"
-        " because sockets, descriptors and threads vary with the size of the world.",
+        " It is the median of the slopes between all pairs of samples, each relative to the usual value for that"
+        " world size, because sockets, descriptors and threads vary with the size of the world.",
         "",
         "| of | | first | last | least | most | grew | allowed | | |",
         "|---|---|---|---|---|---|---|---|---|---|",
