@@ -55,7 +55,9 @@ class AgentOptions(Options):
         "Addresses of the driver; a name is resolved again at each attempt.",
         action=NameList,
     )
-    host: str | None = flag("--host", "NAME", "Name to register (default: the host name).")
+    host: str | None = flag(
+        "--host", "NAME", "Name under which to register this host (default: the host name)."
+    )
     slots: str | None = flag(
         "--slots", "N", "Number of slots; auto: one per GPU, else one per core (default: auto)."
     )
@@ -70,7 +72,7 @@ class AgentOptions(Options):
     grace: float | None = flag(
         "--grace",
         "S",
-        f"Seconds for workers to leave between SIGTERM and SIGKILL (default: {GRACE}, or 30).",
+        f"Seconds for workers to leave after SIGTERM, before SIGKILL (default: {GRACE}, or 30).",
         seconds,
     )
     ready_file: str | None = flag(

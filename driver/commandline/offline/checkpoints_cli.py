@@ -47,7 +47,7 @@ class CheckpointsOptions:
     prune: int | None = flag(
         "--prune",
         "N",
-        "Remove all but the newest N, and incomplete ones; no job may be writing.",
+        "Remove all checkpoints except the newest N, and incomplete ones; no job may be writing.",
         whole(1),
     )
 
@@ -59,7 +59,7 @@ class ExportOptions:
     out: str | None = flag(
         "--out",
         "FILE",
-        "File to write, for torch.load or as .safetensors (default: commit's folder name and .pt).",
+        "File to write, for torch.load or as .safetensors (default: the commit's folder name with .pt).",
     )
     force: bool = switch("--force", "Overwrite FILE if it exists.")
 

@@ -58,11 +58,7 @@ class ReplayOptions:
         default=10.0,
     )
     begin: float = flag(
-        "--begin",
-        "S",
-        "Start S seconds after the start of the job (default: 0).",
-        number,
-        default=0.0,
+        "--begin", "S", "Skip the first S seconds of the job (default: 0).", number, default=0.0
     )
     port: int = flag(
         "--port",

@@ -137,7 +137,7 @@ class WorkerFlags:
     commit_budget: float | None = flag(
         "--commit-budget",
         "PERCENT",
-        "Elastic: time for the copies of commit(), which skips copies beyond it; 0: a copy at each call (default:"
+        "Elastic: share of the time that commit() may spend on copies; 0: no limit (default:"
         " ELASTIC_COMMIT_BUDGET, or 0).",
         percent,
         variable="ELASTIC_COMMIT_BUDGET",
@@ -163,7 +163,7 @@ class WorkerFlags:
     host_attempts: int | None = flag(
         "--host-attempts",
         "N",
-        "Stop using a host after giving up N of its slots (default: never).",
+        "Stop using a host after N of its slots were given up (default: never).",
         whole(1),
         use=Use(setting="host_attempts"),
     )
@@ -198,7 +198,7 @@ class HostFlags:
     slots_per_host: int | None = flag(
         "--slots-per-host",
         "N",
-        "Slots of a host that is listed without a number (default: 1; with --slurm, its GPUs or tasks).",
+        "Number of slots of a host listed without a number (default: 1; with --slurm, its GPUs or tasks).",
         whole(1),
         use=ON_LAUNCH,
     )
@@ -349,7 +349,7 @@ class DetectionFlags:
     quarantine: str | None = flag(
         "--quarantine",
         "WHICH",
-        "What is not used again after its worker computed wrongly: slot, host or off (default:"
+        "Quarantine the slot or the host of a worker with wrong results: slot, host or off (default:"
         f" {Settings.quarantine}).",
         variable="ELASTIC_QUARANTINE",
         keys=("verification.quarantine",),
@@ -358,7 +358,7 @@ class DetectionFlags:
     straggler_factor: float | None = flag(
         "--straggler-factor",
         "F",
-        "Name workers slower than this share of the others' median speed (default:"
+        "Report workers slower than F times the median of the others as stragglers (default:"
         f" {Settings.straggler_factor:g}; 0: none).",
         number,
         variable="ELASTIC_STRAGGLER_FACTOR",
@@ -367,7 +367,7 @@ class DetectionFlags:
     )
     replace_stragglers: bool = switch(
         "--replace-stragglers",
-        "Let a ready standby take the place of a lasting straggler.",
+        "Replace a persistent straggler with a ready standby.",
         variable="ELASTIC_REPLACE_STRAGGLERS",
         keys=("stragglers.replace=true",),
         use=Use(functions=FUNCTIONS, setting="replace_stragglers"),
@@ -375,7 +375,7 @@ class DetectionFlags:
     stall_warning: float | None = flag(
         "--stall-check-warning-time-seconds",
         "S",
-        "Log tensors that some ranks have not submitted, and set --busy-warning (default:"
+        "Log tensors that some ranks have not submitted for S seconds; sets --busy-warning (default:"
         " HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
         number,
         variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
@@ -385,7 +385,7 @@ class DetectionFlags:
     stall_shutdown: float | None = flag(
         "--stall-check-shutdown-time-seconds",
         "S",
-        "Fail collectives that some ranks have not submitted, and set --busy-timeout; 0: never (default:"
+        "Fail collectives that some ranks have not submitted for S seconds; sets --busy-timeout; 0: never (default:"
         " HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
         number,
         variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
@@ -714,26 +714,37 @@ def _add_without_meaning(add: Group) -> None:
         rest = {"dest": name, "const": True, "variable": variable, "keys": keys}
         add(name, "X", convert, text, action=IgnoredFlag, **rest)
 
-    text = "File for autotuning trials."
+    text = "No effect: file for autotuning trials."
     valued("--autotune-log-file", str, text, "autotune.log_file", "HOROVOD_AUTOTUNE_LOG")
-    text = "Number of initial autotuning samples to discard."
+    text = "No effect: number of initial autotuning samples to discard."
     valued("--autotune-warmup-samples", whole(0), text, "autotune.warmup_samples")
-    text = "Number of steps per autotuning sample."
+    text = "No effect: number of steps per autotuning sample."
     valued("--autotune-steps-per-sample", whole(0), text, "autotune.steps_per_sample")
-    text = "Largest number of autotuning samples."
+    text = "No effect: largest number of autotuning samples."
     valued("--autotune-bayes-opt-max-samples", whole(0), text, "autotune.bayes_opt_max_samples")
-    text = "Noise level assumed by autotuning."
+    text = "No effect: noise level assumed by autotuning."
     valued("--autotune-gaussian-process-noise", number, text, "autotune.gaussian_process_noise")
-    text, key = "Number of NCCL streams.", "library_options.num_nccl_streams"
+    text, key = "No effect: number of NCCL streams.", "library_options.num_nccl_streams"
     valued("--num-nccl-streams", whole(0), text, key, "HOROVOD_NUM_NCCL_STREAMS")
-    valued("--mpi-args", str, "Arguments of mpirun.")
-    valued("--binding-args", str, "Process binding under MPI.")
+    valued("--mpi-args", str, "No effect: arguments of mpirun.")
+    valued("--binding-args", str, "No effect: process binding of MPI.")
     for name, text, key in (
-        ("hierarchical-allreduce", "Two-level allreduce.", "params.hierarchical_allreduce"),
-        ("hierarchical-allgather", "Two-level allgather.", "params.hierarchical_allgather"),
-        ("torus-allreduce", "Torus allreduce.", "params.torus_allreduce"),
-        ("autotune", "Tune fusion and cycle time during training.", "autotune.enabled"),
-        (*("mpi-threads-disable", "Disable MPI threads."), "library_options.mpi_threads_disable"),
+        (
+            "hierarchical-allreduce",
+            "No effect: two-level allreduce.",
+            "params.hierarchical_allreduce",
+        ),
+        (
+            "hierarchical-allgather",
+            "No effect: two-level allgather.",
+            "params.hierarchical_allgather",
+        ),
+        ("torus-allreduce", "No effect: torus allreduce.", "params.torus_allreduce"),
+        ("autotune", "No effect: tuning of fusion and cycle time.", "autotune.enabled"),
+        (
+            *("mpi-threads-disable", "No effect: MPI without threads."),
+            "library_options.mpi_threads_disable",
+        ),
     ):
         on, off = f"--{name}", f"--no-{name}"
         variable = f"HOROVOD_{name.upper().replace('-', '_')}"

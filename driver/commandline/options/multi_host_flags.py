@@ -50,7 +50,7 @@ class EtcdFlags:
     etcd: str | None = flag(
         "--etcd",
         "HOST:PORT,...",
-        "etcd endpoints. Without -H, hosts are those with a registered agent.",
+        "etcd endpoints of the job. A driver without -H uses the hosts with a registered agent.",
     )
     etcd_user: str | None = flag(
         "--etcd-user",
@@ -133,7 +133,7 @@ class CheckpointFlags:
         "--checkpoint-every",
         "EVERY",
         f"Checkpoint interval: 60s, 10m, 1h, 500commits or manual (default: {DEFAULT_EVERY})."
-        " A last one is written at the end, except after Ctrl-C.",
+        " A final checkpoint is written at the end, except after Ctrl-C.",
         variable="ELASTIC_CHECKPOINT_EVERY",
         keys=("checkpoint.every",),
         use=EVERYWHERE,
@@ -197,10 +197,12 @@ class SecurityFlags:
         "--secret-file",
         "FILE",
         "File with the job's secret, created by `elasticrun secret FILE` (default:"
-        " ELASTIC_SECRET_FILE; else the value of ELASTIC_JOB_SECRET; else generated).",
+        " ELASTIC_SECRET_FILE, or the secret in ELASTIC_JOB_SECRET; otherwise the driver generates one).",
     )
     tls_cert: str | None = flag(
-        "--tls-cert", "FILE", "TLS certificate of this process; encrypts control connections."
+        "--tls-cert",
+        "FILE",
+        "TLS certificate of this process; enables TLS for control connections.",
     )
     tls_key: str | None = flag("--tls-key", "FILE", "Key of the TLS certificate.")
     tls_ca: str | None = flag(

@@ -109,9 +109,8 @@ class TorchrunFlags:
     torch_backend: str | None = flag(
         "--torch-backend",
         "WHICH",
-        "Backend of torch.distributed: elastic (replaces gloo and nccl) or off (torch's own, not "
-        "fault-tolerant) (default: ELASTIC_TORCH_BACKEND, or"
-        " elastic).",
+        "Backend of torch.distributed: elastic, or off for torch's own gloo and nccl (default:"
+        " ELASTIC_TORCH_BACKEND, or elastic).",
         _backend,
         variable="ELASTIC_TORCH_BACKEND",
         keys=("torch.backend",),
@@ -133,7 +132,7 @@ class TorchrunFlags:
     max_restarts: int | None = flag(
         "--max-restarts --max_restarts",
         "N",
-        "Elastic: same as --reset-limit. In a job of fixed size, only 0 is meaningful.",
+        "Elastic: same as --reset-limit. In a job of fixed size, it has no effect.",
         whole(0),
     )
     rdzv_id: str | None = flag("--rdzv-id --rdzv_id", "NAME", "Same as --job.")

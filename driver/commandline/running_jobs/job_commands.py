@@ -103,12 +103,14 @@ VERBS: dict[str, Verb] = {
 class CommandOptions(Options):
     """Flags as given."""
 
-    json: bool = switch("--json", "Print JSON.")
+    json: bool = switch("--json", "Print the result as JSON.")
     watch: bool = switch("--watch", "Refresh until Ctrl-C.")
     all_threads: bool = switch("--all-threads", "Show all threads and all frames.")
     log: bool = switch("--log", "Also write the stacks to the job's log.")
     follow: bool = switch("-f --follow", "Follow the log until Ctrl-C or the end of the job.")
-    least_lines: int | None = flag("--lines", "N", "Number of lines (default: 100).", whole(1))
+    least_lines: int | None = flag(
+        "--lines", "N", "Number of log lines to print (default: 100).", whole(1)
+    )
     off: bool = switch("--off", "Undo: allow workers on the host again.")
     wait: float | None = flag("--wait", "S", "Wait up to S seconds until N workers train.", seconds)
     journal: str | None = flag("--journal", "FILE", "Select the job that writes this journal.")
