@@ -45,7 +45,7 @@ def page(
     missing = [cell for cell in possible if cell not in results]
     parts = [
         HEAD,
-        f"{passed} of {len(possible)} cells passed, {len(failed)} failed, and {len(missing)} were not run."
+        f"{passed} of {len(possible)} cells passed, {len(failed)} failed, {len(missing)} not run."
         f" {len(cells) - len(possible)} cells are not applicable, for the reasons at the"
         f" end of this page.{_dates(results[c] for c in possible if c in results)}\n",
         "## Outcomes\n",
