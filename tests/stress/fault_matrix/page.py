@@ -72,7 +72,7 @@ def page(
 def _dates(results: Iterable[Result]) -> str:
     counts = Counter(result.date for result in results if result.date)
     days = (f"{count} on {day}" for day, count in sorted(counts.items()))
-    return f"\nCells by date of their run: {', '.join(days)}." if counts else ""
+    return f"\nThe cells were run on these days: {', '.join(days)}." if counts else ""
 
 
 def _list(texts: Mapping[str, str]) -> str:
