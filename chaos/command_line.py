@@ -21,10 +21,10 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Commands of one program.
+    """The commands of one program.
 
     Args:
-        examples: lines at the end of its help.
+        examples: lines printed at the end of the program's help.
     """
 
     program: str
@@ -33,10 +33,10 @@ class CommandLine:
     examples: Sequence[str] = ()
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run one command and return its exit code.
+        """Run the command named by the first argument, and return its exit code.
 
         Args:
-            arguments: the default is those of the process.
+            arguments: words of the command line. The default is ``sys.argv[1:]``.
         """
         words = list(sys.argv[1:] if arguments is None else arguments)
         if not words or words[0] in ("-h", "--help"):
@@ -106,14 +106,16 @@ def _stop(number: int, frame: object) -> None:
 
 
 def heed_signals() -> None:
-    """Turn SIGTERM and SIGHUP into `Stopped`, so that a command can end everything that it has started."""
+    """Install handlers that raise `Stopped` on SIGTERM and SIGHUP, so that a command can end the processes it has
+    started.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words at the first ``--``."""
+    """Split command-line words at the first ``--``. Return the words before it and the words after it."""
     if "--" not in words:
         return list(words), []
     at = words.index("--")

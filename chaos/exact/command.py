@@ -126,7 +126,7 @@ def _print_faults(plan: Plan) -> None:
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
-    """Run the job and return its exit code and the number of faults."""
+    """Run the job under the plan. Return its exit code and the number of injected faults."""
     say(f"the job runs {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
@@ -135,7 +135,7 @@ def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
 
 
 def _check_steps(story: JobProgress, driver: int, now: float) -> None:
-    """End the job at its first commit if its steps cannot be compared. Raises Invalid."""
+    """End the job at its first commit if its steps cannot be compared with those of another run. Raises Invalid."""
     if story.no_steps:
         raise Invalid(
             "the state of the job has no elastic.Shards, so the two runs can't be compared: add it to the"
@@ -145,8 +145,9 @@ def _check_steps(story: JobProgress, driver: int, now: float) -> None:
 
 
 def _read(path: Path) -> tuple[list[digests.HeldCommit], bool]:
-    """Return the commits, and whether the job ended by itself and succeeded. Raises Invalid if the file is not a
-    journal."""
+    """Read a journal. Return its commits, and whether the job ended by itself and succeeded. Raises Invalid if the file
+    is not a journal.
+    """
     _, entries = journal.read(path)
     ended = any(
         isinstance(action, EndJob) and action.code == 0

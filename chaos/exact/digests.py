@@ -13,7 +13,7 @@ SHOWN = 5  # names of tensors
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """Digests of a worker's state before ``step``, the first step that it has not trained.
+    """Digests of a worker's state before ``step``, the first step that the worker has not trained yet.
 
     Args:
         gradients: digests of the gradients of the previous step, by shard and parameter.
@@ -39,7 +39,9 @@ class OddGradient:
 
 @dataclass(frozen=True)
 class DigestDifference:
-    """The first difference: ``tensors`` of ``worker`` after ``step`` differ from the undisturbed run."""
+    """The first difference between two runs: after ``step``, ``tensors`` of ``worker`` differ from the undisturbed
+    run.
+    """
 
     since: int  # first step after the last equal commit
     step: int

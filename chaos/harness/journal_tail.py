@@ -25,10 +25,10 @@ Json = dict[str, Any]
 
 
 class Heard(Protocol):
-    """State that is derived from the entries of a journal."""
+    """Interface of a state that is derived from the entries of a journal."""
 
     def hear(self, entry: Json) -> None:
-        """Process the next entry that has an event."""
+        """Update the state with the next journal entry that contains an event."""
 
 
 S = TypeVar("S", bound=Heard)
@@ -39,7 +39,12 @@ class JobProgress(ViewReader):
     clock."""
 
     def __init__(self, members: Sequence[Worker] = ()) -> None:
-        """``members``: members of the previous world, if the entries do not include it."""
+        """Start without entries.
+
+        Args:
+            members: members of the world before the first entry. Needed only if the journal was not read from its
+                beginning.
+        """
         self.view = JobView()
         self.view.adopt({worker: (0, rank) for rank, worker in enumerate(members)}, 0, 0.0)
         # start of training: the first collective in a world of elastic.run
@@ -96,16 +101,16 @@ class JobProgress(ViewReader):
         return [worker for worker in self.members if worker in pids]
 
     def arrived(self) -> list[Worker]:
-        """Return the same members, oldest first."""
+        """Return the members with known process IDs, oldest process first."""
         members = self.members
         return [worker for worker in self.pids if worker in members]
 
 
 class JournalTail(Generic[S]):
-    """Reads the entries that were appended since the last call of `look`.
+    """Reads the entries that were appended to a journal since the last call of `look`.
 
-    The file may not exist yet. Lines that are not entries are ignored. An incomplete line is read again, since the next
-    driver replaces it if its driver dies.
+    The file may not exist yet. Lines that are not entries are ignored. An incomplete last line is read again later,
+    because the next driver replaces it if the current driver dies.
     """
 
     def __init__(self, path: Path, story: S) -> None:
@@ -114,7 +119,7 @@ class JournalTail(Generic[S]):
         self._offset = 0  # offset of the first unprocessed line
 
     def look(self) -> S:
-        """Process all complete lines."""
+        """Process all complete lines that were appended since the last call. Return the updated state."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset)
             rest = b""

@@ -25,11 +25,11 @@ class CorruptedFile:
 
 
 class BitFlips:
-    """Bit flips of one job.
+    """Flips bits in the memory of a job's workers and in its checkpoints.
 
     Args:
-        rules: file of the job's failpoints.
-        checkpoints: local folder to which the job writes.
+        rules: file with the job's failpoint rules.
+        checkpoints: local folder to which the job writes its checkpoints.
     """
 
     def __init__(self, rules: Path, checkpoints: Storage, dice: random.Random) -> None:
@@ -41,7 +41,7 @@ class BitFlips:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Environment variables for the job."""
+        """Return the environment variables that the job needs for bit flips."""
         return {RULES: f"@{self._rules}"}
 
     def arm(self, what: str, worker: Worker, seed: int | None = None) -> None:

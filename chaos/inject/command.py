@@ -268,7 +268,7 @@ def check_flips(plan: Plan, settings: Settings) -> None:
 
 
 def check_json(path: Path) -> None:
-    """Raise Invalid if the report cannot be written there."""
+    """Raise Invalid if the JSON report cannot be written to this path."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise Invalid(

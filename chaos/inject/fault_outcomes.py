@@ -65,7 +65,7 @@ class _Happened:
 def outcomes(
     entries: Sequence[Entry], injected: Sequence[Injected], *, began_at: float
 ) -> list[FaultOutcome]:
-    """Return one outcome per fault, in order."""
+    """Return the outcome of each injected fault, in the order of injection."""
     happened = _happened(entries)
     found = []
     for each in injected:

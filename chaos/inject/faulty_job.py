@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class FaultyJob:
-    """A finished job, and the faults injected into it."""
+    """A finished job, and the faults that were injected into it."""
 
     job: Job
     code: int
@@ -59,7 +59,7 @@ class FaultyJob:
 
 
 def say(text: str) -> None:
-    """Print a line of this tool between the lines of the job."""
+    """Print a line of the command `chaos run` between the output lines of the job."""
     print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
 
 
@@ -72,9 +72,12 @@ def under_fire(
     each_turn: Turn | None = None,
     output: IO[bytes] | None = None,
 ) -> FaultyJob:
-    """Run the job to its end. ``each_turn`` receives the story so far, the driver's process ID and the time.
+    """Run the job under faults until it ends.
 
-    ``env`` is added to the job's environment. ``output`` is where it writes (default: this process's output).
+    Args:
+        each_turn: called several times a second with the job's progress, the driver's process ID and the time.
+        env: variables added to the job's environment.
+        output: stream to which the job writes (default: the output of this process).
     """
     mark = secrets.token_hex(8)
     environ = {**os.environ, **(env or {}), MARK: mark}
@@ -125,7 +128,7 @@ def under_fire(
 
 
 class _Fire:
-    """Injects the faults that are due."""
+    """Injects the faults of a plan when they are due."""
 
     def __init__(self, plan: Plan, injector: Injector) -> None:
         self.injector = injector
@@ -158,7 +161,7 @@ class _Fire:
                 self.schedule.put_off(fault)
 
     def rest_s(self, now: float) -> float:
-        """Return the seconds until the next check."""
+        """Return the seconds until `turn` must be called again."""
         next_at = self.injector.next_at()
         return LOOK_S if next_at is None else min(LOOK_S, max(0.0, next_at - now))
 
@@ -189,8 +192,8 @@ class _Fire:
 
 
 class _Stop:
-    """A request to end by a signal. A terminal sends the signal to the job too. Otherwise the tool passes the
-    signal on.
+    """Handler of a signal that requests the end of the run. The signal is passed on to the job, unless it came from a
+    terminal, which sends it to the job as well.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

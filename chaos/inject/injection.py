@@ -30,7 +30,7 @@ REFRESH_S = 0.1  # interval at which a partition checks for new sockets of its v
 
 
 class NotOurs(Exception):
-    """No such process exists, or it is not a worker of this job."""
+    """The process does not exist, or is not a worker of this job."""
 
 
 @dataclass
@@ -77,7 +77,13 @@ class Injector:
     def __init__(
         self, mark: str, say: Callable[[str], None], flips: BitFlips | None = None
     ) -> None:
-        """Create an injector. ``flips`` is needed for bit flips."""
+        """Create an injector.
+
+        Args:
+            mark: environment entry that identifies the job's processes.
+            say: called with a line of text for each fault.
+            flips: performs bit flips. None if the plan contains none.
+        """
         self.done: list[Injected] = []
         self._flips = flips
         self._spoilt: list[tuple[Injected, CorruptedFile]] = []
@@ -140,7 +146,7 @@ class Injector:
                 self._end(each, now)
 
     def close(self, now: float) -> None:
-        """End all lasting faults."""
+        """End all lasting faults, for example continue frozen processes."""
         for each in list(self._lasting):
             self._end(each, now)
 
@@ -215,7 +221,7 @@ class Injector:
         return False
 
     def _go_on(self, each: _Lasting, now: float) -> bool:
-        """Continue a lasting fault. Return False if the victim has ended."""
+        """Perform the next action of a lasting fault. Return False if the victim has exited."""
         if each.packets is not None:
             each.next_at = min(each.ends_at, now + REFRESH_S)
             try:
@@ -254,7 +260,7 @@ class Injector:
 
 
 def carries(pid: int, entries: Iterable[str]) -> bool:
-    """Return whether a process was started with all of these entries in its environment."""
+    """Return whether a process was started with all of these ``NAME=value`` entries in its environment."""
     environment = _environment(pid)
     return all(entry.encode() in environment for entry in entries)
 

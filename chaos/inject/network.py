@@ -26,14 +26,14 @@ End = tuple[str, int]  # address and port
 
 @dataclass(frozen=True)
 class Socket:
-    """One TCP socket. ``peer`` is None for a listening socket."""
+    """One TCP socket of a process. ``peer`` is None for a listening socket."""
 
     own: End
     peer: End | None
 
 
 def check_partition() -> None:
-    """Raise Invalid if packets cannot be dropped here. Creates a table to test this, without affecting packets."""
+    """Raise Invalid if packets cannot be dropped on this machine. For the test, a table without rules is created."""
     if os.geteuid() != 0:
         raise Invalid(
             "a partition drops packets, which requires root: run the command as root, or omit partition from the"
@@ -52,7 +52,7 @@ def check_partition() -> None:
 
 
 def check_cut() -> None:
-    """Raise Invalid if connections cannot be closed from outside here."""
+    """Raise Invalid if this process may not close connections of other processes on this machine."""
     if os.geteuid() != 0:
         raise Invalid("a cut requires root: run the command as root, or omit cut from the faults")
     if shutil.which("ss") is None:
@@ -87,8 +87,9 @@ def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
 
 
 def _end(text: str) -> End:
-    """Parse an address such as ``0100007F:1F90`` (127.0.0.1 and 8080), whose words of four bytes are in this machine's
-    byte order."""
+    """Parse an address of ``/proc/net/tcp`` such as ``0100007F:1F90``, which means 127.0.0.1 and port 8080. Its
+    four-byte words are in this machine's byte order.
+    """
     words, _, port = text.partition(":")
     data = b"".join(
         int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8)
@@ -150,7 +151,7 @@ class PacketFilter:
             raise
 
     def drop(self, sockets: Iterable[Socket]) -> None:
-        """Also drop the packets of these sockets. May be called again with the same sockets."""
+        """Also drop the packets of these sockets. Sockets that are already selected have no effect."""
         elements = {text for socket in sockets for text in _elements(socket)}
         new = sorted(elements - self._known)
         self._known |= elements
@@ -194,8 +195,8 @@ class PacketFilter:
         self._nft.stdin.flush()
 
     def _check(self) -> None:
-        """Wait until the table exists, because nft does not report its creation. Raises OSError if the table does
-        not appear.
+        """Wait until nft has created the table. nft does not report this. Raises OSError if the table does not
+        appear.
         """
         deadline = time.monotonic() + ANSWER_S
         while self._nft.poll() is None and time.monotonic() < deadline:

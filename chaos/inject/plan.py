@@ -35,7 +35,7 @@ DRAWN_PER_LOOK = 20  # limits the time of one check
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. Exactly one of ``at_s``, ``after_commits``, ``at_generation`` is set."""
+    """One planned fault. Exactly one of ``at_s``, ``after_commits``, ``at_generation`` is set."""
 
     kind: str
     victim: str = "random"
@@ -67,9 +67,9 @@ class Fault:
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
-        """Return the number of unaffected members required for a drawn fault.
+        """Return the number of members that must remain unaffected by a random fault.
 
-        With only two replicas, the correct one would be unknown.
+        For a bit flip, three replicas are needed: with two, it would be unknown which replica is correct.
         """
         return 3 if self.kind in FLIPPED else 2 if self.hurts() else 1
 
@@ -91,7 +91,7 @@ class Injected:
 
 @dataclass(frozen=True)
 class Chance:
-    """Random faults of a plan.
+    """Random faults of a plan, drawn from its seed.
 
     Args:
         duration_s: seconds after the start of training during which faults occur. None means until the end.
@@ -122,7 +122,7 @@ class Plan:
         return any(fault.after_commits is not None for fault in self.faults)
 
     def seeded(self, seed: int) -> Plan:
-        """Return the plan with a seed. A plan without a seed gets a new one."""
+        """Return the plan with a seed. ``seed`` is used only if the plan has none."""
         if self.chance is None or self.chance.seed is not None:
             return self
         return replace(self, chance=replace(self.chance, seed=seed))
@@ -146,9 +146,9 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Determines which faults are due. Each is returned once, at its time or at the next call.
+    """Determines which faults are due. `due` returns each fault once.
 
-    At most DRAWN_PER_LOOK drawn faults are returned at once. The next call returns the others.
+    At most DRAWN_PER_LOOK random faults are returned by one call. The next call returns the rest.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -157,12 +157,12 @@ class Schedule:
         self._next = next(self._drawn, None)
 
     def due(self, *, since_s: float, commits: int, generation: int) -> list[Fault]:
-        """Return the due faults.
+        """Return the faults that are due now.
 
         Args:
             since_s: seconds since training began.
             commits: number of commits so far.
-            generation: the current generation.
+            generation: number of the current generation.
         """
         now = [fault for fault in self._waiting if _has_come(fault, since_s, commits, generation)]
         self._waiting = [fault for fault in self._waiting if fault not in now]
@@ -174,7 +174,7 @@ class Schedule:
         return now
 
     def put_off(self, fault: Fault) -> None:
-        """Keep a fault without a victim due."""
+        """Keep a fault due until the next call of `due`, because no victim is allowed now."""
         self._waiting.append(fault)
 
     def left(self) -> list[Fault]:
@@ -204,8 +204,9 @@ def choose(
     Args:
         members: live members of the current world, by rank.
         arrived: the same members by age, oldest first.
-        suffering: workers under another fault. Drawn faults spare one member, which keeps the state, and never affect a
-            slot of ``spare``.
+        suffering: workers under another fault.
+        spare: slots whose workers random faults never affect. Random faults also leave one member unaffected, so that
+            the state is not lost.
     """
     if fault.drawn:
         free = [worker for worker in members if worker not in suffering]

@@ -145,7 +145,7 @@ def _chance(table: dict[str, Any], where: _Where) -> plan.Chance:
 
 
 class _Where:
-    """A table in the text: finds the line of a key and formats errors."""
+    """A table in a TOML text. Finds the line of a key for error messages."""
 
     def __init__(self, text: str, name: str, table: str, index: int) -> None:
         self._lines = text.splitlines()

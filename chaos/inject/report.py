@@ -49,7 +49,7 @@ class Recovery:
 
 @dataclass
 class Steps:
-    """Numbers of commits.
+    """Numbers of commits: made, lost, and repeated.
 
     Args:
         again_s: seconds of uncommitted work that was repeated.
@@ -64,7 +64,7 @@ class Steps:
 
 @dataclass
 class Goodput:
-    """Goodput in seconds.
+    """Training time of a job, as defined in the module, in seconds.
 
     Args:
         full_s: training time with at least the initial number of workers.
@@ -87,14 +87,16 @@ class Goodput:
 
     @property
     def worker_share(self) -> float:
-        """Share of the possible training time of all initial workers."""
+        """Return the time that the workers trained, as a share of the time that all initial workers could have
+        trained.
+        """
         whole = self.total_s * self.workers
         return self.worker_s / whole if whole else 0.0
 
 
 @dataclass
 class Digests:
-    """Digests of commits and state copies.
+    """Number of digests of commits and state copies that were compared.
 
     Args:
         compared: number of commits and copies reported by several workers.
@@ -110,14 +112,14 @@ class Digests:
 
 @dataclass
 class Report:
-    """Evaluation of a job.
+    """Evaluation of a job under faults.
 
     Args:
         code: the job's exit code.
-        broken: broken invariants, as sentences.
-        trained: a worker of elastic.run completed a collective; otherwise nothing was tested.
+        broken: broken invariants, one sentence each.
+        trained: whether a worker of elastic.run completed a collective. If not, nothing was tested.
         planned: number of faults in the plan.
-        missed: a sentence for each one that was not injected.
+        missed: planned faults that were not injected, one sentence each.
     """
 
     code: int
@@ -135,7 +137,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the job. The code is 1 if the job succeeded but broke a guarantee or tested nothing."""
+        """Return the job's exit code, or 1 if the job succeeded but broke an invariant or tested nothing."""
         promises = self.broken or self.steps.lost or self.digests.differing
         return self.code or (1 if promises or not self.trained else 0)
 
@@ -151,10 +153,14 @@ def report(
     planned: int = 0,
     missed: Iterable[str] = (),
 ) -> Report:
-    """Evaluate a journal.
+    """Evaluate the journal of a job under faults.
 
     Args:
-        spared: drawn faults without an allowed victim.
+        settings: settings of the job.
+        entries: entries of the journal.
+        injected: the injected faults.
+        code: the job's exit code.
+        spared: number of random faults for which no victim was allowed.
     """
     reading = _Reading(settings)
     for entry in entries:
@@ -179,7 +185,9 @@ def report(
 
 
 def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)) -> list[float]:
-    """Return percentiles by nearest rank, so that each is a measured value. Empty without values."""
+    """Return percentiles by the nearest-rank method, so that each is a measured value. Return an empty list if
+    ``values`` is empty.
+    """
     ordered = sorted(values)
     return [ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in shares if ordered]
 
@@ -235,7 +243,7 @@ class _Reading:
                     self._over(entry.at)
 
     def finish(self) -> None:
-        """Finish at the end of the journal, even if the job has not ended."""
+        """Complete the evaluation at the end of the journal, even if the job has not ended."""
         self._training_ends(self._at)
         self._over(self._at)
         self.steps.kept = len(self._history)

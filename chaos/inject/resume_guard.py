@@ -20,7 +20,9 @@ except ProcessLookupError:
 
 
 class Guard:
-    """Starts immediately, before its victim is stopped. `close` it when the victim continues."""
+    """A child process that continues the victim if this process exits. Create it before the victim is stopped, and
+    `close` it when the victim continues.
+    """
 
     def __init__(self, pidfd: int) -> None:
         self._process = subprocess.Popen(
@@ -33,7 +35,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """End the guard."""
+        """End the child process."""
         self._process.kill()  # before the pipe is closed, which would make the guard act
         self._process.wait()
         if self._process.stdin is not None:

@@ -7,7 +7,9 @@ from collections.abc import Hashable
 
 
 class Deadlines:
-    """Open waits, each with a key and a sentence about the awaited event. `begin` replaces a wait with the same key."""
+    """Pending waits. Each has a key, a deadline and a sentence about the awaited event. `begin` replaces a wait with
+    the same key.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, str]] = {}
@@ -33,7 +35,7 @@ class Deadlines:
         self._by.clear()
 
     def overdue(self, now: float) -> str:
-        """Return the events that were due before ``now`` but have not occurred. May be empty."""
+        """Return a sentence with the awaited events whose deadlines are before ``now``, or an empty string."""
         while self._by and self._by[0][0] < now:
             by, _, key = heapq.heappop(self._by)
             found = self._open.get(key)

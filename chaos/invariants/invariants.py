@@ -105,7 +105,7 @@ REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
 
 @dataclass(frozen=True)
 class Summary:
-    """Counts of checks, since an empty journal breaks no invariant either."""
+    """Numbers of checked worlds, recoveries, commits and samples. Without any, success proves nothing."""
 
     worlds: int
     recoveries: int
@@ -115,10 +115,10 @@ class Summary:
 
 
 class Invariants:
-    """The invariants of one job.
+    """Checks the invariants of one job.
 
     Args:
-        samples: size of the dataset, if the job is known to train whole epochs.
+        samples: size of the dataset, if the job is known to train whole epochs. 0 means unknown.
     """
 
     def __init__(self, settings: Settings, *, samples: int = 0) -> None:
@@ -143,7 +143,7 @@ class Invariants:
         )
 
     def begun(self, writer: Writer) -> None:
-        """Record the job's first driver. If this is not called, any driver may follow."""
+        """Record the job's first driver. Without this call, any driver may continue the journal."""
         self._term = writer.term
 
     def resumed(self, writer: Writer, line: int | None = None) -> None:
@@ -156,7 +156,14 @@ class Invariants:
     def saw(
         self, at: float, event: Event, actions: Iterable[Action], line: int | None = None
     ) -> None:
-        """Check one entry of the journal. Raises BrokenInvariant."""
+        """Check one entry of the journal. Raises BrokenInvariant.
+
+        Args:
+            at: time of the event, in seconds.
+            event: event that the driver received.
+            actions: the driver's reaction to the event.
+            line: number of the line in the journal, for error messages.
+        """
         self.job.line = line or self.job.line + 1
         before, self.job.now, self.job.event = self.job.now, at, event
         if at < before:
@@ -180,13 +187,17 @@ class Invariants:
             self._no_wait_exceeds_deadline()
 
     def raised(self, error: str) -> None:
-        """Report that handling the last event raised an exception."""
+        """Raise BrokenInvariant because the driver raised an exception while it handled the last event."""
         self.job.broken(
             "THE END", f"the driver raised {error}, expected it to continue or to end the job"
         )
 
     def finish(self, *, ended: bool = True) -> None:
-        """Check the end of the journal. Raises BrokenInvariant, also if the job should have ``ended`` and has not."""
+        """Check the end of the journal. Raises BrokenInvariant.
+
+        Args:
+            ended: whether the job should have ended. If so, it is a violation that it has not.
+        """
         self.job.event = None
         if ended and self.job.end is None:
             self.job.broken("EVERY WAIT ENDS", "the job did not end; expected EndJob")
@@ -386,12 +397,16 @@ class Invariants:
 
 
 def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:
-    """Check every line of a journal.
-
-    Raises BrokenInvariant, or Invalid if the file is not a journal.
+    """Check every line of a journal, and return the numbers of checks.
 
     Args:
+        path: the journal.
+        samples: size of the dataset, or 0 if it is unknown.
         ended: False if the job continues or its driver was killed.
+
+    Raises:
+        BrokenInvariant: an entry violates an invariant.
+        Invalid: the file is not a journal.
     """
     found = recording(path)
     if found.start is not None:

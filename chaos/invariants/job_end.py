@@ -28,14 +28,16 @@ VANISHED = exit_code(-9)  # exit code of a worker unknown to its host's agent
 
 
 class JobEnd:
-    """Checks on the last lines of one journal."""
+    """Checks of the journal's last entries, with which the job ends."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
         self.finishes = False  # the answer to this event releases members
 
     def have_returned(self, action: FinishWorld) -> None:
-        """Check that each released member has returned, in a world that was not broken."""
+        """Check that each member released at the end of a world has returned from elastic.run, and that the world was
+        not broken.
+        """
         self.job.finished = True
         broken = f"generation {action.generation} is finished, and was broken before"
         self.job.must(self.job.broken_at is None, "THE END", broken)

@@ -22,7 +22,7 @@ class BrokenInvariant(AssertionError):
 
 @dataclass(eq=False)
 class LiveWorker:
-    """A live worker, as known from the journal."""
+    """State of a live worker, as known from the journal."""
 
     connected: bool = False
     first: int = 0  # first generation in which it had a place
@@ -103,13 +103,20 @@ class ObservedJob:
             self.broken(invariant, what)
 
     def here(self) -> list[tuple[Worker, LiveWorker]]:
-        """Return the members with running processes."""
+        """Return the members of the current world whose processes are running."""
         return [(w, self.workers[w]) for w in self.members if w in self.workers]
 
     def goes(
         self, worker: Worker, known: LiveWorker, why: str, *, exit_within: float | None = None
     ) -> None:
-        """Record that a worker must not be a member of a later world."""
+        """Record that a worker must not be a member of a later world.
+
+        Args:
+            worker: the worker.
+            known: its state.
+            why: reason, for error messages.
+            exit_within: seconds within which the worker must exit. None means no limit.
+        """
         known.going = known.going or why
         self.waits.end(("link", worker))
         if exit_within is not None:

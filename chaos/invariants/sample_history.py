@@ -19,7 +19,7 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass
 class Epoch:
-    """The counted samples of one epoch."""
+    """The samples of one epoch that count in the committed history."""
 
     seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
     # Commit -> those of its samples that an earlier commit had already counted.
@@ -37,8 +37,9 @@ class Epoch:
 
 
 class SampleHistory:
-    """Checks worlds and reports in the order of the journal. Methods return a description of a violation, or an empty
-    string."""
+    """Checks the samples of each world and report, in the order of the journal. Each method returns a description of a
+    violation, or an empty string.
+    """
 
     def __init__(self, samples: int = 0) -> None:
         # Number of samples in the dataset; 0 means the number of reported samples.
@@ -75,9 +76,12 @@ class SampleHistory:
     def began(
         self, generation: int, size: int, commit: Commit | None, back_to: int | None = None
     ) -> str:
-        """Record a world. Commits after its own are undone. Earlier ones are final.
+        """Record a new world. Commits after ``commit`` are undone. Earlier ones are final.
 
         Args:
+            generation: number of the world.
+            size: number of its workers.
+            commit: the commit from which the world continues. None means the initial state.
             back_to: the oldest generation to which a later world may still return.
         """
         self._sizes[generation] = size
@@ -110,7 +114,8 @@ class SampleHistory:
         """Check the end of the job.
 
         Args:
-            complete: it succeeded, so all samples of a dataset of known size must be there.
+            complete: whether the job succeeded. If so, all samples must have been trained, provided that the size of
+                the dataset is known.
         """
         wrong = self._settle(before=None)
         if wrong or not self._epochs:

@@ -19,7 +19,9 @@ from elastic.protocol.messages import Commit, HeldCommitShards, ShardsHeld, Shar
 
 @dataclass
 class ShardedWorld:
-    """Members of one world, with their shards before the world and their parts of the state in the world."""
+    """Members of one world, the shards that they held before the world, and the parts of the state that they hold in
+    it.
+    """
 
     members: tuple[Worker, ...]
     held: dict[Worker, ShardsHeld]
@@ -30,7 +32,7 @@ class ShardedWorld:
         return {worker.host for worker in self.members}
 
     def holds(self, commit: Commit) -> list[tuple[Worker, HeldCommitShards]]:
-        """Return the shards of a commit that each member holds."""
+        """Return each member that holds shards of a commit, with these shards."""
         return [
             (w, each)
             for w, held in self.held.items()
@@ -58,9 +60,9 @@ class ShardedWorld:
 
 
 class ShardRecords:
-    """Checks the reports on shards in one journal.
+    """Checks the workers' reports about shards in one journal.
 
-    Args:
+    Attributes:
         restored: number of worlds that restored a commit.
     """
 
@@ -76,7 +78,7 @@ class ShardRecords:
         self._worlds: dict[int, ShardedWorld] = {}
 
     def heard(self, event: events.Event) -> None:
-        """Check a worker's report."""
+        """Check a worker's report about its shards."""
         match event:
             case events.WorkerReady(worker, generation, shards=ShardsHeld() as shards):
                 if generation < self._held.get(worker, (0, shards))[0]:
@@ -100,7 +102,7 @@ class ShardRecords:
                 self._held.pop(worker, None)
 
     def published(self, world: events.PublishWorld) -> None:
-        """Record the members of a world and the shards that each holds."""
+        """Record the members of a world and the shards that each member holds."""
         self._before = max(filter(None, (self._before, self._here)), default=None)
         self._here = None
         members = tuple(member.worker for member in world.members)
@@ -112,7 +114,9 @@ class ShardRecords:
     # ---- sealed commits ----------------------------------------------------------------------------------------------
 
     def _sealed(self, commit: Commit | None) -> None:
-        """Record a sealed commit. A report may arrive after the next world was published."""
+        """Record a commit that a worker reported as sealed. The report may arrive after the next world was
+        published.
+        """
         if commit is None:
             return
         if commit.generation == self.job.generation:
@@ -150,10 +154,11 @@ class ShardRecords:
             self._every_shard_is_placed(world)
 
     def _goes_back(self, generation: int, restored: Commit | None) -> None:
-        """Check the commit that a world restores.
+        """Check that the commit restored by a world is not older than a sealed commit that is still held.
 
         Args:
-            restored: None if there is no complete commit in memory.
+            generation: number of the world.
+            restored: the restored commit. None if memory contained no complete commit.
         """
         world, sealed = self._worlds[generation], self._before
         back = f"generation {generation} goes back to {restored or 'no commit in memory'}"

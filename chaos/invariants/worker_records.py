@@ -73,7 +73,9 @@ class WorkerRecords:
                     self._is_late_event(speaker, event)
 
     def _goes(self, host: str, notice: events.Notice | None) -> None:
-        """Record a notice. If there are two, the earlier end counts. None if the machine stays or was replaced."""
+        """Record a preemption notice. Of two notices, the one with the earlier deadline counts. None means that the
+        machine stays or was replaced.
+        """
         for _, known in self._on(host):
             known.noticed = notice is not None
         if notice is None:
@@ -116,7 +118,7 @@ class WorkerRecords:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _is_late_event(self, worker: Worker, event: events.Event) -> None:
-        """Check a message that arrived after the exit of its sender. Reports about commits are still valid."""
+        """Check a message that arrived after the exit of its sender. Reports about commits are still valid then."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return

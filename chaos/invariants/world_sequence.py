@@ -9,7 +9,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class WorldSequence:
-    """The successive worlds of one journal."""
+    """Checks the sequence of worlds in one journal."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
@@ -155,7 +155,9 @@ class WorldSequence:
         return after < commit and commit.generation <= until
 
     def _to_return_to(self, holders: list[LiveWorker], newest: Commit) -> Commit:
-        """Return the newest commit without doubtful steps of which there is a copy, else the oldest one."""
+        """Return the newest commit that some worker still holds and that precedes all steps with possibly wrong
+        gradients. If there is none, return the oldest commit held.
+        """
         kept = [commit for known in holders for commit in known.kept]
         sound = [commit for commit in kept if not self._is_doubted(commit)]
         return max(sound) if sound else min(kept, default=newest)

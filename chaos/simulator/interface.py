@@ -1,4 +1,4 @@
-"""Interfaces between the parts of a simulation, so that each can be read and tested on its own."""
+"""Interfaces between the parts of a simulation, so that each part can be read and tested separately."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from elastic.protocol.messages import Worker
 
 
 class Agent(Protocol):
-    """Interface of an agent for its workers."""
+    """Interface of a host's agent, as used by the workers of the host."""
 
     host: str
     frozen: bool
 
     def reaped(self, process: Any, code: int) -> None:
-        """Handle the end of a process."""
+        """Handle the exit of a worker process with the given exit code."""
 
     def watch(self) -> None:
-        """Start sampling, because a process may be frozen."""
+        """Start to sample whether the workers are running, because one may be frozen."""
 
 
 class SimulatedJob(Protocol):
-    """One job. `Any` stands for a class of the module named in the comment."""
+    """Interface of one simulated job. `Any` stands for a class of the module that the comment names."""
 
     clock: Clock
     network: SimulatedNetwork
@@ -55,17 +55,17 @@ class SimulatedJob(Protocol):
     throttled: set[Worker]  # workers that a fault has made slow
 
     def note(self, fault: str) -> None:
-        """Record an injected fault."""
+        """Add a description of an injected fault to the story."""
 
     def list_hosts(self, hosts: dict[str, int]) -> None:
-        """Set the host list found by discovery, with slots."""
+        """Set the list of hosts found by discovery, with their numbers of slots."""
 
     def heal(self, host: str) -> None: ...
 
     def lose_host(self, host: str) -> None: ...
 
     def process(self, agent: Agent, worker: Worker) -> Any:
-        """A new process, not started yet."""
+        """Return a new worker process that has not been started yet."""
 
     def born(self, process: Any) -> None: ...
 
@@ -76,7 +76,9 @@ class SimulatedJob(Protocol):
     def commits(self, process: Any) -> None: ...
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Check an order of the driver to an agent. Raises AssertionError if it is wrong."""
+        """Check an order of the driver to an agent. Raises AssertionError if the order violates an invariant."""
 
     def decided(self, event: Event, actions: list[Action]) -> None:
-        """Check a decision of the driver before it is carried out. Raises AssertionError if it is wrong."""
+        """Check a decision of the driver before it is carried out. Raises AssertionError if the decision violates an
+        invariant.
+        """

@@ -23,7 +23,9 @@ SIZES = (10, 100, 1_000, 10_000)
 
 
 class Scale:
-    """A large job: trains for a given virtual time while hosts fail, and then until all workers are back."""
+    """Simulation of a large job. It trains for a given virtual time while hosts fail, then continues until all workers
+    are back.
+    """
 
     def __init__(
         self, seed: int, *, workers: int, virtual_s: float = 300.0, host_failures: int = 4
@@ -45,7 +47,9 @@ class Scale:
             sim.clock.at(at, self._lose_a_host)
 
     def run(self) -> Outcome:
-        """Run the job. Raises Violation, also if not all workers train LIVENESS_S after the last fault."""
+        """Run the simulation. Raises Violation if an invariant is broken, or if not all workers train LIVENESS_S
+        seconds after the last fault.
+        """
         sim = self.simulation
         membership = sim.driver.membership
         try:
@@ -92,7 +96,7 @@ class Scale:
 
 @dataclass
 class Cost:
-    """Cost of the regroup after the loss of one worker."""
+    """Cost of the regroup after the loss of one worker: processor time and messages."""
 
     workers: int
     decide_ms: float  # processor time of the driver, over all its events

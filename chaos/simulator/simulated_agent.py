@@ -28,7 +28,7 @@ SAMPLE_S = 0.25
 
 
 class SimulatedAgent:
-    """Agent of one host."""
+    """Simulated agent of one host."""
 
     def __init__(self, sim: SimulatedJob, host: str) -> None:
         self.sim = sim
@@ -74,7 +74,7 @@ class SimulatedAgent:
         self.link.send(self.sim.driver.agent_message, self.identity, message)
 
     def beat(self) -> None:
-        """Send a heartbeat."""
+        """Send a heartbeat to the driver."""
         connection = self.link.connection
         if connection is not None and self.alive and not self.frozen:
             connection.beat(self.sim.driver.agent_message, self.identity, messages.Here())
@@ -122,8 +122,9 @@ class SimulatedAgent:
                 pass
 
     def _check_health(self, worker: Worker) -> None:
-        """Begin a check that passes, fails, hangs or computes wrongly, early or late. After the phase with faults,
-        checks pass."""
+        """Begin a health check that passes, fails, hangs or computes wrongly, and ends early or late. After the phase
+        with faults, every check passes.
+        """
         clock, limit_s = self.sim.clock, self.sim.settings.health_check_s
         code: int | None = 0
         outcome = HealthOutcome.PASSED
@@ -152,7 +153,7 @@ class SimulatedAgent:
     # ---- observations ----------------------------------------------------------------------------------------------
 
     def reaped(self, process: SimulatedWorker, code: int) -> None:
-        """Handle the end of a process."""
+        """Handle the exit of a worker process with the given exit code."""
         worker = process.worker
         self.processes.pop(worker, None)
         self.sim.processes.pop(worker, None)
@@ -171,7 +172,9 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def watch(self) -> None:
-        """Start sampling. While every worker is able to run, samples would only renew leases, so they are omitted."""
+        """Start to sample the workers. While all workers can run, samples would only renew leases, so none are
+        taken.
+        """
         if not self._watching:
             self._watching = True
             now = self.sim.clock.now
@@ -200,7 +203,7 @@ class SimulatedAgent:
 
     @property
     def notice(self) -> Notice | None:
-        """The notice, with the remaining time."""
+        """Return the current preemption notice, with the remaining time."""
         if self._notice is None or self._notice.within_s is None:
             return self._notice
         left_s = max(0.0, self._ends_at - self.sim.clock.now)
@@ -217,7 +220,7 @@ class SimulatedAgent:
     # ---- faults ----------------------------------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Crash the agent and its workers."""
+        """Simulate the death of the agent and of its workers."""
         if not self.alive:
             return
         self.alive = self.frozen = False

@@ -43,7 +43,7 @@ AGENT_STARTS_S = (0.05, 0.5)  # how long it takes to start an agent
 
 
 class SimulatedDriver:
-    """Driver of one job."""
+    """Simulated driver of one job."""
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
@@ -208,7 +208,7 @@ class SimulatedDriver:
         self._workers[worker] = connection
 
     def heard(self, connection: Connection, worker: Worker, message: Message) -> None:
-        """Handle a worker's message, from its current connection or a lost one."""
+        """Handle a worker's message, from the worker's current connection or from a lost one."""
         self.hear(event_of(worker, message))
 
     def lost(self, connection: Connection, silent: bool) -> None:
@@ -243,18 +243,20 @@ class SimulatedDriver:
         return AgentPool(attach, starts_agents=starts_agents, adopted=[*self.membership.roster])
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Handle a new host list."""
+        """Handle a new list of hosts from discovery."""
         event = events.HostsChanged(dict(hosts), self.sim.fixed_hosts)
         self._meet(event)
         self.hear(event)
 
     def agent_called(self, connection: Connection, agent: AgentId) -> None:
-        """Accept a connection of an agent, which replaces an open one."""
+        """Accept a connection of an agent. If the agent already has an open connection, the new one replaces it."""
         self._agents[agent] = connection
         self._meet(pool_events.AgentConnected(agent))
 
     def agent_message(self, connection: Connection, agent: AgentId, message: AgentMessage) -> None:
-        """Handle an agent's message, also from a lost connection, except reports of running workers."""
+        """Handle an agent's message. Messages of a lost connection are handled too, except reports of running
+        workers.
+        """
         if not self.up or (isinstance(message, Registered) and connection.over):
             return
         match message:
@@ -341,7 +343,7 @@ class SimulatedDriver:
         self.sim.clock.after(self.down_s, self.restart)
 
     def restart(self) -> None:
-        """Restart from the journal."""
+        """Restart the driver from its journal."""
         if self.gone:
             return
         self.up = True

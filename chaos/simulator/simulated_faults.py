@@ -35,8 +35,7 @@ def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
 
 
 def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
-    """Return whether a mild run may lose these victims, since two sound holders must remain. Other runs may lose any
-    victims."""
+    """Return whether this run may lose these victims. In a mild run, two workers with a correct state must remain."""
     if not sim.mild:
         return True
     left = [p for p in _sound(sim) if p not in victims]
@@ -81,7 +80,7 @@ def kill_rank_0(sim: SimulatedJob) -> None:
 
 
 def kill_at_a_commit(sim: SimulatedJob) -> None:
-    """Kill the next worker that commits."""
+    """Kill the worker that commits next."""
     sim.aimed += 1
 
 
@@ -103,7 +102,7 @@ def kill_many(sim: SimulatedJob) -> None:
 
 
 def freeze(sim: SimulatedJob) -> None:
-    """Send SIGSTOP, and SIGCONT after a while."""
+    """Freeze a worker with SIGSTOP, and continue it with SIGCONT after a while."""
     process = _one(sim)
     if process is not None:
         seconds = sim.clock.random.choice((0.5, 1.5, 8.0, 90.0))
@@ -114,7 +113,7 @@ def freeze(sim: SimulatedJob) -> None:
 
 
 def leave(sim: SimulatedJob) -> None:
-    """Send SIGTERM."""
+    """Send SIGTERM to a worker, so that it leaves."""
     process = _one(sim)
     if process is not None:
         sim.note(f"leave {process.worker}")
@@ -122,7 +121,7 @@ def leave(sim: SimulatedJob) -> None:
 
 
 def raise_in_user_code(sim: SimulatedJob) -> None:
-    """Raise an exception, or call sys.exit, in one worker, or the same in several."""
+    """Raise an exception or call sys.exit in the user code of one worker, or in that of several workers."""
     random = sim.clock.random
     number = random.choice((1, 1, 2))
     text = random.choice("abcdefghij")
@@ -133,7 +132,7 @@ def raise_in_user_code(sim: SimulatedJob) -> None:
 
 
 def stick(sim: SimulatedJob) -> None:
-    """Make user code block or spin forever."""
+    """Make the user code of a worker block or spin forever."""
     process = _one(sim)
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
@@ -159,7 +158,7 @@ def miscompute(sim: SimulatedJob) -> None:
 
 
 def throttle(sim: SimulatedJob) -> None:
-    """Make all further steps of a worker several times as long, if no other one is slow."""
+    """Make all further steps of a worker several times as long, unless another worker is slow already."""
     sound = _sound(sim)
     if sound and all(process.slowness == 1.0 for process in sim.processes.values()):
         process = sim.clock.random.choice(sound)
@@ -169,7 +168,7 @@ def throttle(sim: SimulatedJob) -> None:
 
 
 def slow_down(sim: SimulatedJob) -> None:
-    """Make a step take long, or mark a phase as long. Neither may lead to a kill."""
+    """Make one step of a worker long, or announce a long phase. Neither may lead to a kill."""
     sound = [p for p in _sound(sim) if not p.trouble]
     if sound:
         process = sim.clock.random.choice(sound)
@@ -180,7 +179,7 @@ def slow_down(sim: SimulatedJob) -> None:
 
 
 def hang_a_gpu(sim: SimulatedJob) -> None:
-    """Hang a GPU. The worker's host code continues, launches work, and waits."""
+    """Hang the GPU of a worker. The worker's host code continues to launch work, and waits for the GPU."""
     process = _one(sim)
     if process is not None:
         sim.note(f"the GPU of {process.worker} hangs")
@@ -188,7 +187,7 @@ def hang_a_gpu(sim: SimulatedJob) -> None:
 
 
 def hang_the_network(sim: SimulatedJob) -> None:
-    """Hang the network of the GPUs. No collective of this world ends, and no worker is to blame."""
+    """Hang the network between the GPUs. No collective of this world ends, and no worker is the cause."""
     sim.training.on_gpus = True
     if sim.training.worlds:
         generation = max(sim.training.worlds)
@@ -197,7 +196,7 @@ def hang_the_network(sim: SimulatedJob) -> None:
 
 
 def spoil_all(sim: SimulatedJob) -> None:
-    """Corrupt the state of all workers by a bit flip in one, which a checkpoint detects."""
+    """Corrupt the state of all workers through a bit flip in one. A checkpoint detects the corruption."""
     driver = sim.driver
     if not driver.up or driver.paused:
         return
@@ -220,7 +219,9 @@ def spoil_all(sim: SimulatedJob) -> None:
 
 
 def change_hosts(sim: SimulatedJob) -> None:
-    """List a random subset of the hosts, which may be empty. All hosts are often listed again shortly afterwards."""
+    """Set the host list to a random subset of the hosts, possibly empty. Often, all hosts are listed again shortly
+    afterwards.
+    """
     hosts = {h: n for h, n in sim.hosts.items() if sim.clock.random.random() < 0.7}
     if not _spared(sim, [p for p in sim.processes.values() if p.worker.host not in hosts]):
         return
@@ -241,7 +242,7 @@ def crash_agent(sim: SimulatedJob) -> None:
 
 
 def lose_host(sim: SimulatedJob) -> None:
-    """Lose a machine. It sends nothing, and returns only after the phase with faults."""
+    """Lose a machine: it sends nothing more, and returns only after the phase with faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
         sim.note(f"lose {agent.host}")
@@ -249,7 +250,7 @@ def lose_host(sim: SimulatedJob) -> None:
 
 
 def announce_an_end(sim: SimulatedJob) -> None:
-    """Announce the end of a machine. The machine then ends, withdraws the notice, or does nothing."""
+    """Announce the preemption of a machine. The machine is then preempted, or withdraws the notice, or does neither."""
     random = sim.clock.random
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2 or agent.notice is not None:
@@ -268,8 +269,8 @@ def announce_an_end(sim: SimulatedJob) -> None:
 
 
 def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
-    """Return whether a mild run must skip the fault, since two short silences without a heartbeat between them form a
-    long one.
+    """Return whether a mild run must skip the fault: two short periods of silence without a heartbeat between them
+    would exceed the liveness timeout.
     """
     now, before = sim.clock.now, agent.quiet_until
     agent.quiet_until = now + seconds
@@ -366,7 +367,7 @@ def slow_network(sim: SimulatedJob) -> None:
 
 
 def scale(sim: SimulatedJob) -> None:
-    """Scale to any size, including an invalid one."""
+    """Request any number of workers, including an invalid one."""
     workers = sim.clock.random.randint(1, sim.workers + 2)
     sim.note(f"scale to {workers}")
     sim.driver.hear(ScaleRequested(0, workers))
@@ -438,7 +439,7 @@ ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that
 
 @dataclass
 class FaultConditions:
-    """Conditions of a run, drawn from its seed."""
+    """Probabilities and frequencies of faults in a run, drawn from its seed."""
 
     faults: list[Fault] = field(default_factory=list)
     step_s: tuple[float, float] = (0.002, 0.03)
@@ -450,7 +451,7 @@ class FaultConditions:
 
     @property
     def loses_messages(self) -> bool:
-        """True if connections of live processes break."""
+        """Return whether connections of live processes may break, which loses messages."""
         breaking = (
             break_connection,
             break_connections,

@@ -23,7 +23,7 @@ Deliver = Callable[..., None]
 
 
 class DriverEnd(Protocol):
-    """The part of the driver that the network uses."""
+    """The part of the driver's interface that the network calls."""
 
     def can_accept(self) -> bool: ...
 
@@ -32,7 +32,7 @@ class DriverEnd(Protocol):
 
 @dataclass
 class Conditions:
-    """Quality of the network."""
+    """Quality of the network: delays and the probability of losses."""
 
     delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)  # maximum delays, one drawn per message
     ghosts: float = 0.0  # share of lost messages that arrive late
@@ -69,7 +69,7 @@ class SimulatedNetwork:
         return list(self._of.get(host, ()))
 
     def driver_disconnected(self) -> None:
-        """End all connections with the process of the driver. Pending connections end too."""
+        """End all connections of the driver's process, including pending ones."""
         for connections in list(self._of.values()):
             for connection in list(connections):
                 connection.break_off(tell_driver=False)
@@ -98,7 +98,9 @@ class SimulatedNetwork:
 
 
 class Connection:
-    """One connection. ``lost`` notifies the process. The driver is notified by its own method."""
+    """One connection between a process and the driver. ``lost`` notifies the process of its end. The driver is notified
+    through `DriverEnd`.
+    """
 
     __slots__ = (
         "_ahead",
@@ -130,7 +132,12 @@ class Connection:
         self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())  # in flight, or cut off
 
     def send(self, way: int, deliver: Deliver, *args: Any) -> None:
-        """Send a message. If it arrives, ``deliver`` is called with the connection and ``args``."""
+        """Send a message.
+
+        Args:
+            way: direction, to the driver or to the process.
+            deliver: called with the connection and ``args`` when the message arrives.
+        """
         network = self.network
         network.messages += 1
         if self.over:
@@ -142,7 +149,7 @@ class Connection:
         self._carry(way, self._sent[way])
 
     def beat(self, deliver: Deliver, *args: Any) -> None:
-        """Send a heartbeat to the driver. It is not retransmitted and delays no other message."""
+        """Send a heartbeat to the driver. A heartbeat is not retransmitted and delays no other message."""
         network = self.network
         network.messages += 1
         if not self.over and (self.host, INWARD) not in network.cuts:
@@ -163,18 +170,20 @@ class Connection:
                 deliver(self, *args)
 
     def flush(self, way: int) -> None:
-        """Deliver everything sent so far."""
+        """Deliver everything that was sent in this direction so far."""
         if (self.host, way) not in self.network.cuts:
             self._arrive(way, self._sent[way])
 
     def resume(self) -> None:
-        """Continue after a cut."""
+        """Deliver the messages that were held back while the host was cut off."""
         for way in (INWARD, OUTWARD):
             if self._held[way]:
                 self._carry(way, self._sent[way])
 
     def close(self) -> None:
-        """Close the link at the end of the process. Its messages arrive before the driver detects the end."""
+        """Close the connection because its process has exited. Messages in flight arrive before the driver detects the
+        end.
+        """
         if not self.over:
             self.send(INWARD, self._closed)
             self.over = True
@@ -208,7 +217,7 @@ class Connection:
 
 
 class SimulatedLink:
-    """Connections of one process to the driver. A new connection replaces a lost one."""
+    """Connections of one process to the driver. When a connection is lost, the process opens a new one."""
 
     def __init__(
         self,
@@ -268,7 +277,7 @@ class SimulatedLink:
             self.connection.send(INWARD, deliver, *args)
 
     def close(self) -> None:
-        """Close at the end of the process."""
+        """Close the connection because the process has exited."""
         self.closed = True
         if self.connection is not None:
             self.connection.close()

@@ -1,4 +1,4 @@
-"""A worker's reports to the driver during training: waits, pace and trained samples."""
+"""A worker's reports to the driver during training: waits in collectives, pace and trained samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACE_S, LARGE_PACE_S = 5.0, 30.0
 
 
 class Reporter(Protocol):
-    """The part of a worker's interface that reports use."""
+    """The part of a worker's interface that `SimulatedReports` uses."""
 
     recovery: Recovery
     alive: bool
@@ -72,7 +72,7 @@ class SimulatedReports:
         worker.say(messages.Progress(*where, waited_s, self.phase, gpu))
 
     def reconnected(self) -> None:
-        """Repeat the last report, which may be lost."""
+        """Repeat the last report, which may have been lost with the previous connection."""
         inside = self._worker.inside
         if inside is not None and self._worker.recovery.place.rank in inside.told:
             self.progress(inside)
@@ -102,7 +102,7 @@ class SimulatedReports:
             self.progress(None)
 
     def pace(self) -> None:
-        """Report the pace periodically."""
+        """Report the pace of training periodically."""
         since, collectives, waited_s = self._paced
         over_s = self._sim.clock.now - since
         if over_s >= (LARGE_PACE_S if self._sim.step_s else PACE_S):

@@ -36,19 +36,19 @@ Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
 class Sealed(NamedTuple):
-    """A sealed commit with the workers that made it."""
+    """A sealed commit, and the workers that made it."""
 
     steps: int
     workers: tuple[Worker, ...]
 
 
 class Mirroring(NamedTuple):
-    """Copies of a commit's shards that are sent in the background.
+    """Transfer, in the background, of the copies of a commit's shards.
 
     Attributes:
-        sent: exchange of all ranks.
-        bank: the bank that receives them.
-        senders: rank that sends each shard of which this rank keeps a copy.
+        sent: exchange in which all ranks take part.
+        bank: the buffer that receives the copies.
+        senders: for each shard of which this rank keeps a copy, the rank that sends the shard.
         steps: number of steps of the commit.
     """
 
@@ -59,7 +59,7 @@ class Mirroring(NamedTuple):
 
 
 class ShardedJob:
-    """Sealed commits of one job, and the restored ones.
+    """Sealed commits and restored commits of one job.
 
     Args:
         copies: number of copies of each shard on other hosts.
@@ -75,19 +75,25 @@ class ShardedJob:
 
     @classmethod
     def drawn(cls, seed: int) -> ShardedJob:
-        """Create a job with one or two copies of each shard. Half of the jobs have replicas."""
+        """Draw a job with one or two copies of each shard. Half of the jobs have replicas."""
         return cls(1 + seed % 2, (None, None, 1, 2)[seed // 2 % 4])
 
     def shards(self, size: int) -> int:
         return size if self.least is None else mesh_shape(size, min(self.least, size)).shards
 
     def sealed(self, steps: int, workers: tuple[Worker, ...]) -> None:
-        """Record that a rank has learned that all ranks have mirrored this commit."""
+        """Record that a rank has learned that all ranks have received their copies of this commit."""
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:
-        """Check the step whose commit these workers restore. None means that they have no complete commit. Raises
-        AssertionError.
+        """Check the commit that these workers restore.
+
+        Args:
+            present: members of the world.
+            steps: number of steps of the commit. None means that the workers have no complete commit.
+
+        Raises:
+            AssertionError: the commit is older than a sealed one that must have survived.
         """
         newest = self.newest
         self.lost += steps is None
@@ -104,7 +110,7 @@ class ShardedJob:
 
 
 class ShardedWorker(SimulatedWorker):
-    """One process with a sharded state."""
+    """A simulated worker with a sharded state."""
 
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
@@ -122,7 +128,7 @@ class ShardedWorker(SimulatedWorker):
     # ---- commits ---------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """Begin with the state that the script has created, in the world of init()."""
+        """Begin with the state that the script has created, in the world formed by init()."""
         place = self.recovery.place
         if self.recovery.newcomer or not place.size:
             return
@@ -151,7 +157,7 @@ class ShardedWorker(SimulatedWorker):
         yield "commit", 0.0
 
     def _copy(self) -> Thread:
-        """Seal the previous commit, copy this rank's shard, and start sending it to the ranks that keep a copy."""
+        """Seal the previous commit, copy this rank's shard, and start to send it to the ranks that keep copies."""
         yield from self._seal()
         generation, rank = self.recovery.generation, self.recovery.place.rank
         shards = self._job.shards(len(self._order))
@@ -172,7 +178,7 @@ class ShardedWorker(SimulatedWorker):
             yield from self._seal()
 
     def _seal(self) -> Thread:
-        """Wait until all ranks have the copies of the newest commit that they keep, and seal it."""
+        """Wait until each rank has received its copies of the newest commit, and seal the commit."""
         transfer = self._transfer
         if transfer is None:
             return
@@ -198,7 +204,9 @@ class ShardedWorker(SimulatedWorker):
         self._cycle.mirrored()
 
     def _stop_mirroring(self) -> None:
-        """Keep the copies that have been received in the background when the world broke."""
+        """End the transfers that the end of the world interrupted, and keep the copies that were received
+        completely.
+        """
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             begun = all(source in transfer.sent.values for source in transfer.senders.values())
@@ -231,7 +239,7 @@ class ShardedWorker(SimulatedWorker):
     # ---- another world ---------------------------------------------------------------------------------------------
 
     def bring(self) -> Thread:
-        """Restore the newest complete commit. Its rows move to their owners in this world."""
+        """Restore the newest complete commit. Its rows are sent to their owners in this world."""
         self._stop_mirroring()
         self._exchanges = self._count = 0
         rank, size = self.recovery.place.rank, self.recovery.place.size

@@ -26,8 +26,8 @@ class State(NamedTuple):
     spoilt: frozenset[Worker] = frozenset()  # workers whose wrong gradients are in it
 
     def sample(self, rank: int, epoch: int) -> int:
-        """Return the sample that this rank trains next, counted over all epochs. The last round of an epoch is
-        filled up.
+        """Return the number of the sample that this rank trains next, counted over all epochs. The last round of an
+        epoch is padded with repeated samples.
         """
         before = self.cursor % epoch
         left = epoch - before
@@ -36,7 +36,14 @@ class State(NamedTuple):
     def after(
         self, generation: int, size: int, epoch: int, wrong: frozenset[Worker] = frozenset()
     ) -> State:
-        """Return the state after a step of ``size`` workers, some with ``wrong`` gradients."""
+        """Return the state after one more step.
+
+        Args:
+            generation: number of the world.
+            size: number of workers that take part.
+            epoch: number of samples in an epoch.
+            wrong: workers whose gradients are wrong.
+        """
         left = epoch - self.cursor % epoch
         history = hash((self.history, generation, size, *sorted(wrong)))
         cursor = self.cursor + min(size, left)
@@ -44,8 +51,9 @@ class State(NamedTuple):
 
 
 class Collective:
-    """One collective of one generation. It is complete when all ranks have entered, which each rank detects at a
-    different time."""
+    """One collective of one generation. It is complete when all ranks have entered it. Each rank detects this at a
+    different time.
+    """
 
     __slots__ = (
         "brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told", "values",
@@ -76,7 +84,7 @@ class WaitReports(Protocol):
 
 
 class Process(Protocol):
-    """The interface of a worker that training uses. See `elastic.chaos.simulator.simulated_worker`."""
+    """The part of a worker's interface that training uses. See `elastic.chaos.simulator.simulated_worker`."""
 
     worker: Worker
     recovery: Recovery
@@ -90,7 +98,7 @@ class Process(Protocol):
     def alive(self) -> bool: ...
 
     def poke(self) -> None:
-        """Recheck the condition of the current wait."""
+        """Recheck the condition that the process waits for."""
 
     @property
     def reports(self) -> WaitReports: ...
@@ -125,8 +133,8 @@ class Training:
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
     def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """Return the ranks that take part in the transfer of the state. These are the source and all ranks that
-        lack the state.
+        """Return the ranks that take part in the transfer of the state: the source, and all ranks that lack the
+        state.
         """
         if (holders, size) not in self._copying:
             self._copying[holders, size] = (0, *range(max(1, holders), size))
@@ -214,7 +222,7 @@ class Training:
         self._made.setdefault(after.history, (before.history, fresh))
 
     def _look(self, collective: Collective) -> None:
-        """Report long waits, as link threads do once a second."""
+        """Report long waits in a collective to the driver, as each worker's link thread does once a second."""
         waits = False
         for rank, peer in collective.came.items():
             if peer.inside is collective and rank not in collective.done:
@@ -226,7 +234,7 @@ class Training:
     # ---- GPUs ------------------------------------------------------------------------------------------------------
 
     def launches(self, process: Process, collective: Collective) -> list[Launches]:
-        """Return the progress of a waiting worker's GPU: each step launches one collective."""
+        """Return the progress of a waiting worker's GPU, which launches one collective in each step."""
         if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
             return []
         launched = collective.key[2] + 1
@@ -237,7 +245,7 @@ class Training:
     # ---- corrupted memory ------------------------------------------------------------------------------------------
 
     def spoils(self, process: Process) -> None:
-        """Mark the worker's states as corrupted because its gradients were NaN."""
+        """Mark the worker's states as corrupted, because its gradients contained NaN."""
         self._spoilt |= {process.state.history, process.saved.history}
 
     def _is_corrupted(self, history: int) -> bool:
@@ -248,8 +256,8 @@ class Training:
     # ---- lost peers ------------------------------------------------------------------------------------------------
 
     def peers_lose(self, process: Process, generation: int) -> None:
-        """Close the sockets of a worker in one generation. Blocked collectives of the other ranks fail at different
-        times.
+        """Close the sockets of a worker in one generation. In the other ranks, blocked collectives then fail at
+        different times.
         """
         world = self.worlds.get(generation)
         if world is None:
@@ -281,14 +289,14 @@ class Training:
     # ---- invariants ------------------------------------------------------------------------------------------------
 
     def labelled(self, process: Process) -> None:
-        """Check that equal commits have equal states."""
+        """Check that workers with the same commit have the same state."""
         commit = process.recovery.newest
         assert commit is not None
         known = self._states.setdefault(commit, process.saved)
         assert known == process.saved, f"{process.worker} holds another state as {commit}"
 
     def completed(self, process: Process, steps: int) -> None:
-        """Check that the history of a worker that has returned contains every sample once."""
+        """Check that a worker that has returned from elastic.run has trained every sample exactly once."""
         assert process.state.steps == steps, f"{process.worker} finished after {process.state}"
         history = process.state.history
         assert not self._is_corrupted(history), (
@@ -308,7 +316,9 @@ class Training:
 
 
 class WorldRun:
-    """All members of one generation in lockstep. One step of the whole world is one event, regardless of its size."""
+    """All members of one generation, trained in lockstep: one step of the whole world is one event, regardless of its
+    size.
+    """
 
     def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
         self.training = training
@@ -319,8 +329,11 @@ class WorldRun:
         self._due = False
 
     def join(self, process: Process, commits: Callable[[], bool]) -> None:
-        """Add a process. ``commits`` makes a step of this worker. It returns False if the worker has other work
-        first.
+        """Add a process to the world.
+
+        Args:
+            process: the worker.
+            commits: makes one step of this worker. Returns False if the worker has other work first.
         """
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:

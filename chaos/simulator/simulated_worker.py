@@ -48,7 +48,7 @@ class UserError(Exception):
 
 
 class SimulatedWorker:
-    """One process from its start to its exit."""
+    """A simulated worker process, from its start to its exit."""
 
     def __init__(self, sim: SimulatedJob, agent: Agent, worker: Worker) -> None:
         self.sim = sim
@@ -97,7 +97,7 @@ class SimulatedWorker:
     # ---- the process -----------------------------------------------------------------------------------------------
 
     def poke(self) -> None:
-        """Continue if the condition that the training thread waits for is true."""
+        """Continue the training thread if the condition that it waits for is true."""
         while self.alive and not self.frozen and self._waits_for():
             try:
                 self.point, awaited = next(self._thread)
@@ -158,7 +158,7 @@ class SimulatedWorker:
 
     @property
     def leaves(self) -> bool:
-        """True if the worker will leave by itself."""
+        """Return whether the worker is about to leave without an order of the driver."""
         listed = self.worker.slot < self.sim.listed.get(self.worker.host, 0)
         return not listed or self.recovery.leaving or self.recovery.phase is Phase.OVER
 
@@ -296,7 +296,7 @@ class SimulatedWorker:
         self.sim.labelled(self)
 
     def _go_back(self) -> None:
-        """Restore an older commit if the world begins with one; see `elastic.runtime.commit_log`."""
+        """Restore an older commit if the world begins from one. See `elastic.runtime.commit_log`."""
         world, commit = self.recovery.world, self.recovery.goes_back()
         if world is None or commit is None:
             return
@@ -370,9 +370,10 @@ class SimulatedWorker:
     # ---- verification of shards, as in `elastic.exact.verifier` ------------------------------------------------------
 
     def _verify(self, rank: int, size: int) -> Thread:
-        """Compare drawn shards, and report the ranks whose gradients are wrong.
+        """Compute the drawn shards of other ranks again, compare the results, and report the ranks whose gradients are
+        wrong.
 
-        Raises AssertionError if this worker has been wrong all the time for longer than the schedule permits.
+        Raises AssertionError if this worker's gradients have been wrong for longer than the schedule of checks permits.
         """
         held, generation, step = assign(SHARDS, size), self.recovery.generation, self.state.steps
         checks = verification.checks(held, self.sim.verify, self.sim.seed, generation, step)
@@ -410,7 +411,12 @@ class SimulatedWorker:
         return bool(self.wrong) and self.sim.clock.random.random() < self.wrong
 
     def _digest(self, shard: int, *, own: bool) -> int:
-        """Return the digest of a pass. ``own``: the one whose gradients are used."""
+        """Return the digest of the gradients of one pass.
+
+        Args:
+            shard: the shard of the batch.
+            own: whether training uses these gradients.
+        """
         if shard in self.wrong_shards if own else self._computes_wrongly():
             self.wrong_passes += 1
             return self.sim.clock.random.getrandbits(60)
@@ -470,7 +476,7 @@ class SimulatedWorker:
             self.reports.progress(None)
 
     def keep(self) -> Thread:
-        """Commit at a change of the world."""
+        """Commit because the world is about to change."""
         self.committed()
         yield from ()
 
@@ -566,7 +572,7 @@ class SimulatedWorker:
             yield from self._at_check()
 
     def _one_step(self) -> bool:
-        """Make a step in the world's event. Return False if this worker has other work."""
+        """Make one step as part of the world's event. Return False if this worker has other work first."""
         self.entered += 1
         if self.entered == 1:
             self.perform(self.recovery.resumed({}))
@@ -580,7 +586,7 @@ class SimulatedWorker:
 
 
 def raise_if_broken(recovery: Recovery) -> None:
-    """Raise the exception that unwinds user code, if the world is over."""
+    """Raise the exception that unwinds user code, if the current world has ended."""
     if recovery.phase is Phase.BROKEN:
         raise PeerLost(recovery.reason)
     if recovery.phase is Phase.OVER:
@@ -588,6 +594,6 @@ def raise_if_broken(recovery: Recovery) -> None:
 
 
 def newest(worker: SimulatedWorker) -> Commit | None:
-    """Return the newest commit that the worker could bring into the next world."""
+    """Return the newest commit that the worker could contribute to the next world."""
     here = worker.alive and worker.recovery.running and worker.recovery.phase is not Phase.OVER
     return worker.recovery.newest if here else None

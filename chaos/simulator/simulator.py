@@ -46,7 +46,7 @@ SLOTS = 2  # per host
 
 @dataclass
 class Outcome:
-    """The outcome of a run."""
+    """The outcome of a simulated job."""
 
     code: int
     reason: Reason
@@ -74,7 +74,7 @@ def settings_for(
     health_check: bool = False,
     replace_stragglers: bool = False,
 ) -> Settings:
-    """Return settings with timeouts that are short enough to detect stuck workers during a run."""
+    """Return settings whose timeouts are short enough that stuck workers are detected during a run."""
     return Settings(
         np=workers,
         workers_min=min(2, workers),
@@ -101,10 +101,11 @@ def settings_for(
 
 
 class Simulation:
-    """Simulated job.
+    """A simulated job.
 
     Args:
-        faults: number of injected faults. ``mild`` ones spare the last holder of the state.
+        faults: number of injected faults.
+        mild: whether the faults leave at least one worker with the state.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Simulation:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Run to the end of the job and of its processes. Raises Violation."""
+        """Run until the job and all its processes have ended. Raises Violation."""
         try:
             self.clock.run(self.faults_s + LIVENESS_S, over=self._over)
             end = self.driver.end
@@ -234,7 +235,7 @@ class Simulation:
         return "\n".join([*faults, f"from {since:.3f} s:", *readable_lines(entries, since=0.0)])
 
     def write_journal(self, path: Path) -> None:
-        """Write the journal as a real driver does."""
+        """Write the journal in the format of a real driver."""
         journal = FileJournal.begin(path, self.settings)
         for entry in self.driver.entries:
             journal.record(entry.at, entry.event, entry.actions, error=entry.error)
@@ -263,7 +264,7 @@ class Simulation:
         self.training.heal(host)
 
     def lose_host(self, host: str) -> None:
-        """Lose a host without closing connections or notifying processes."""
+        """Lose a host. Its connections are not closed, and no process is notified."""
         agent = self.agents[host]
         agent.lost = True
         self.network.cut(host, 0, 1)
@@ -271,7 +272,7 @@ class Simulation:
         agent.crash()
 
     def calm(self) -> None:
-        """End the faults. Their consequences for fenced processes remain."""
+        """End the phase with faults. Workers that were fenced because of a fault do not return."""
         self.calmed = True
         self.weather.struck = 0.0
         self.aimed = 0
@@ -316,7 +317,9 @@ class Simulation:
             self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Check that no worker is killed because it is slow, is in a long phase, or waits for another worker's GPU."""
+        """Check that no worker is killed only because it is slow, in a long phase, or waiting for another worker's
+        GPU.
+        """
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)
             why = action.reason.kind

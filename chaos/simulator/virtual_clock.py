@@ -1,4 +1,6 @@
-"""A clock that advances to the next event. It contains the only, seeded source of randomness of a run."""
+"""A virtual clock that advances to the next event. It contains the run's only source of random numbers, which is
+seeded.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ class Clock:
         return low + (high - low) * self.random.random()
 
     def chance(self, share: float) -> bool:
-        """Return True for this share of all calls."""
+        """Return True with the given probability."""
         return share > 0 and self.random.random() < share
 
     def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
-        """Process events that are due before ``until``, or until ``over()``."""
+        """Process all events that are due before ``until``, or until ``over()`` returns True."""
         coming, pop = self._coming, heapq.heappop
         while coming and coming[0][0] <= until and not over():
             self.now, _, happen, args = pop(coming)
