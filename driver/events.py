@@ -1,4 +1,4 @@
-"""Events that membership receives (past tense) and actions that it requests (imperative). Pure: values only.
+"""Events that `Membership` receives (past tense) and actions that it requests (imperative). Pure: values only.
 
 All are msgspec structs, so that the journal can write each as a JSON object and read it again.
 """
@@ -33,10 +33,10 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostsChanged(Event):
-    """A new list of hosts from discovery: the slots of each host, in order of preference.
+    """Discovery yielded a new list of hosts: the slots of each host, in order of preference.
 
     Args:
-        fixed: discovery cannot list more hosts or slots later. An operator still can add slots to this machine.
+        fixed: whether discovery can list no more hosts or slots later. An operator can still add slots to this machine.
     """
 
     hosts: dict[str, int]
@@ -52,7 +52,7 @@ class WorkerConnected(Event):
 
 
 class WorkerReconnected(Event):
-    """A worker replaced a lost connection. See protocol.Reconnected."""
+    """A worker replaced a lost connection. See `protocol.messages.Reconnected`."""
 
     worker: Worker
     generation: int
@@ -60,7 +60,7 @@ class WorkerReconnected(Event):
 
 
 class WorkerReady(Event):
-    """A worker waits for a world. See protocol.Ready."""
+    """A worker waits for a world. See `protocol.messages.Ready`."""
 
     worker: Worker
     generation: int
@@ -77,7 +77,7 @@ class WorkerFailed(Event):
     """A collective failed at a worker.
 
     Args:
-        differs: the ranks called different collectives, which ``calls`` lists.
+        differs: whether the ranks called different collectives, which ``calls`` lists.
     """
 
     worker: Worker
@@ -90,7 +90,7 @@ class WorkerFailed(Event):
 class WorkerStranded(Event):
     """A collective failed at a worker that cannot recover because it is outside ``elastic.run``.
 
-    ``differs`` and ``calls`` as in `WorkerFailed`.
+    The fields ``differs`` and ``calls`` are those of `WorkerFailed`.
     """
 
     worker: Worker
@@ -101,7 +101,7 @@ class WorkerStranded(Event):
 
 
 class WorkerChecked(Event):
-    """A worker's answer to PrepareChange."""
+    """A worker answered the driver's `PrepareChange`."""
 
     worker: Worker
     generation: int
@@ -132,7 +132,7 @@ class WorkerResumed(Event):
 
 
 class WorkerDigested(Event):
-    """The digest of a worker's parameters at a commit."""
+    """A worker reported the digest of its parameters at a commit."""
 
     worker: Worker
     generation: int
@@ -147,7 +147,9 @@ class WorkerDigested(Event):
 
 
 class WorkerMiscomputed(Event):
-    """A worker reports the result of a vote: ``rank`` computed wrong gradients of a shard. See protocol.Miscomputed."""
+    """A worker reported the result of a vote: ``rank`` computed wrong gradients of a shard. See
+    `protocol.messages.Miscomputed`.
+    """
 
     worker: Worker
     generation: int
@@ -162,7 +164,9 @@ class WorkerMiscomputed(Event):
 
 
 class WorkerProgressed(Event):
-    """A worker started or stopped waiting in a collective, or is in a phase marked as long. See protocol.Progress."""
+    """A worker started or stopped waiting in a collective, or is in a phase marked as long. See
+    `protocol.messages.Progress`.
+    """
 
     worker: Worker
     generation: int
@@ -175,7 +179,9 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """Report of the script line of a worker that holds up other workers. See protocol.Located."""
+    """A worker that holds up other workers reported the line of the script that it executes. See
+    `protocol.messages.Located`.
+    """
 
     worker: Worker
     generation: int
@@ -183,7 +189,9 @@ class WorkerLocated(Event):
 
 
 class WorkerPaced(Event):
-    """The share of the last seconds that a worker spent inside collectives. See protocol.Pace."""
+    """A worker reported the share of the last seconds that it spent inside collectives. See
+    `protocol.messages.Pace`.
+    """
 
     worker: Worker
     generation: int
@@ -195,8 +203,8 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """Report of the time that a worker has spent since ``init()``. See protocol.TimeSpent. No decision depends on
-    it.
+    """A worker reported on what it has spent its time since ``init()``. No decision depends on this. See
+    `protocol.messages.TimeSpent`.
     """
 
     worker: Worker
@@ -229,13 +237,13 @@ class WorkerThawed(Event):
 
 
 class WorkerProbed(Event):
-    """Answer to ProbeWorkers with the counters of a worker's process, as read from the kernel of its host.
+    """A host's kernel reported the counters of a worker's process, as requested by `ProbeWorkers`.
 
     Args:
         cpu_s: processor time of the process and its children, in seconds.
-        io_bytes: bytes read and written, cached or not.
-        state: one letter as in /proc/PID/stat.
-        traced: a debugger is attached.
+        io_bytes: number of bytes read and written, cached or not.
+        state: state of the process, one letter as in /proc/PID/stat.
+        traced: whether a debugger is attached.
     """
 
     worker: Worker
@@ -284,10 +292,10 @@ class WorkerReturned(Event):
 class WorkerDisconnected(Event):
     """The control connection of a worker closed.
 
-    An exit usually follows immediately; if none does, the worker must be fenced.
+    The exit of the worker usually follows immediately. If it does not, the worker must be fenced.
 
     Args:
-        silent: the connection was not closed, but the host no longer acknowledges packets.
+        silent: whether the connection was not closed, but the host no longer acknowledges packets.
     """
 
     worker: Worker
@@ -295,7 +303,7 @@ class WorkerDisconnected(Event):
 
 
 class ExitCause(enum.Enum):
-    """Reason for an exit, as reported by the worker itself."""
+    """Reason for an exit, as reported by the exiting worker."""
 
     UNKNOWN = "unknown"  # os._exit, a signal, a wrapper script, or a program that is not Python
     EXCEPTION = "exception"  # uncaught, raised by the script
@@ -309,9 +317,9 @@ class WorkerExited(Event):
     Args:
         code: exit status, or minus the signal, as in subprocess.
         reason: set if the process could not be started.
-        output: tail of its stderr.
-        out_of_memory: the kernel killed it because memory ran out.
-        cause: as reported by the worker.
+        output: tail of the worker's stderr.
+        out_of_memory: whether the kernel killed the worker because memory ran out.
+        cause: reason for the exit, as reported by the worker.
     """
 
     worker: Worker
@@ -332,14 +340,15 @@ class HealthOutcome(enum.Enum):
 
 
 class WorkerHealthChecked(Event):
-    """The health check beside a worker's start has ended. See `Settings.health_check`.
+    """The health check that accompanies a worker's start has ended. See `Settings.health_check`.
 
     Args:
-        worker: the worker that is admitted if it passed. Its slot is the one that was checked.
-        outcome: see `HealthOutcome`.
-        code: exit code, or minus the signal, or None if it did not end by itself or could not be started.
-        line: last line of its output, shortened.
-        took_s: seconds from its start to its result.
+        worker: the worker, which is admitted if the check passed. Its slot is the one that was checked.
+        outcome: result of the check.
+        code: exit code of the check, or minus the signal. None if the check did not end by itself or could not be
+            started.
+        line: last line of the check's output, shortened.
+        took_s: seconds from the start of the check to its result.
     """
 
     worker: Worker
@@ -373,9 +382,9 @@ class HostReported(Event):
 
     Args:
         running: workers that run on the host.
-        ordered: workers that it was ordered to start earlier. One that is not in ``running`` has exited, while
-            other start orders may still be in transit. None means every order was received.
-        notice: the preemption notice in effect, if any.
+        ordered: workers that the agent was ordered to start earlier. A worker in this list but not in ``running`` has
+            exited. Start orders for other workers may still be in transit. None means that every order was received.
+        notice: the current preemption notice, if any.
     """
 
     host: str
@@ -388,7 +397,7 @@ class HostLeaving(Event):
     """A host will be reclaimed.
 
     Args:
-        alone: the driver also runs there and ends with it.
+        alone: whether the driver also runs on the host and ends with it.
     """
 
     host: str
@@ -403,7 +412,7 @@ class HostStaying(Event):
 
 
 class DriverRestarted(Event):
-    """The events before this one were read from the journal.
+    """A driver was restarted, after it had read the previous events from the journal.
 
     No worker is connected yet, and the last decided actions may not have been performed.
     """
@@ -423,14 +432,14 @@ class StopRequested(Event):
 
 
 class ScaleRequested(Event):
-    """An operator requests a number of workers. ``request`` identifies it in its answer, as in all requests."""
+    """An operator requests a number of workers. ``request`` identifies the request in its answer."""
 
     request: int
     workers: int
 
 
 class DrainRequested(Event):
-    """An operator requests that no worker runs on a host. ``off`` cancels the request."""
+    """An operator requests that no worker runs on a host. If ``off`` is True, this cancels an earlier request."""
 
     request: int
     host: str
@@ -438,7 +447,7 @@ class DrainRequested(Event):
 
 
 class RemoveRequested(Event):
-    """An operator requests that a worker leaves."""
+    """An operator requests that a worker leaves the job."""
 
     request: int
     worker: Worker
@@ -451,9 +460,9 @@ class CheckpointMade(Event):
 
 
 class WorkerDiffers(Event):
-    """The ``parts`` of a worker's commit differ from those of ``equal`` other workers. All were equal before.
+    """The ``parts`` of a worker's commit differ from those of ``equal`` other workers, although all were equal before.
 
-    The memory of this worker was damaged.
+    This means that the memory of this worker was damaged.
     """
 
     worker: Worker
@@ -466,11 +475,11 @@ class WorkerDiffers(Event):
 class ReplicasSpoilt(Event):
     """Infinite or NaN gradients corrupted all replicas because the memory of one worker was damaged.
 
-    ``commit`` and all other commits in memory are lost.
+    The commit ``commit`` and all other commits in memory are lost.
 
     Args:
-        damaged: workers whose parameters differed before from those of ``equal`` others. Older journals report these
-            workers before, as WorkerDiffers.
+        damaged: workers whose parameters differed before from those of ``equal`` other workers. Older journals report
+            these workers earlier, as WorkerDiffers.
     """
 
     generation: int
@@ -488,7 +497,7 @@ class Action(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWorker(Action):
-    """Start this incarnation of a worker, with a provisional place."""
+    """Start this incarnation of a worker, with a provisional rank."""
 
     worker: Worker
     place: Place
@@ -509,7 +518,7 @@ class ProbeWorkers(Action):
 
 
 class TellAwaited(Action):
-    """Send these members the rank for which they wait, and its script line."""
+    """Send these members the rank for which they wait, and the line of the script that this rank executes."""
 
     generation: int
     members: list[Worker]
@@ -518,7 +527,7 @@ class TellAwaited(Action):
 
 
 class DumpStacks(Action):
-    """Write the Python stacks of all threads of a process. This works in any state of the process."""
+    """Write the Python stacks of all threads of a worker's process. This works in any state of the process."""
 
     worker: Worker
     reason: Reason
@@ -538,7 +547,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class PublishWorld(Action, omit_defaults=True):
-    """Publish a new generation. See protocol.World for what each member receives.
+    """Publish a new generation. `protocol.messages.World` describes what each member receives.
 
     Journals of earlier versions lack ``checkpoint``, and are replayed to the same bytes.
     """
@@ -601,8 +610,9 @@ class LetGo(Action):
 
 
 class RejectWorker(Action):
-    """Reject a worker whose layout differs from the world's. The loop computes the description of the difference from
-    the two texts."""
+    """Reject a worker whose layout of the state differs from the world's. The loop compares the two texts to describe
+    the difference.
+    """
 
     worker: Worker
     layout: str
@@ -628,22 +638,23 @@ class GiveUpHost(Action):
 
 
 class HastenCheckpoint(Action):
-    """Make rank 0 store one of its next commits durably as soon as possible. All members are notified, since the job
-    may end."""
+    """Make rank 0 store one of its next commits durably as soon as possible, because the job may end. All members are
+    notified.
+    """
 
     generation: int
     rank0: Worker
 
 
 class EndJob(Action):
-    """End the job. Code 0 is success. On failure, every remaining worker is notified and then killed."""
+    """End the job. Code 0 is success. On failure, every remaining worker is first notified and then killed."""
 
     code: int
     reason: Reason
 
 
 class AnswerRequest(Action):
-    """Notify the operator that a request is carried out, or why it is not."""
+    """Tell the operator that a request is carried out, or why it is not."""
 
     request: int
     done: bool
@@ -655,7 +666,7 @@ class Report(Action):
 
     Args:
         level: info, warning or error.
-        about: the reason that the line states, as a value.
+        about: reason for the line, as a value.
     """
 
     level: str
@@ -692,9 +703,9 @@ class ReportRecovery(Action, omit_defaults=True):
     replayed to the same bytes.
 
     Args:
-        from_checkpoint: survivors restored a durable commit.
+        from_checkpoint: whether the survivors restored a durable commit.
         shards: division of a sharded state.
-        back_to: step with which an older commit begins, if the newest one may be wrong.
+        back_to: step with which an older commit begins, if the newest one may be wrong. None means the newest commit.
     """
 
     generation: int

@@ -49,20 +49,21 @@ ReachUs = Callable[[str], Bootstrap]
 
 
 class AgentManager:
-    """All agents of one job.
+    """All agents of one job, as seen by the driver.
 
     Args:
-        server: server that agents connect to.
+        server: server to which agents connect.
         attach: first message to each agent.
         sink: receives the workers' output.
         log: called with a level and a text.
-        starter: starts agents, or None if agents are started externally.
-        reach: called with a host. Returns the configuration with which its agent finds this driver.
+        starter: starts agents. None if agents are started externally.
+        reach: called with a host. Returns the configuration with which the host's agent finds this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.
-        environ_of: additional environment of the workers on a host.
-        connected: called with the slots of all hosts with agents after each change, if the list of hosts depends on it.
-        deposed: returns whether another driver leads the job. If so, nothing is sent and nothing is killed.
+        environ_of: called with a host. Returns environment variables to add to its workers.
+        connected: called after each change with the slots of all hosts with agents, if these hosts form the list of
+            hosts.
+        deposed: returns whether another driver leads the job. If so, this driver sends nothing and kills nothing.
     """
 
     def __init__(
@@ -136,12 +137,12 @@ class AgentManager:
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
-        """See `Launcher.open`."""
+        """Set the callbacks of the job's loop. See `elastic.driver.launch.interface.Launcher.open`."""
         self._exited, self.noticed = exited, noticed
         self._handle(pool_events.DriverReady())
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start a worker. See `Launcher.start`. ``env`` takes precedence over the environment of the agent's host."""
+        """Start a worker on its host. ``env`` takes precedence over the environment of the host's agent."""
         env = {**env, **self._environ_of(worker.host)}
         self._handle(pool_events.StartOrdered(Start(worker, list(command), env, self._folder)))
 
@@ -165,13 +166,14 @@ class AgentManager:
         return self.pool.alive()
 
     def listed(self, hosts: Mapping[str, int]) -> None:
-        """Apply a new list from discovery."""
+        """Apply a new list of hosts from discovery."""
         self._handle(HostsChanged(dict(hosts)))
 
     async def close(self) -> None:
-        """Dismiss all agents.
+        """Dismiss all agents at the end of the job.
 
-        Waits, within a time limit, until the agents have killed their workers and the exiting agents have disconnected.
+        Waits, within a time limit, until the agents have killed their workers, and until the exiting agents have
+        disconnected.
         """
         self._handle(pool_events.JobEnded())
         for task in self._starting:
@@ -263,8 +265,8 @@ class RelayedWorkers:
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
-        """Serve agents. See `Server.open`. Agents start their workers, so each agent knows the workers that may
-        connect.
+        """Start to serve agents. Parameters are those of `Server.open`. Each agent decides which workers may connect,
+        because it has started them.
         """
         return await self._fleet.listen(interface, port, heard, gone)
 
@@ -288,11 +290,11 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False. Exits need not wait for messages, because the agent sends both in order."""
+        """Return False: an exit need not wait for the worker's messages, because its agent sends both in order."""
         return False
 
     def drain(self, worker: Worker) -> None:
-        """Do nothing. See `connected`."""
+        """Do nothing, because a worker's agent sends its messages before its exit."""
 
     def disconnect(self, worker: Worker) -> None:
         self._fleet.order(worker.host, Drop(worker))

@@ -76,9 +76,9 @@ NO_AGENT = 126  # exit code of a worker that could not be started
 
 
 def silence_s(lease_s: float) -> float:
-    """Return how long an agent's host may leave data unacknowledged.
+    """Return for how many seconds an agent's host may leave data unacknowledged.
 
-    Together with the interval before the beat, this is one liveness timeout. Linux counts from the first
+    Together with the interval before the next heartbeat, this is one liveness timeout. Linux counts from the first
     retransmission, and data of other hosts may be in flight at the same time.
     """
     return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
@@ -126,7 +126,7 @@ class AgentPool:
         return known.agent if known is not None and known.here else None
 
     def alive(self) -> frozenset[Worker]:
-        """Return the workers that were ordered or reported and have not been reported as exited."""
+        """Return the workers that were started or reported as running, and were not reported as exited."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
@@ -141,7 +141,7 @@ class AgentPool:
         )
 
     def next_deadline(self) -> float | None:
-        """Return when to send TimePassed."""
+        """Return the time at which the pool must next receive TimePassed, or None."""
         return self._due.first()
 
     # ---- one event -------------------------------------------------------------------------------------------------
@@ -375,10 +375,10 @@ class AgentPool:
             self._start_again(host)
 
     def _part(self, host: AgentRecord) -> None:
-        """Dismiss the agent of a host that left the list, once its workers have exited.
+        """Dismiss the agent of a host that was removed from the list, once the host's workers have exited.
 
-        The cluster may wait until the machine is idle, which an agent would prevent. Agents that connect by themselves
-        stay.
+        The cluster may release a machine only when it is idle, and a running agent would prevent this. An agent that
+        was started externally stays.
         """
         if self._closing or host.name in self._listed:
             return
@@ -395,7 +395,7 @@ class AgentPool:
         self._list_host(host.name, 0)
 
     def _list_host(self, name: str, slots: int) -> None:
-        """Report the hosts with agents, if the slots of this one have changed."""
+        """Request a report of the hosts with agents, if the number of slots of this host has changed."""
         if not self._lists_hosts or self._closing or self._connected.get(name, 0) == slots:
             return
         self._connected[name] = slots

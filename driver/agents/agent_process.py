@@ -55,7 +55,17 @@ def main() -> int:
 
 
 async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> int:
-    """Run one agent to its end and return its exit code. Raises Invalid if etcd cannot be used."""
+    """Run one agent to its end and return its exit code.
+
+    Args:
+        bootstrap: configuration of the agent.
+        slots: number of slots of this host.
+        bound: whether a driver started the agent.
+        log: called with a level and a text.
+
+    Raises:
+        Invalid: etcd cannot be used.
+    """
     if bootstrap.etcd is None:
         find = _at_addresses(bootstrap.drivers, bootstrap.drivers_file)
         process = HostAgent(bootstrap, find, slots=slots, bound=bound, log=log)
@@ -66,7 +76,7 @@ async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> i
 
 
 def read_bootstrap(line: bytes) -> Bootstrap:
-    """Parse the configuration. Raises Invalid, without any text of the line, which contains a secret."""
+    """Parse the configuration line. Raises Invalid. The error quotes nothing of the line, which contains a secret."""
     try:
         bootstrap = msgspec.json.decode(line, type=Bootstrap)
         secret = bytes.fromhex(bootstrap.secret)
@@ -99,8 +109,8 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """Return the number of usable GPUs of this host. A host without GPUs has one slot per core. The function avoids the
-    import of torch, which takes seconds.
+    """Return the number of usable GPUs of this host, or the number of cores if it has no GPU. Does not import torch,
+    which would take seconds.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -135,8 +145,8 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file that the agent's starter may rewrite, or an empty result if there is no such
-    file.
+    """Return the addresses in a file that the agent's starter may rewrite. Return an empty list if the file does not
+    exist.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
@@ -147,9 +157,11 @@ def _listed(file: str) -> list[str]:
 
 
 def _await_starter(within_s: float) -> bool:
-    """Wait until the starter has read READY and closed standard input, since it may end this process before. After
-    ``within_s``, the starter's host is considered lost. Returns False if the starter has ended this process or the ssh
-    connection.
+    """Wait until the starter has read READY and closed standard input.
+
+    Returns:
+        False if the starter or the ssh connection has ended this process. True if standard input was closed, or after
+        ``within_s`` seconds, because the starter's host is then considered lost.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
@@ -162,7 +174,7 @@ def _await_starter(within_s: float) -> bool:
 
 
 def _daemonize() -> None:
-    """Continue as a child in a session of its own, with only the environment of the starter."""
+    """Continue as a child process in its own session, with only the environment that the starter sent."""
     sys.stdout.flush()
     if os.fork():
         os._exit(0)
@@ -174,7 +186,7 @@ def _daemonize() -> None:
 
 
 def _end_with_stdin(process: HostAgent) -> None:
-    """End the agent when standard input is closed, which its starter keeps open."""
+    """End the agent when standard input is closed. The starter keeps it open as long as the agent must run."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:

@@ -44,12 +44,13 @@ class AgentState:
     _over: str = ""  # the last job that was over
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
-        """Handle a driver's `Attach`.
+        """Handle a driver's `Attach`, and return the agent's reaction.
 
-        Terms restart with each job whose journal is a file, and if etcd loses its data; then it is another job. For
-        jobs in etcd, the term in etcd is decisive.
+        Terms restart with each job whose journal is a file, and also if etcd loses its data; a job with restarted terms
+        is a different job. For jobs in etcd, the term in etcd is decisive.
 
         Args:
+            attach: the driver's message.
             seated: the leader's term according to etcd, or 0 if etcd has none.
         """
         if attach.term < self.term and (attach.job == self._last or seated not in (0, attach.term)):
@@ -67,7 +68,7 @@ class AgentState:
         return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
-        """Return whether a driver of this term replaces the current driver, which may be stopped."""
+        """Return whether a driver of this term replaces the current driver, which may be frozen."""
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:
@@ -77,7 +78,7 @@ class AgentState:
 
     @property
     def away_by(self) -> float | None:
-        """Time by which a driver must have returned. The value is None while a driver is connected."""
+        """Return the time by which a driver must have returned, or None while a driver is connected."""
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
@@ -88,15 +89,17 @@ class AgentState:
         return True
 
     def told(self, generation: int) -> None:
-        """Record the generation of a world that was sent to workers here."""
+        """Record the generation of a world that was announced to workers of this host."""
         self.generation = max(self.generation, generation)
 
     def fenced(self, generation: int, now: float) -> bool:
         """Return whether this host's workers must be killed because the other workers have continued without them.
 
+        True only if no driver was reachable for one liveness timeout.
+
         Args:
-            generation: the current one according to a source other than the driver. True only after no driver was
-                reachable for one liveness timeout.
+            generation: the current generation according to etcd.
+            now: current time, in seconds.
         """
         if self.away_since is None or now - self.away_since < self._lease_s:
             return False
@@ -111,17 +114,18 @@ class AgentState:
         self.release()
 
     def release(self) -> None:
-        """Give up the job after it continued without this host's workers. The driver may return."""
+        """Give up the job, which continued without this host's workers. The driver may connect again."""
         self.job, self.away_since = "", None
         self.exits.clear()
 
     def may_start(self, worker: Worker) -> bool:
-        """Return whether a start is valid. A repeated message does not start a worker again that has already run
-        here."""
+        """Return whether an order to start this worker is valid. An order that was received twice starts the worker
+        only once.
+        """
         return bool(self.job) and worker not in self.exits
 
     def exited(self, event: WorkerExited) -> None:
-        """Store an exit for a driver that is not connected now."""
+        """Store the exit of a worker until a driver is connected."""
         if self.job:
             self.exits[event.worker] = event
             while len(self.exits) > EXITS_LIMIT:

@@ -1,4 +1,4 @@
-"""Agent that registers in etcd, and finds its driver there. Acts."""
+"""Runs an agent that registers in etcd and finds its driver there. Acts: I/O and clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """Latest world, as written by the driver. See `elastic.driver.job.start_multi_host`."""
+    """The newest world, as the driver wrote it to etcd. See `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str
@@ -33,9 +33,14 @@ async def serve_by_etcd(
     """Run an agent to its end and return its exit code.
 
     Args:
-        bound: a driver started the agent and already knows its host.
+        bootstrap: configuration of the agent.
+        access: addresses and credentials of etcd.
+        slots: number of slots of this host.
+        bound: whether a driver started the agent and therefore knows its host.
+        log: called with a level and a text.
 
-    Raises Invalid if etcd cannot be used, or if another agent serves this host.
+    Raises:
+        Invalid: etcd cannot be used, or another agent serves this host.
     """
     seat = _Seat()
     etcd = EtcdClient(access, log)

@@ -20,11 +20,11 @@ CONGESTED = 8 * 1024 * 1024  # maximum number of bytes pending on the connection
 
 
 class ForwardingSink:
-    """Forwards output to the driver. See `Sink`.
+    """Sink that forwards output to the driver. See `elastic.driver.sinks.Sink`.
 
     Args:
-        send: sends a message. Returns False without a connection.
-        backlog: returns the bytes that are pending on the connection.
+        send: sends a message. Returns False if no driver is connected.
+        backlog: returns the number of bytes that wait to be sent.
     """
 
     def __init__(self, send: Callable[[Printed], bool], backlog: Callable[[], int]) -> None:
@@ -56,7 +56,7 @@ class ForwardingSink:
         self._tails.drop(worker)
 
     def catch_up(self) -> None:
-        """Send buffered output once there is a connection with room."""
+        """Send buffered output, if a driver is connected and not too many bytes wait to be sent."""
         while self._kept and self._backlog() < CONGESTED:
             if not self._send(self._kept[0]):
                 return

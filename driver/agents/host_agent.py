@@ -74,13 +74,13 @@ Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
 
 class HostAgent:
-    """The agent of one host. `run` returns its exit code once no worker is left.
+    """The agent of one host. `run` returns its exit code when no worker is left.
 
     Args:
-        bootstrap: its configuration.
+        bootstrap: configuration of the agent.
         find: returns addresses at which the driver may be.
         slots: number of slots of this host.
-        bound: a driver started the agent, which serves this job only.
+        bound: whether a driver started the agent. If so, it serves only this job.
         log: called with a level and a text.
     """
 
@@ -189,20 +189,20 @@ class HostAgent:
             await self._server.close()
 
     def end(self, code: int, why: str) -> None:
-        """Kill the workers and make `run` return this code."""
+        """Kill the workers, and make `run` return this exit code."""
         if self._over is not None and not self._over.done():
             level = "error" if code else "debug" if self._bound else "info"
             self._log(level, f"agent exiting: {why}")
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
-        """Handle the leader's term from etcd: disconnect from a driver with a lower term."""
+        """Handle the leader's term that was read from etcd: disconnect from a driver with a lower term."""
         self._seated = term
         if self._state.superseded(term):
             self._uplink.drop(f"a driver of term {term} is now the leader")
 
     def fence(self, generation: int, job: str) -> None:
-        """Handle a generation of this job that was read from etcd. See `AgentState.fenced`."""
+        """Handle the newest generation of this job that was read from etcd. See `AgentState.fenced`."""
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
                 f"the job continued with generation {generation} without this host, because no "
@@ -350,8 +350,9 @@ class HostAgent:
             self._uplink.send(Here())
 
     def _refused(self, reason: str) -> None:
-        """Kill the workers, which belong to no driver. An agent that was started by hand waits until the other agent
-        ends."""
+        """Kill the workers, because no driver accepts this agent. An agent that was started by hand then waits until
+        the host's other agent ends.
+        """
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")
             return
@@ -452,8 +453,9 @@ class HostAgent:
             self.end(0, name)
 
     def _log(self, level: str, text: str) -> None:
-        """Log to the driver and to this agent's own output. An agent that was started by a driver logs only once, since
-        the driver shows both."""
+        """Log to the driver and to this agent's own output. If a driver started the agent, log only to the driver,
+        which shows both.
+        """
         delivered = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
         if not (delivered and self._bound):
             self._log_here(level, text)
@@ -468,7 +470,7 @@ class HostAgent:
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Put the folder of this agent's Python first in PATH, since a login over ssh may find another Python."""
+    """Put the folder of this agent's Python first in PATH, because a login over ssh may find a different Python."""
     own = os.path.dirname(sys.executable)
     path = environ.get("PATH", os.defpath)
     return {

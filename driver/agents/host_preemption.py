@@ -1,4 +1,4 @@
-"""The end of an agent's machine, announced by the cloud or by SIGTERM. Acts."""
+"""Tracks the preemption of an agent's machine, which a cloud or SIGTERM announces. Acts: I/O and clocks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LAST_S = 5.0
 
 
 class HostPreemption:
-    """Tracks the end of one machine.
+    """Tracks the preemption of one machine.
 
     Args:
-        host: name of the agent's host.
+        host: name of the machine.
         grace_s: seconds from SIGTERM to SIGKILL.
         changed: called when the notice changes.
-        end: ends the agent, with an exit code and a reason.
+        end: ends the agent. Called with an exit code and a reason.
         log: called with a level and a text.
     """
 
@@ -65,14 +65,14 @@ class HostPreemption:
 
     @property
     def notice(self) -> Notice | None:
-        """The notice in effect, with the remaining time, or None if there is none."""
+        """Return the current preemption notice, with the remaining time, or None."""
         if self._signal_reason:
             left_s = self._end_by - asyncio.get_running_loop().time()
             return Notice(self._signal_reason, max(0.0, left_s))
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
-        """Handle a signal, which gives the workers time to leave. Returns False if a signal was already handled."""
+        """Handle a signal that gives the workers time to leave. Return False if such a signal was already handled."""
         if self._signal_reason:
             return False
         loop = asyncio.get_running_loop()

@@ -42,7 +42,7 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class AgentAnswer(AgentMessage):
-    """Answer to protocol.Challenge, with a challenge of its own."""
+    """Answer to the driver's challenge, with the agent's own challenge."""
 
     agent: AgentId
     nonce: bytes
@@ -65,14 +65,14 @@ class Registered(AgentMessage):
 
 
 class Heard(AgentMessage):
-    """A message of a worker."""
+    """Message to the driver: a message of a worker."""
 
     worker: Worker
     message: messages.FromWorker
 
 
 class Seen(AgentMessage):
-    """An observation of a worker's process."""
+    """Message to the driver: an observation about a worker's process."""
 
     event: (
         WorkerExited
@@ -85,7 +85,9 @@ class Seen(AgentMessage):
 
 
 class Printed(AgentMessage):
-    """Output of a worker, split at any byte; empty at the end of the stream."""
+    """Message to the driver: output of a worker. Chunks may end within a line or a character. An empty chunk marks the
+    end.
+    """
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]
@@ -93,27 +95,31 @@ class Printed(AgentMessage):
 
 
 class Logged(AgentMessage):
-    """A line for the driver's log."""
+    """Message to the driver: a line for its log."""
 
     level: Literal["debug", "info", "warning", "error"]
     text: str
 
 
 class Announced(AgentMessage):
-    """A preemption notice for the machine, or None if the notice was withdrawn."""
+    """Message to the driver: a preemption notice for the machine, or None if the notice was withdrawn."""
 
     notice: Notice | None
 
 
 class Here(AgentMessage):
-    """Regular answer to `Beat`. The answer shows that the agent is running, not just connected."""
+    """Message to the driver: answer to `Beat`. It shows that the agent is running, and not only that its connection is
+    open.
+    """
 
 
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
 class Attach(AgentMessage, tag="Hire"):  # the name that earlier releases use
-    """First message: identity of the driver. An agent that has served a later driver closes the connection."""
+    """First message of a driver to an agent: identity of the driver. If the agent has served a later driver, it closes
+    the connection.
+    """
 
     job: str  # unique for each job, even among jobs with the same name
     term: int  # grows with every driver of a job
@@ -126,13 +132,15 @@ class Attach(AgentMessage, tag="Hire"):  # the name that earlier releases use
 
 
 class Reject(AgentMessage, tag="Refused"):
-    """The driver does not accept this agent. The agent must not connect again."""
+    """Message to an agent: the driver does not accept the agent, which must not connect again."""
 
     reason: str
 
 
 class Start(AgentMessage):
-    """Start this incarnation of a worker. The agent adds the environment that describes itself and its host."""
+    """Order to an agent: start this incarnation of a worker. The agent adds environment variables that describe the
+    agent and its host.
+    """
 
     worker: Worker
     command: list[str]
@@ -153,24 +161,24 @@ class Dump(AgentMessage):
 
 
 class Drop(AgentMessage):
-    """Close the worker's connection."""
+    """Order to an agent: close the worker's connection."""
 
     worker: Worker
 
 
 class Tell(AgentMessage):
-    """Forward a message to these workers, if they are connected."""
+    """Order to an agent: forward a message to these workers. Workers without a connection are skipped."""
 
     workers: list[Worker]
     message: messages.FromDriver
 
 
 class Beat(AgentMessage):
-    """The driver is alive. Sent several times per liveness timeout."""
+    """Heartbeat of the driver to an agent, sent several times per liveness timeout."""
 
 
 class Detach(AgentMessage, tag="Dismissed"):
-    """End of the job. The agent kills the remaining workers."""
+    """Last message to an agent: the job has ended. The agent kills the workers that are still running."""
 
     reason: str
 

@@ -12,14 +12,14 @@ UNKNOWN = 16_384
 
 
 def limit_for(hosts: int | None, soft: int, hard: int) -> int:
-    """Return the limit to set.
+    """Return the limit of open files to set.
+
+    While an agent reconnects, it may have two connections. Raises Invalid if the hard limit is too low.
 
     Args:
         hosts: number of hosts, or None if unknown.
         soft: current soft limit.
         hard: current hard limit.
-
-    While an agent reconnects, two connections may be open. Raises Invalid if the hard limit is too low.
     """
     unlimited = resource.RLIM_INFINITY
     wanted = SPARE + (UNKNOWN if hosts is None else 2 * hosts)
@@ -36,7 +36,9 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
 
 
 def allow_hosts(hosts: int | None) -> None:
-    """Raise the limit of open files. Raises Invalid if the hard limit is too low."""
+    """Raise this process's limit of open files for a job with this number of hosts. Raises Invalid if the hard limit is
+    too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit_for(hosts, soft, hard)
     if limit != soft:

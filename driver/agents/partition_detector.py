@@ -1,9 +1,8 @@
-"""Decides whether a silent host is lost or this driver itself is disconnected. Pure: no I/O, no clock.
+"""Decides whether a silent host is lost, or whether the network of this driver has failed. Pure: no I/O, no clock.
 
-A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. In the
-meantime, the hosts continue training, and the driver cannot send them decisions. Therefore, if several hosts were
-reachable before and none is reachable now, no host is given up. When one host is reachable again, the deadlines of the
-other hosts restart.
+A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. In the second
+case, the hosts continue to train without decisions of the driver. Therefore, if several hosts were reachable before and
+none is reachable now, no host is given up. When one host is reachable again, the deadlines of the other hosts restart.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ class PartitionDetector:
 
     @property
     def cut_off(self) -> bool:
-        """Whether hosts are retained because no host is reachable."""
+        """Return whether silent hosts are retained, because no host is reachable."""
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
-        """Record a reachable host. Returns the retained hosts, and restarts their deadlines."""
+        """Record a reachable host. Return the hosts that were retained until now, and restart their deadlines."""
         self._known.add(host)
         self._here.add(host)
         released, self._held = self._held - {host}, set()
@@ -34,7 +33,7 @@ class PartitionDetector:
         self._known.add(host)
 
     def away(self, host: str) -> None:
-        """Record the end of a host's connection, which may return."""
+        """Record that the connection of a host's agent has ended. The host may return."""
         self._here.discard(host)
 
     def drop(self, host: str) -> None:

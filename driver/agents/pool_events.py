@@ -18,16 +18,16 @@ from elastic.protocol.messages import Worker
 
 
 class AgentConnected(msgspec.Struct, frozen=True):
-    """An agent has a new connection, and has proved knowledge of the job's secret."""
+    """Event: an agent has a new connection, and has proved knowledge of the job's secret."""
 
     agent: AgentId
 
 
 class AgentMessageReceived(msgspec.Struct, frozen=True):
-    """A message of an agent.
+    """Event: a message of an agent was received.
 
     Args:
-        caller: the numeric address of its side of the connection, if needed.
+        caller: the agent's numeric address, needed only for some messages.
     """
 
     agent: AgentId
@@ -36,10 +36,10 @@ class AgentMessageReceived(msgspec.Struct, frozen=True):
 
 
 class AgentDisconnected(msgspec.Struct, frozen=True):
-    """An agent's connection ended.
+    """Event: the connection of an agent ended.
 
     Args:
-        silent: it was not closed, but data are no longer acknowledged.
+        silent: whether the connection was not closed, but the host no longer acknowledges data.
     """
 
     agent: AgentId
@@ -47,10 +47,10 @@ class AgentDisconnected(msgspec.Struct, frozen=True):
 
 
 class AgentStarted(msgspec.Struct, frozen=True):
-    """A `StartAgent` succeeded. The agent has yet to connect.
+    """Event: a `StartAgent` succeeded. The agent has not connected yet.
 
     Args:
-        outlives: it may outlive its starter.
+        outlives: whether the agent may outlive its starter.
     """
 
     host: str
@@ -58,37 +58,37 @@ class AgentStarted(msgspec.Struct, frozen=True):
 
 
 class AgentNotStarted(msgspec.Struct, frozen=True):
-    """A `StartAgent` failed."""
+    """Event: a `StartAgent` failed."""
 
     host: str
     reason: str
 
 
 class StartOrdered(msgspec.Struct, frozen=True):
-    """The driver orders the start of a worker."""
+    """Event: the driver orders the start of a worker."""
 
     order: Start
 
 
 class KillOrdered(msgspec.Struct, frozen=True):
-    """The driver orders the kill of a worker."""
+    """Event: the driver orders the kill of a worker."""
 
     worker: Worker
 
 
 class GiveUpOrdered(msgspec.Struct, frozen=True):
-    """The driver gives up a host. The agent of the host is connected but does not respond."""
+    """Event: the driver gives up a host whose agent is connected but does not respond."""
 
     host: str
     why: str
 
 
 class DriverReady(msgspec.Struct, frozen=True):
-    """Agents can connect, and actions are performed from now on."""
+    """Event: agents can connect, and actions are performed from now on."""
 
 
 class JobEnded(msgspec.Struct, frozen=True):
-    """The job ended, so agents are no longer needed."""
+    """Event: the job ended, so agents are no longer needed."""
 
 
 PoolEvent = (
@@ -110,39 +110,39 @@ PoolEvent = (
 
 
 class SendToAgents(msgspec.Struct, frozen=True):
-    """Send these messages to each agent, in one chunk."""
+    """Action: send these messages to each of these agents, in one chunk."""
 
     agents: Sequence[AgentId]
     messages: Sequence[AgentMessage]
 
 
 class DisconnectAgent(msgspec.Struct, frozen=True):
-    """Close the agent's connection. `AgentDisconnected` follows."""
+    """Action: close the agent's connection. `AgentDisconnected` follows."""
 
     agent: AgentId
 
 
 class StartAgent(msgspec.Struct, frozen=True):
-    """Start an agent on this host. `AgentStarted` or `AgentNotStarted` follows."""
+    """Action: start an agent on this host. `AgentStarted` or `AgentNotStarted` follows."""
 
     host: str
 
 
 class PostToDriver(msgspec.Struct, frozen=True):
-    """Post this event to the job's loop."""
+    """Action: post this event to the job's loop."""
 
     event: Event
 
 
 class RelayMessage(msgspec.Struct, frozen=True):
-    """Pass on a worker's message."""
+    """Action: pass a worker's message to the job's loop."""
 
     worker: Worker
     message: Any  # one of protocol.FromWorker
 
 
 class RelayOutput(msgspec.Struct, frozen=True):
-    """Show output of a worker. An empty chunk marks the end of the stream."""
+    """Action: show output of a worker. An empty chunk marks the end of the stream."""
 
     worker: Worker
     stream: Literal["stdout", "stderr", "diagnostics", "usage"]
@@ -150,7 +150,7 @@ class RelayOutput(msgspec.Struct, frozen=True):
 
 
 class ListConnectedHosts(msgspec.Struct, frozen=True):
-    """Pass on the slots of all hosts whose agents are connected, or will be again at once."""
+    """Action: report the slots of all hosts whose agents are connected, or are about to reconnect."""
 
     hosts: dict[str, int]
 

@@ -44,7 +44,7 @@ class DeadlineKind(enum.IntEnum):
 
 
 class PoolDeadlines:
-    """One deadline for each host and purpose. The host ``""`` represents all hosts."""
+    """Deadlines of an `AgentPool`, one for each host and purpose. The host ``""`` stands for all hosts."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}
@@ -82,7 +82,7 @@ class PoolDeadlines:
 
 
 class PoolActions:
-    """Actions in the order in which they are performed.
+    """Collects the actions of one event, in the order in which they are performed.
 
     Args:
         now: time of the event, in seconds.
@@ -102,6 +102,6 @@ class PoolActions:
         self.add(Report(level, text))
 
     def tell(self, host: AgentRecord, message: AgentMessage) -> None:
-        """Send a message to a host's agent, if it is connected."""
+        """Add a message to the agent of a host, if the agent is connected."""
         if host.here and host.agent is not None:
             self.add(SendToAgents([host.agent], [message]))

@@ -30,11 +30,11 @@ REJECTED = "the driver rejected this agent: see its log (another secret, another
 
 
 class NoDriver(Exception):
-    """No driver is available for a connection, or another driver than expected answered. The text gives the reason."""
+    """No driver could be reached, or a driver other than the expected one answered. The text gives the reason."""
 
 
 class Uplink:
-    """Connection of an agent to the driver.
+    """Connection of an agent to the driver, which is opened again whenever it is lost.
 
     Args:
         agent: identity of the agent.
@@ -42,9 +42,9 @@ class Uplink:
         find: returns numeric addresses and ports to try, in order. May wait, and may raise NoDriver.
         opened: called when both sides have authenticated.
         heard: called for each message.
-        closed: called with the reason when an open connection ended.
+        closed: called with the reason when an open connection has ended.
         missing: called with the reason when no driver was found.
-        lease_s: liveness timeout.
+        lease_s: liveness timeout, in seconds.
         tls: TLS context of the connection. None means no TLS.
     """
 
@@ -81,7 +81,7 @@ class Uplink:
         return self._connection.backlog if self._connection is not None and self.open else 0
 
     async def run(self) -> None:
-        """Connect and reconnect until cancelled."""
+        """Connect to the driver, and reconnect after each loss, until cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = RETRY_S[0]
         try:
@@ -111,12 +111,12 @@ class Uplink:
         return self._connection.write(body)
 
     def drop(self, reason: str) -> None:
-        """Abort this connection, and immediately search for the next one."""
+        """Abort the current connection, and immediately search for a driver again."""
         if self._connection is not None and self.open:
             self._connection.end(reason)
 
     async def finish(self, timeout_s: float = 1.0) -> None:
-        """Wait until pending messages are sent, within a limit."""
+        """Wait until pending messages are sent, for at most ``timeout_s`` seconds."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self.backlog and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.002)

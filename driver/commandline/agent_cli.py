@@ -1,4 +1,4 @@
-"""``elasticrun agent``, which offers this host to a job, and ``elasticrun secret``."""
+"""The commands ``elasticrun agent``, which offers this host to a job, and ``elasticrun secret``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ and agents with --secret-file. The secret grants full access to the jobs that us
 
 @dataclass
 class AgentOptions(Options):
-    """Flags of the command. A field is None if the user did not pass the flag."""
+    """Parsed flags of ``elasticrun agent``. A field is None if the user did not pass the flag."""
 
     drivers: list[str] | None = flag(
         "--driver",
@@ -90,7 +90,7 @@ class AgentOptions(Options):
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command and return its exit code. Raises Invalid."""
+    """Run ``elasticrun agent`` or ``elasticrun secret``, and return the exit code. Raises Invalid."""
     name, *rest = arguments
     return _secret(rest) if name == "secret" else _agent(rest, environ)
 

@@ -1,4 +1,5 @@
-"""The program ``elasticrun`` (also ``horovodrun``): converts flags to a validated Job, and returns its exit code.
+"""The program ``elasticrun`` (also ``horovodrun``): converts flags to a validated job, runs it, and returns its exit
+code.
 
 This is the only module of the driver that reads the environment. All mistakes that can be detected before anything is
 started are reported here, in one sentence and with exit code 2. Precedence: command line, configuration file,
@@ -96,10 +97,10 @@ _SLACK_S = 60.0  # collectives time out long after the driver has decided about 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code.
+    """Run ``elasticrun`` and return its exit code.
 
     Args:
-        argument_parser: the default is those of the process.
+        arguments: words of the command line. The default is ``sys.argv[1:]``.
     """
     replace_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise Invalid for a misspelt command, which would otherwise be run as a program."""
+    """Raise Invalid if the first word is a misspelt command, which would otherwise be run as a program."""
     word = arguments[0] if arguments else ""
     if (
         word[:1] in ("", "-")
@@ -185,13 +186,13 @@ def _command_meant(command: Sequence[str]) -> str:
 
 
 def _called() -> str:
-    """Return the name by which the program was called."""
+    """Return the name by which the user called this program, ``elasticrun`` or ``horovodrun``."""
     name = os.path.basename(sys.argv[0])
     return name if name in NAMES else NAMES[0]
 
 
 def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
-    """Run the job unless it has already finished and return the exit code. Raises Invalid, OSError."""
+    """Run the job and return its exit code, or return 0 if the job has already finished. Raises Invalid, OSError."""
     same = same_command_of(options, environ)
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
@@ -252,7 +253,7 @@ def _switches(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _fusion(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Convert the environment variable, in bytes, to the flag, in MiB."""
+    """Convert Horovod's environment variable for the fusion threshold, in bytes, to this package's flag, in MiB."""
     name = "HOROVOD_FUSION_THRESHOLD"
     text = environ.get(name)
     if not text:
@@ -433,7 +434,9 @@ def _preemption(options: Options) -> str:
 
 
 def _preload(options: Options, *, elastic: bool) -> str:
-    """Return the preload setting; empty in a job of a fixed size, which restarts no worker. Raises Invalid."""
+    """Return the value of ``--preload``. It is empty for a job of a fixed size, which restarts no worker. Raises
+    Invalid.
+    """
     wanted = _given(options.preload, prepared_processes.AUTO if elastic else prepared_processes.OFF)
     try:
         names, count = prepared_processes.read(wanted)
@@ -479,10 +482,15 @@ def _worker_additions(options: Options, environ: Mapping[str, str]) -> dict[str,
 def _torch_additions(
     options: Options, environ: Mapping[str, str], bind: str, first_host: str
 ) -> dict[str, str]:
-    """Return additional environment for scripts written for torch.distributed.
+    """Return the environment variables that a script written for torch.distributed needs.
 
-    With another backend than this package's, rank 0 would listen at the address. ``bind`` is empty if workers run
-    on several hosts. ``first_host`` may then be known.
+    With a backend other than this package's, rank 0 listens at the address in these variables.
+
+    Args:
+        options: options of the job.
+        environ: environment of the driver.
+        bind: address at which workers listen, or empty if they run on several hosts.
+        first_host: host of rank 0, if it is known.
     """
     name = options.job_name or uuid.uuid4().hex
     env = {
@@ -539,8 +547,8 @@ def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None
 
 
 def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
-    """Return the timeout of collectives in Gloo. It is the last resort, since the driver finds the cause of a hang much
-    earlier.
+    """Return the timeout of collectives in Gloo, in seconds. It is a last resort: the driver finds the cause of a hang
+    much earlier.
     """
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
@@ -560,7 +568,9 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 
 def _dashboard(text: str | None) -> tuple[str, int] | None:
-    """Return address and port. An address without brackets is IPv4 or a name. Raises Invalid."""
+    """Parse the value of ``--dashboard`` and return address and port. An address without brackets is IPv4 or a name.
+    Raises Invalid.
+    """
     if text is None:
         return None
     address, _, port = text.rpartition(":")
@@ -648,7 +658,7 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
 
 
 def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> list[tuple[str, str]]:
-    """Return the lines to log about settings without effect and conflicting packages."""
+    """Return the lines to log about settings without effect, and about packages that conflict with this one."""
     notes: list[tuple[str, str]] = []
     others = (check_build.other_horovod(), check_build.other_elastic())
     notes += [("warning", other) for other in others if other is not None]
@@ -733,7 +743,9 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
 
 
 def _writable_place(flag: str, path: str | None) -> str | None:
-    """Check a path and return it. The file is not created, since an empty file is neither a timeline nor a report."""
+    """Check that a file can be written at the path, and return the path. The file is not created, because an empty file
+    is neither a timeline nor a report.
+    """
     if path is None:
         return None
     folder = os.path.dirname(os.path.abspath(path))

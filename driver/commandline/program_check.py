@@ -13,17 +13,18 @@ _EXAMPLE = "elasticrun -np 4 python train.py"
 
 
 def run_by_python(command: Sequence[str], python: str) -> list[str]:
-    """Return the command. A script that is not executable is preceded by Python."""
+    """Return the command, with ``python`` before a Python script that is not executable."""
     if command and command[0].endswith(".py") and not _runs_itself(command[0]):
         return [python, *command]
     return [*command]
 
 
 def check_command(command: Sequence[str], *, path: str | None) -> None:
-    """Raise Invalid with a sentence that suggests a correction.
+    """Raise Invalid, with a suggestion, if the program does not exist or is not executable.
 
     Args:
-        path: value of PATH.
+        command: program and arguments.
+        path: value of the environment variable PATH for the search.
     """
     if not command:
         raise Invalid(f"no program was given: pass the program after the flags, as in {_EXAMPLE}")

@@ -1,6 +1,6 @@
-"""Discovery of hosts whose agents are registered in etcd, updated through leases and a watch. Makes no decisions.
+"""Discovery of the hosts whose agents are registered in etcd, updated through a watch. Makes no decisions.
 
-It watches the keys of `driver/etcd/registration.py`. Hosts are listed in the order of their registration.
+The discovery watches the keys of `driver/etcd/registration.py`. Hosts are listed in the order of their registration.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Watched(Protocol):
 class EtcdDiscovery:
     """Yields the hosts under the job's ``hosts/`` prefix.
 
-    For ``settle_s`` seconds after an outage of etcd no host is removed: its lease may have expired because it could
-    not be renewed, and its agent needs a moment to write its key again.
+    No host is removed until ``settle_s`` seconds after an outage of etcd. The lease of a host may have expired only
+    because it could not be renewed, and the host's agent needs a moment to write its key again.
     """
 
     def __init__(self, etcd: Watched, job: str, log: Log, *, settle_s: float = 6.0) -> None:

@@ -1,4 +1,4 @@
-"""Interface of all discoveries, which yield the list of hosts and slots after each change. Makes no decisions.
+"""Interface of all discoveries. A discovery yields the list of hosts and slots after each change. Makes no decisions.
 
 A discovery does not know limits, cooldowns or ranks, and never omits a host because of its failures.
 """
@@ -14,7 +14,7 @@ Log = Callable[[str, str], None]  # called with a level ("info", "warning") and 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Current demand of a job, for providers that supply machines on demand.
+    """Current demand of a job for machines, for providers that supply machines on demand.
 
     Attributes:
         most: maximum number of workers, including standbys.

@@ -1,5 +1,4 @@
-"""Removes hosts that are not this machine from the list of another discovery. Used if other machines cannot reach the
-workers."""
+"""Restricts another discovery to hosts that are this machine. Used if other machines cannot reach the workers."""
 
 from __future__ import annotations
 
@@ -10,10 +9,11 @@ from elastic.driver.discovery.interface import Discovery, Log
 
 
 class LocalDiscovery:
-    """Yields the hosts of ``source`` that are this machine, and logs the others once.
+    """Yields those hosts of ``source`` that are this machine, and logs each ignored host once.
 
     Args:
-        elsewhere: returns None for a name of this machine, otherwise the reason why it is not this machine. It may
+        source: the unrestricted discovery.
+        elsewhere: called with a host. Returns None if it is this machine, otherwise the reason why it is not. May
             resolve names, so it is called in a thread and must have its own timeout.
     """
 

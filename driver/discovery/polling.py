@@ -1,9 +1,8 @@
-"""Discovery by polling: a source is queried at intervals, and its last valid list is kept while it fails.
+"""Discovery by polling: a source is queried at intervals, and its last valid list is kept while queries fail.
 
-A failure and its end are logged once. If the source succeeds several times in a row without a host, the list becomes
-empty, and no workers are started. Until then the last valid list is kept, since a source may list nothing while it
-restarts. Programs run in their own process group and outside the event loop, so one that hangs does not block the
-driver.
+A failure and its end are logged once. If the source lists no host several times in a row, the list becomes empty, and
+no workers are started. Until then the last valid list is kept, because a source may list nothing while it restarts.
+Programs run in their own process group and outside the event loop, so one that hangs does not block the driver.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class _Output:
         return bool(data)
 
     def bytes(self) -> bytes:
-        """Return the output so far. Bounded, since a program left in the background may continue to write."""
+        """Return the output so far, up to a limit, because a program left in the background may continue to write."""
         for _ in range(OUTPUT_LIMIT >> 16):
             if not self._read():
                 break
@@ -123,11 +122,16 @@ class _Output:
 async def execute(
     command: list[str], timeout_s: float, *, env: Mapping[str, str] | None = None
 ) -> tuple[int, bytes, bytes]:
-    """Return exit code (or the negative signal), stdout and stderr. ``env``: default is that of this process.
+    """Run a command. Return its exit code (or the negative signal), stdout and stderr.
+
+    Args:
+        command: program and arguments.
+        timeout_s: time limit, in seconds.
+        env: environment of the command (default: that of this process).
 
     Raises:
-        TimeoutError: the command has not ended in time.
-        OSError: it cannot be started.
+        TimeoutError: the command did not end in time.
+        OSError: the command cannot be started.
     """
     with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(

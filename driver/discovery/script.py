@@ -1,4 +1,4 @@
-"""Runs a script that prints the available hosts: ``host`` or ``host:slots``, one per line. See `polling`."""
+"""Discovery by a script that prints the available hosts: ``host`` or ``host:slots``, one per line. See `polling`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from elastic.errors import Invalid
 
 
 def find_script(text: str, *, path: str | None = None) -> list[str]:
-    """Return the command for ``--host-discovery-script``, a path or a path with arguments. The program is absolute.
+    """Return the command for ``--host-discovery-script``, with the absolute path of the script.
+
+    Args:
+        text: a path, or a path with arguments.
+        path: value of the environment variable PATH for the search.
 
     Raises:
         Invalid: the script is missing or not executable.
@@ -73,7 +77,7 @@ class ScriptDiscovery(PolledDiscovery):
         """Run the script once, and return the list that it prints.
 
         Raises:
-            Invalid: there is no valid list.
+            Invalid: the script failed, or printed an invalid list.
         """
         try:
             code, output, errors = await execute(self._command, self._timeout_s)

@@ -72,7 +72,7 @@ def allocation(environ: Mapping[str, str], slots_per_host: int | None) -> Alloca
 
     Args:
         environ: environment of this process.
-        slots_per_host: number of slots on each node; None: as many as `slots_per_node` returns.
+        slots_per_host: number of slots on each node. None means the result of `slots_per_node`.
 
     Raises:
         Invalid: this process is not in an allocation, or the number of slots differs between nodes.
@@ -87,9 +87,10 @@ def allocation(environ: Mapping[str, str], slots_per_host: int | None) -> Alloca
 
 
 def commands_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for Slurm's commands.
+    """Return the environment for Slurm's commands, without the variables of the allocation.
 
-    Variables of the allocation would become options of the commands, and are outdated once it was resized.
+    The commands would read these variables as options, and after a resize of the allocation the values would be
+    outdated.
     """
     options = re.compile(r"(?!SLURM_CONF$)(SLURM|SLURMD|SRUN|SQUEUE|SINFO)_\w+")
     return {name: value for name, value in environ.items() if not options.fullmatch(name)}
@@ -123,9 +124,10 @@ def nodes_of(job: str, lines: str) -> str:
 
 
 def usable_nodes(lines: str) -> list[str]:
-    """Return the usable nodes from sinfo's ``NODE|STATE`` lines, each once; a node has a line per partition.
+    """Return the names of the usable nodes from sinfo's lines ``NODE|STATE``.
 
-    A symbol after the state, such as ``*`` for a node that does not answer, is ignored.
+    A node in several partitions has several lines, but is returned once. A symbol after the state is ignored, such as
+    ``*`` for a node that does not answer.
     """
     rows = [line.partition("|") for line in lines.splitlines()]
     names = (name for name, _, state in rows if state.strip().rstrip("*~#!%$@^-+") not in UNUSABLE)

@@ -1,5 +1,6 @@
-"""Constant list of hosts from ``-H`` or a hostfile. With only ``-np``, it contains this machine with as many slots as
-needed."""
+"""Discovery with a constant list of hosts, from ``-H`` or a hostfile. With only ``-np``, the list contains this machine
+with as many slots as needed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import AsyncIterator
 
 
 class StaticDiscovery:
-    """Yields its list once."""
+    """Yields its constant list once."""
 
     def __init__(self, hosts: dict[str, int]) -> None:
         self._hosts = dict(hosts)
@@ -28,8 +29,9 @@ class OwnSlots:
         self._yielded = asyncio.Event()
 
     async def make_room(self, slots: int) -> None:
-        """Increase the number of slots to ``slots`` if it is smaller. Returns once the watcher has received the new
-        list."""
+        """Increase the number of slots of this machine to ``slots`` if it is smaller. Return once the watcher has
+        received the new list.
+        """
         if slots > self.slots:
             self.slots = slots
             self._yielded.clear()
@@ -37,7 +39,9 @@ class OwnSlots:
             await self._yielded.wait()
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
-        """See `Discovery.watch`."""
+        """Yield the list with this machine, and again after each change of its number of slots. See
+        `Discovery.watch`.
+        """
         while True:
             self._grown.clear()
             yield {self._host: self.slots}

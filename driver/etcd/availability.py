@@ -1,7 +1,7 @@
-"""Decides whether etcd is available, and returns the log lines about it. Pure: no I/O, no clock.
+"""Decides whether etcd is available, and returns the lines to log about this. Pure: no I/O, no clock.
 
-A short silence is not a problem: if a member dies, the next one is used, and an election takes a second. A line is
-logged only after ``grace_s`` without any answer, and another one when etcd answers again.
+A short silence is not a problem: if a member of etcd dies, the next one is used, and an election takes a second. A line
+is logged only after ``grace_s`` seconds without any answer, and another one when etcd answers again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ Line = tuple[str, Reason]  # level and reason to log
 
 
 class Availability:
-    """Availability of etcd.
+    """Tracks whether etcd is available.
 
     Args:
-        name: its address for log lines.
+        name: address of etcd for log lines.
+        grace_s: seconds without an answer after which etcd counts as unavailable.
     """
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
@@ -51,8 +52,8 @@ class Availability:
     def unsettled_s(self, now: float, settle_s: float) -> float:
         """Return the seconds until etcd has been available for ``settle_s`` after a silence.
 
-        0 if this time is over, or if etcd was never silent. Within this time, a key that disappeared may return, since
-        its lease expired only because it could not be renewed.
+        0 if this time is over, or if etcd was never silent. Within this time, a key that disappeared may return,
+        because its lease may have expired only because it could not be renewed.
         """
         if self._returned_at is None:
             return 0.0

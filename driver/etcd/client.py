@@ -18,7 +18,7 @@ from elastic.driver.reasons import Reason
 
 
 class Item(NamedTuple):
-    """A value of a key. ``created`` and ``changed`` are revisions, which grow with every change in etcd."""
+    """The value of a key in etcd. ``created`` and ``changed`` are revisions, which grow with every change in etcd."""
 
     value: bytes
     created: int
@@ -27,7 +27,7 @@ class Item(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """All keys with a prefix, sorted, at a revision."""
+    """All keys with a prefix, sorted, as of one revision of etcd."""
 
     items: dict[str, Item]
     revision: int
@@ -49,14 +49,14 @@ class Put(NamedTuple):
 class EtcdClient:
     """Client of etcd. Create it in an event loop.
 
+    Methods raise Rejected, and raise Unavailable if etcd did not answer in time. In the second case, the request may
+    have been carried out.
+
     Args:
         access: endpoints and credentials.
         log: called with a level and a text.
         root: prefix of all keys that are used. It must be readable.
-        grace_s: silence after which etcd counts as unavailable.
-
-    Methods raise Rejected, and Unavailable if there was no answer in time. The request may then have been carried
-    out.
+        grace_s: seconds without an answer after which etcd counts as unavailable.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class EtcdClient:
         self._rpc = self._members.rpc
 
     async def open(self) -> None:
-        """Check that etcd is available and permits access. Raises Invalid with a remedy within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid, with a remedy, within 5 seconds."""
         await self._members.open()
 
     async def close(self) -> None:
-        """Close the connection, within a limit. Pending requests raise Unavailable, watches end."""
+        """Close the connection, within a time limit. Pending requests raise Unavailable, and watches end."""
         await self._members.close()
 
     def tell(self, noticed: Callable[[Reason], None]) -> None:
-        """Set the callback for the loss and the return of etcd."""
+        """Set the callback that receives a reason when etcd is lost, and when it returns."""
         self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
-        """See `Availability.unsettled_s`."""
+        """Return the seconds until etcd has been available for ``settle_s`` seconds. See `Availability.unsettled_s`."""
         return self._members.unsettled_s(settle_s)
 
     # ---- keys
@@ -150,19 +150,21 @@ class EtcdClient:
     # ---- leases
 
     async def grant(self, ttl_s: float, *, within_s: float | None = 5.0) -> int:
-        """Create a lease and return its ID. etcd counts whole seconds, at least 2."""
+        """Create a lease and return its ID. etcd rounds the time to live to whole seconds, at least 2."""
         request = self._rpc.LeaseGrantRequest(TTL=max(1, round(ttl_s)))
         return int(
             (await self._members.ask(lambda each: each.lease.LeaseGrant, request, within_s)).ID
         )
 
     async def keep_alive(self, lease: int, *, within_s: float | None = 5.0) -> float:
-        """Renew a lease and return its time to live in seconds, 0 if it has expired."""
+        """Renew a lease. Return its time to live in seconds, or 0 if it has expired."""
         request = self._rpc.LeaseKeepAliveRequest(ID=lease)
         return float((await self._members.ask(_renewal, request, within_s)).TTL)
 
     async def time_left(self, lease: int, *, within_s: float | None = 5.0) -> tuple[float, float]:
-        """Return the remaining time of a lease, and the time after a renewal, in seconds; 0 and 0 if it has expired."""
+        """Return the remaining time of a lease, and the time to live that a renewal would give, in seconds. Both are 0
+        if the lease has expired.
+        """
         request = self._rpc.LeaseTimeToLiveRequest(ID=lease)
         answer = await self._members.ask(lambda each: each.lease.LeaseTimeToLive, request, within_s)
         return (float(answer.TTL), float(answer.grantedTTL)) if answer.TTL >= 0 else (0.0, 0.0)
@@ -182,7 +184,9 @@ class EtcdClient:
             yield items.get(key)
 
     async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]:
-        """Yield all keys with a prefix, in the same way as `watch`."""
+        """Yield all keys with a prefix, with their values, and again after each change. States may be repeated, and
+        intermediate changes may be omitted.
+        """
         async for items in self._watch(prefix, _end_of(prefix)):
             yield items
 

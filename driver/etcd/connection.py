@@ -1,4 +1,4 @@
-"""One connection to one member of etcd, with errors of two kinds: no answer, or a rejection. Decides nothing.
+"""One connection to one member of etcd. Errors are of two kinds: no answer, or a rejection. Decides nothing.
 
 Uses the messages and stubs of ``aetcd``, but not its client, which supports neither TLS nor several members.
 """
@@ -31,7 +31,7 @@ NOBODY_THERE = "connection refused"
 
 
 class Unavailable(ElasticError):
-    """etcd has not answered. The request may have been carried out."""
+    """etcd did not answer. The request may have been carried out."""
 
 
 class AccessDenied(Unavailable):
@@ -67,10 +67,10 @@ def load() -> Any:
 
 
 class EtcdConnection:
-    """A connection that opens at the first call.
+    """A connection to one member of etcd, which is opened by the first call.
 
-    Args:
-        closed: this end has closed it, and every pending call raises Unavailable.
+    Attributes:
+        closed: whether this process has closed the connection. Every pending call then raises Unavailable.
     """
 
     def __init__(self, endpoint: str, access: EtcdAccess) -> None:
@@ -90,7 +90,7 @@ class EtcdConnection:
         return (("token", self._token),) if self._token else ()
 
     async def log_in(self, within_s: float) -> None:
-        """Get a token if a user is configured. Raises Unavailable or AccessDenied."""
+        """Request a token from etcd if a user is configured. Raises Unavailable or AccessDenied."""
         if not self._access.user:
             return
         request = self._rpc.AuthenticateRequest(
@@ -113,7 +113,7 @@ class EtcdConnection:
         return await self.outcome(method(request, timeout=within_s, metadata=self.metadata or None))
 
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
-        """Await a call, and translate its errors."""
+        """Await a call, and convert gRPC's errors to Unavailable and Rejected."""
         task = asyncio.ensure_future(call)
         # In a separate task, so that closing the channel does not look like a cancellation of the caller.
         try:
@@ -210,7 +210,9 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
 
 
 def _content(path: str, flag: str) -> bytes | None:
-    """Read a file. Called for each connection, so that renewed certificates are used."""
+    """Return the content of a file, or None if no path is given. Called for each connection, so that renewed
+    certificates are used.
+    """
     if not path:
         return None
     with open(path, "rb") as file:

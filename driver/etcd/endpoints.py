@@ -1,4 +1,4 @@
-"""Requests to the members of etcd with failover, and log lines if no member answers. Decides nothing.
+"""Sends requests to the members of etcd with failover, and logs when no member answers. Decides nothing.
 
 `availability` decides whether etcd is available. While it is not, requests without a deadline wait.
 """
@@ -67,7 +67,7 @@ class Endpoints:
         self._pulse_task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Check that etcd is available and permits access. Raises Invalid with a remedy within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid, with a remedy, within 5 seconds."""
         deadline = self._now() + OPEN_S - 0.5
         while True:
             troubles: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Endpoints:
         raise Invalid(f"{'; '.join(texts)}. Start etcd, or pass other addresses") from None
 
     async def close(self) -> None:
-        """Close. Pending and later requests raise Unavailable."""
+        """Close the connection. Pending and later requests raise Unavailable."""
         self.closed = True
         self._leave(self._connection)
         if self._pulse_task is not None:
@@ -108,12 +108,12 @@ class Endpoints:
             await asyncio.sleep(0.01)
 
     def unsettled_s(self, settle_s: float) -> float:
-        """See `Availability.unsettled_s`."""
+        """Return the seconds until etcd has been available for ``settle_s`` seconds. See `Availability.unsettled_s`."""
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
-        """Return the answer of any member. Raises Unavailable after ``within_s``. None means to wait until etcd is
-        available again.
+        """Send a request and return the answer of any member. Raises Unavailable after ``within_s`` seconds. With None,
+        wait until etcd is available again.
         """
         deadline = None if within_s is None else self._now() + within_s
         while True:
@@ -179,7 +179,7 @@ class Endpoints:
             self._log_reason(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
-        """Wait briefly, unless another member can be tried immediately."""
+        """Handle a failed request: wait briefly, unless another member can be tried immediately."""
         self._report(error, connection)
         rounds, rest = divmod(self._failures, len(self._access.endpoints))
         if rest == 0:
@@ -195,8 +195,9 @@ class Endpoints:
         self.noticed(reason)
 
     async def _pulse(self) -> None:
-        """Send test requests when there are no others, since a watch cannot distinguish the absence of changes from
-        unavailability."""
+        """Send test requests when there are no other requests. A watch alone cannot distinguish the absence of changes
+        from an unavailable etcd.
+        """
         while not self.closed:
             await asyncio.sleep(max(0.05, PULSE_S - self._contact.silent_s(self._now())))
             if self._contact.silent_s(self._now()) >= PULSE_S and not self.closed:

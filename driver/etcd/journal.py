@@ -39,7 +39,9 @@ _NUMBER = re.compile(r"\d{12}")
 
 
 class Leader(Protocol):
-    """Writes that only a leader may perform. See `leadership`."""
+    """The part of `elastic.driver.etcd.leadership.Leadership` that the journal uses: writes that only a leader may
+    perform.
+    """
 
     async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None: ...
 
@@ -57,7 +59,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EtcdArchive:
-    """The journal under ``root``, which ends in the job's name and a slash. ``leader`` must lead already."""
+    """The journal under the prefix ``root``, which ends in the job's name and a slash. ``leader`` must lead already."""
 
     def __init__(self, etcd: Readable, leader: Leader, root: str) -> None:
         self._etcd = etcd
@@ -68,7 +70,7 @@ class EtcdArchive:
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume. Waits for etcd. Raises Invalid."""
+        """Return the job to resume, or None. Waits until etcd is available. Raises Invalid."""
         listing = await self._etcd.get_prefix(self._folder, within_s=None)
         kept = {key.removeprefix(self._folder): item.value for key, item in listing.items.items()}
         beginning = kept.pop("header", None)
@@ -118,11 +120,11 @@ class EtcdArchive:
             left = left[DELETES:]
 
     def close(self) -> None:
-        """Do nothing. The leadership is the only resource, and another object owns it."""
+        """Do nothing: the archive has no resources of its own. The leadership is closed by its owner."""
 
 
 class EtcdJournal(RecordJournal[PendingRecord]):
-    """An open journal."""
+    """A journal in etcd that is open for writing."""
 
     def __init__(
         self,
@@ -143,13 +145,13 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         self._obsolete: deque[int] = deque()  # invalid pieces that still exist
 
     async def replace(self, obsolete: Iterable[int], number: int) -> None:
-        """Begin a new job with the piece of this number."""
+        """Replace the journal by that of a new job, whose first piece has the number ``number``."""
         self._next = number
         self._obsolete.extend(obsolete)
         await self._transact([self._beginning(number)])
 
     async def go_on(self, obsolete: Iterable[int], counting: Iterable[int], number: int) -> None:
-        """Resume the job with the piece of this number."""
+        """Continue the journal of the resumed job with the piece of the number ``number``."""
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)

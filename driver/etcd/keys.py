@@ -48,7 +48,7 @@ def job_root(job: str) -> str:
 
 
 def operators_key(job: str) -> str:
-    """Return the key of the operators' address. Raises Invalid for an invalid name."""
+    """Return the key that holds the address for operators of a job. Raises Invalid for an invalid job name."""
     return f"{job_root(job)}operators"
 
 
@@ -70,7 +70,7 @@ def check_slots(slots: int) -> int:
 
 
 def read_host(name: str, value: bytes) -> HostRecord | None:
-    """Parse a value. Return None if the value is invalid."""
+    """Parse a host's value in etcd. Return None if the value is invalid."""
     try:
         check_host(name)
         record = msgspec.json.decode(value, type=HostRecord)
@@ -81,7 +81,7 @@ def read_host(name: str, value: bytes) -> HostRecord | None:
 
 
 def read_leader(value: bytes) -> LeaderRecord | None:
-    """Parse a value. Return None if the value is invalid."""
+    """Parse the leader's value in etcd. Return None if the value is invalid."""
     try:
         return msgspec.json.decode(value, type=LeaderRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -25,14 +25,14 @@ RETAKE_S = 1.0  # time for the previous leader to take its seat again once etcd 
 
 
 class LeadershipLost(ElasticError):
-    """Another driver leads this job, or this driver has resigned. The write failed, and later writes fail too."""
+    """Another driver leads this job, or this driver has resigned. The write failed, and later writes will fail too."""
 
 
 class Leadership:
     """Leadership of a job. ``lost`` is set when another driver leads. ``term`` is 0 before this driver leads.
 
-    The seat is kept until `resign`, until the end of this process, or until etcd could not be reached for ``ttl_s``
-    while another driver waits. Resign before the connection to etcd is closed.
+    This driver leads until it calls `resign`, until this process ends, or until etcd could not be reached for ``ttl_s``
+    seconds while another driver waits. Call `resign` before the connection to etcd is closed.
     """
 
     def __init__(self, etcd: EtcdClient, job: str, log: Log, *, ttl_s: float = 2.0) -> None:
@@ -55,7 +55,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """Whether this driver believes that it is the leader. Only a transaction can confirm the leadership."""
+        """Return whether this driver believes that it is the leader. Only a transaction can confirm the leadership."""
         return self._guard_condition is not None and not self.lost.is_set()
 
     @property
@@ -93,7 +93,7 @@ class Leadership:
     ) -> None:
         """Perform all operations if this driver leads; otherwise raise LeadershipLost. Waits while etcd is unavailable.
 
-        The keys include the prefix. At most 127 operations and 1.5 MB.
+        Keys are complete, with their prefix. At most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
             raise self._leadership_lost()
@@ -105,7 +105,7 @@ class Leadership:
             raise self._leadership_lost()
 
     async def resign(self) -> None:
-        """Free the seat, or stop waiting for it, within a time limit."""
+        """Give up the leadership, or stop waiting for it, within a time limit."""
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:

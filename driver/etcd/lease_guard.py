@@ -1,4 +1,4 @@
-"""Process that revokes the lease of a killed driver, so that its seat is free immediately. It renews no lease.
+"""Process that revokes the lease of a killed driver, so that another driver can lead immediately. It renews no lease.
 
 The process runs in its own session. Its standard input is a pipe from the driver. The pipe contains a line with the
 access to etcd, then a line for each lease of the driver. When the driver exits, the process revokes the last lease. If
@@ -59,7 +59,7 @@ class LeaseGuard:
         self._write(str(lease).encode())
 
     def close(self) -> None:
-        """End the process. Leases that were not revoked expire afterwards."""
+        """End the process. Leases that were not revoked expire later."""
         if self._popen is not None:
             self._popen.kill()
             assert self._popen.stdin is not None

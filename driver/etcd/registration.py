@@ -1,8 +1,9 @@
-"""Registration of an agent's host in etcd, under a lease, and lookup of the driver. Its decisions:
+"""Registration of an agent's host in etcd, under a lease, and lookup of the driver. The agent reacts to the host's key:
 
-the key is missing                      write it again, under a new lease if necessary
-a later agent of this host has it       it has taken over: this agent ends
-an earlier one has it                   take it; at the start of this agent, it may still run: refuse to start
+the key is missing                      write it again, under a new lease if necessary a later agent of this host has it
+that agent has taken over: this agent ends an earlier agent has it                 take it; at the start of this agent,
+the earlier one may still run: refuse to
+                                        start
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ LOOK_S = 0.25  # interval between two checks of a predecessor's lease
 class Registration:
     """Registration of one host. Must be closed before the connection to etcd.
 
+    ``ended`` is set when a later agent of the host has taken over. ``why`` then contains the logged reason.
+
     Args:
         etcd: client.
         job: name of the job.
         host: name of the host.
-        slots: its number of slots.
-        incarnation: grows with every start of the host's agent.
+        slots: number of slots of the host.
+        incarnation: number that grows with every start of the host's agent.
         log: called with a level and a text.
-        ttl_s: time to live of the lease.
-
-    ``ended`` is set when a later agent has taken over. ``why`` then contains the logged reason.
+        ttl_s: time to live of the lease, in seconds.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Registration:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Register the host. Waits until the lease of an agent that died has expired.
+        """Register the host. Waits until the lease of an earlier agent that died has expired.
 
-        Raises Invalid if another live agent serves this host, and Unavailable if etcd cannot be reached.
+        Raises:
+            Invalid: another live agent serves this host.
+            Unavailable: etcd cannot be reached.
         """
         await self._predecessor_ended()
         await self._claim(within_s=5.0)
@@ -85,7 +88,7 @@ class Registration:
         ]
 
     async def close(self) -> None:
-        """Remove the host from the list."""
+        """Remove the host from the list of hosts."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -95,7 +98,7 @@ class Registration:
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
     async def watch_driver(self) -> AsyncGenerator[LeaderAddress | None, None]:
-        """Yield the driver's address and term, and then each change. None means that no driver leads or that the
+        """Yield the driver's address and term, now and after each change. None means that no driver leads or that its
         address is unknown.
         """
         last: LeaderAddress | None = None

@@ -1,4 +1,6 @@
-"""Log lines about checkpoints. Rare checkpoints have one line each. Each problem that needs an operator has a line."""
+"""Writes log lines about checkpoints: one line for each rare checkpoint, and one for each problem that needs an
+operator.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,10 @@ def kept_line(
 
 
 class CheckpointLines:
-    """Log lines about the checkpoints of one job.
+    """Writes the log lines about the checkpoints of one job.
 
     Args:
-        now: clock in seconds.
+        now: returns the time in seconds.
         log: called with a level and a text.
     """
 
@@ -72,7 +74,7 @@ class CheckpointLines:
         self._log_made("info" if self._unlogged is None else "debug", made)
 
     def ended(self) -> None:
-        """Log the last checkpoint if only earlier ones were logged."""
+        """Log the last checkpoint, unless it was logged before."""
         self._over = True
         if self._unlogged is not None:
             self._log_made("info", self._unlogged)

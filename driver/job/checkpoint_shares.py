@@ -58,7 +58,7 @@ class CheckpointFailed:
     """A commit will not be stored.
 
     Args:
-        reason: why not.
+        reason: why the commit is dropped.
     """
 
     number: int
@@ -96,7 +96,7 @@ class ReplicasCorrupted:
     """Damaged memory of one worker corrupted all replicas through the gradients.
 
     Args:
-        damaged: workers that differed from ``equal`` others before, or an empty result if unknown.
+        damaged: workers that differed from ``equal`` other workers before. Empty if they are unknown.
     """
 
     generation: int
@@ -117,7 +117,7 @@ Action = (
 
 @dataclass
 class CheckpointShares:
-    """Checkpoint shares of one job."""
+    """Tracks which ranks of one job have written their shares of a checkpoint."""
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # by rank

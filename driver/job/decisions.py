@@ -35,7 +35,7 @@ from elastic.protocol.messages import Place, Worker
 
 
 class Decider(Protocol):
-    """Interface of Membership, for tests."""
+    """Interface of `Membership`, which tests implement too."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
@@ -43,10 +43,11 @@ class Decider(Protocol):
 
 
 class JobDecisions:
-    """Decisions of one job.
+    """Decisions about one job.
 
     Args:
-        running and members: workers and members under the previous driver, if this one resumes a job.
+        running: workers that ran under the previous driver, if this one resumes a job.
+        members: members of the world under the previous driver.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class JobDecisions:
         return self.ending is not None and self.ending.over
 
     def next_deadline(self) -> float | None:
-        """Return when to send TimePassed."""
+        """Return the time at which TimePassed must be sent next, or None."""
         ending = None if self.ending is None else self.ending.next_deadline()
         decision = None if self.raised else self._membership.next_deadline()
         return min((at for at in (ending, decision) if at is not None), default=None)
 
     def answer(self, event: Event, now: float) -> list[Action]:
-        """Return the actions of membership. An exception in membership is passed on, and membership is not called
-        again."""
+        """Return the actions of `Membership` for an event. If it raises an exception, the exception is passed on, and
+        `Membership` is not called again.
+        """
         if self.raised:
             return []
         try:
@@ -93,7 +95,7 @@ class JobDecisions:
             raise
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
-        """Return the actions of the answer, with those that the end of the job adds, in order."""
+        """Return the actions of ``answer``, followed by the actions that the end of the job adds."""
         begun = self.ending is not None  # membership handles the exit that causes the end
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None
@@ -155,7 +157,7 @@ class JobDecisions:
         return outcome
 
     def _stopped(self, event: StopRequested, *, again: bool, now: float) -> list[Action]:
-        """Handle a stop request after the outcome was known."""
+        """Handle a stop request that arrived after the outcome of the job was known."""
         assert self.ending is not None and self.stop_code is not None
         actions: list[Action] = []
         if not again or self.ending.code == 0:  # it had succeeded while a stop was pending

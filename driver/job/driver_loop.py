@@ -71,7 +71,7 @@ STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
-    """Connections of all workers. The implementation is a `ControlServer`, or an `AgentManager`."""
+    """Connections of all workers. The implementation is a `ControlServer` or an `AgentManager`."""
 
     async def open(
         self,
@@ -97,8 +97,8 @@ class JobRuntime:
     """A job, and the addresses at which its workers find the driver and each other.
 
     Args:
-        by_agents: agents start the workers and provide the environment of their hosts. ``environ`` then contains only
-            additions, and ``advertised``, ``bind`` and ``secret`` are unused.
+        by_agents: whether agents start the workers and provide the environment of their hosts. If so, ``environ``
+            contains only additions, and ``advertised``, ``bind`` and ``secret`` are unused.
     """
 
     settings: Settings
@@ -131,6 +131,8 @@ class Adopted:
 class Driver:
     """Driver of one job, from its first worker to its exit code.
 
+    After ``run``, ``places`` contains the members of the last world, and ``results`` the values that workers sent.
+
     Args:
         job: the job and its addresses.
         membership: makes the decisions about the job.
@@ -139,16 +141,14 @@ class Driver:
         discovery: source of the host list.
         journal: record of all events and decisions.
         log: called with a level and a text.
-        noted: called with every event, its actions and its time, as the journal is.
+        noted: called with every event, its actions and its time, like the journal.
         tracing: collects timelines.
         past: state of the previous driver, if membership was restored from its journal.
-        listening: awaited with the driver's address before anything else happens.
+        listening: called and awaited with the driver's address before anything else happens.
         reported: called with each report of a worker, in the event loop's thread.
         leaves: called at SIGTERM, which then ends only this driver and not the job.
         answered: called with each answer to an operator's request.
         gone: called once no worker is left, before the last log line of a failed job.
-
-    After ``run``, ``places`` contains the members of the last world, and ``results`` the values that workers sent.
     """
 
     def __init__(
@@ -226,24 +226,25 @@ class Driver:
 
     @property
     def places(self) -> dict[Worker, Place]:
-        """The members of the last world."""
+        """Return the place of each member of the last world."""
         return self._decisions.members
 
     def ordered_results(self) -> list[bytes | None]:
         """Return the results of the last world's members by rank. The result of a member that sent nothing is None.
 
-        If no worker called ``init()``, no world existed. The ranks are then the ranks at the start of the job.
+        If no worker called ``init()``, no world existed. The results are then in the order of the ranks at the start of
+        the job.
         """
         places = self.places or self._promised
         by_rank = sorted(places, key=lambda worker: places[worker].rank)
         return [self.results.get(worker) for worker in by_rank]
 
     def last_reports(self) -> dict[int, WorkerReport]:
-        """Return the last report of each member of the last world that has sent any, by rank."""
+        """Return the last report of each rank of the last world. Ranks that have not reported are omitted."""
         return self._reports.by_rank(self.places)
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code; on the second call, kill everything immediately. Thread-safe."""
+        """End the job with this exit code. On the second call, kill all workers immediately. Thread-safe."""
         if self._loop is None:
             self._early_stop = (reason, code)
         elif not self._loop.is_closed():
@@ -258,7 +259,7 @@ class Driver:
         self._launcher.dump(worker)
 
     async def run(self) -> int:
-        """Run the whole job and return its exit code once no worker is left.
+        """Run the whole job. Return its exit code once no worker is left.
 
         Raises:
             OSError: the driver cannot listen.
@@ -393,8 +394,8 @@ class Driver:
     def _signals(self) -> Iterator[None]:
         """Handle SIGHUP, SIGINT and SIGTERM as requests to stop the job.
 
-        If ``leaves`` is set, signals other than SIGINT stop only this driver. An ignored SIGHUP stays ignored, as under
-        nohup. Signals are handled only in the main thread.
+        If ``leaves`` is set, signals other than SIGINT stop only this driver. If SIGHUP was ignored, for example under
+        nohup, it stays ignored. Signals are handled only in the main thread.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -452,8 +453,9 @@ class Driver:
             await self._written(self._journal.rest())
 
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Wait until the journal is written. An operator's second stop request ends the wait for a store that does not
-        answer."""
+        """Wait until the journal is written. If the store does not answer, an operator's second stop request ends the
+        wait.
+        """
         self._settling = asyncio.ensure_future(writing)
         if self._hurried:
             self._settling.cancel()
@@ -479,7 +481,7 @@ class Driver:
             self._promised.pop(event.worker, None)  # another worker may get its place
 
     def _decide(self, event: events.Event, now: float) -> list[events.Action]:
-        """Decide the actions. Membership's answer is written to the journal before any action."""
+        """Return the actions for an event. They are written to the journal before any of them is performed."""
         try:
             answer = self._decisions.answer(event, now)
         except Exception as error:
@@ -496,7 +498,7 @@ class Driver:
         return self._decisions.follow(event, answer, now)
 
     def _set_alarm(self) -> None:
-        """Post TimePassed at the next deadline."""
+        """Post TimePassed to the mailbox at the next deadline."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -535,7 +537,7 @@ class Driver:
         self._log_workers("releasing", [a for a in actions if isinstance(a, events.LetGo)], given)
 
     def _do(self, action: events.Action) -> Line | None:
-        """Perform one action. Returns the log line about it, if any."""
+        """Perform one action. Return a line to log about it, or None."""
         send, broadcast = self._server.send, self._server.broadcast
         match action:
             case events.StartWorker():
@@ -648,8 +650,9 @@ class Driver:
         actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
         given: Sequence[Reason | None],
     ) -> None:
-        """Log actions on several workers for the same reason in one line, unless a report has already stated the
-        reason."""
+        """Log actions of one kind on several workers in one line if they have the same reason. A reason that a report
+        has already stated is not repeated.
+        """
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:
             if action.reason not in given:

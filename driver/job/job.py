@@ -1,4 +1,4 @@
-"""Complete and validated definition of a job: its program, its hosts, and its reports. Created by `cli`."""
+"""Complete and validated definition of a job: its program, its hosts, and its reports. `cli` creates it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class Stoppable(Protocol):
     """A driver whose job can be stopped."""
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code. Kill it on the second call. Thread-safe."""
+        """End the job with this exit code. On the second call, kill it. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job. At most one of ``hosts``, ``script`` and ``allocation`` is set; without any, ``fleet`` supplies the hosts.
+    """A complete and validated definition of a job. At most one of ``hosts``, ``script`` and ``allocation`` is set. If
+    none is, ``fleet`` supplies the hosts.
 
-    ``settings.env`` is added to every worker's environment. ``environ`` is the driver's environment.
+    The variables in ``settings.env`` are added to every worker's environment. ``environ`` is the driver's environment.
     """
 
     command: list[str]  # the program and its arguments
@@ -77,16 +78,16 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name with which commands find the job."""
+        """Return the name by which commands such as ``elasticrun status`` find the job."""
         return f"job-{os.getpid()}" if self.fleet is None else self.fleet.name
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
-    """Return the hosts that the discovery script or Slurm lists now; None without either. Later failures are only
-    logged.
+    """Return the hosts that the discovery script or Slurm lists now, or None if the job uses neither. Later failures of
+    these are only logged.
 
-    Raises Invalid if there is no valid list, or if a job of a fixed size needs more slots than its allocation has. An
-    empty list of a script is allowed: hosts may appear later.
+    Raises Invalid if there is no valid list, or if a job of a fixed size needs more slots than its allocation has. A
+    script may list no hosts, because hosts may appear later.
     """
     if job.allocation is not None:
         nodes = await job.allocation.hosts()
@@ -108,10 +109,13 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
 def script_discovery(
     job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
 ) -> Discovery:
-    """Return the discovery of the script or allocation, starting with its first list.
+    """Return the discovery by the job's script or Slurm allocation, which first yields ``known``.
 
     Args:
-        only: use only this machine.
+        job: the job.
+        known: list from an earlier query.
+        log: called with a level and a text.
+        only: if given, only hosts that are this machine are used.
     """
     if job.allocation is not None:
         return PolledDiscovery(
@@ -123,13 +127,14 @@ def script_discovery(
 
 
 def most_workers(cores: int) -> int:
-    """Return the default limit of workers on this machine, which protects against a mistyped number."""
+    """Return the default limit for the number of workers on this machine. It protects against a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
-    """Return the discovery of the given hosts, or of this machine with slots for all workers that were requested
-    before."""
+    """Return a discovery with the given hosts. Without given hosts, it lists this machine with a slot for each of the
+    ``workers_max`` workers.
+    """
     assert job.hosts is not None
     if not job.own_slots:
         return StaticDiscovery(job.hosts)
@@ -141,12 +146,16 @@ def listed_hosts(job: Job, workers_max: int) -> Discovery:
 def room_for(
     job: Job, discovery: Discovery, cores: int | None = None
 ) -> Callable[[int], Awaitable[str]] | None:
-    """Return a function that adds slots to this machine for a number of workers, or None if the slots are specified.
+    """Return a function that adds slots to this machine for a number of workers, or None if the user specified the
+    slots.
 
-    The function returns "" or the reason for refusing. The limit is `most_workers`, unless the job had more before.
+    The function returns "", or the reason for refusing. Its limit is `most_workers`, or the job's earlier number of
+    workers if this is higher.
 
     Args:
-        cores: default is the number that this process may use.
+        job: the job.
+        discovery: discovery whose slots are increased.
+        cores: number of cores for the limit (default: the number that this process may use).
     """
     if not isinstance(discovery, OwnSlots):
         return None

@@ -87,10 +87,11 @@ class JobIO:
     stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
-        """Distribute a worker's report.
+        """Pass a worker's report on to the live page, the report file, the metrics and TensorBoard.
 
         Args:
-            reported: an additional receiver.
+            report: the report.
+            reported: an additional receiver, or None.
         """
         self.page.reported(report)
         if self.report is not None:
@@ -125,15 +126,15 @@ class JobIO:
             self.view.adopt(workers, generation, time.time())
 
     def unfolding(self) -> bool:
-        """Return whether summaries of log lines wait for the end of a failure."""
+        """Return whether summaries of log lines are still delayed until the end of a failure."""
         return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
-        """Log exceptions of workers that were not logged yet.
+        """Log those exceptions of workers that were not logged yet.
 
         Args:
-            last: no worker is left. A worker may have reported an exception and been killed before it wrote its
-                traceback to stderr.
+            last: whether no worker is left. If so, exceptions whose traceback never arrived are logged too: a worker
+                may have been killed after it reported an exception and before it wrote the traceback to stderr.
         """
         # A worker that reports why the job cannot continue has no traceback.
         unsent = [
@@ -274,7 +275,7 @@ def _write(report: RunReport, log: Log) -> bool:
 
 
 def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:
-    """Return a desk for operators that is not open yet."""
+    """Return the service for operators of a job. It is not listening yet."""
     secret = secrets.token_bytes(SECRET_BYTES) if job.fleet is None else job.fleet.secret
     key = derived(secret, PURPOSE)
     steering = OperatorAccess(
@@ -313,8 +314,8 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 
 
 def page_token(job: Job) -> str:
-    """Return the token that grants access to the page. If the job has a given secret, the next driver uses the same
-    token.
+    """Return the token that grants access to the live page. If the job's secret was given by the user, the token is
+    derived from the secret, so that it stays valid under the next driver.
     """
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)
@@ -324,8 +325,8 @@ def page_token(job: Job) -> str:
 def _asked_to_end() -> bool:
     """Return whether Ctrl-C was pressed after the job's end.
 
-    asyncio has then cancelled this task, which no longer waits, and raises KeyboardInterrupt when the task
-    ends. Python 3.10 raises it immediately.
+    asyncio has then cancelled this task, and raises KeyboardInterrupt when the task ends. Python 3.10 raises it
+    immediately.
     """
     cancelling = getattr(asyncio.current_task(), "cancelling", None)
     return cancelling is not None and cancelling() > 0
@@ -333,7 +334,9 @@ def _asked_to_end() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_it() -> Iterator[None]:
-    """Make Ctrl-C end a blocking wait in this thread. asyncio's handler would only cancel a task, but no loop runs."""
+    """Make Ctrl-C end a blocking wait in this thread. asyncio's handler would only cancel a task, and no event loop
+    runs during the wait.
+    """
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.getsignal(signal.SIGINT) in unwanted:

@@ -1,4 +1,4 @@
-"""Acquisition of the leadership of a job in etcd. Acts; etcd decides."""
+"""Acquires the leadership of a job in etcd. Acts; etcd decides."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LEFT_S = 4.0  # ... and the seat of a killed driver once its lease has expired
 
 
 class LeaderLease:
-    """Leadership in etcd.
+    """Leadership of a job in etcd that this driver has acquired.
 
     Args:
-        waited: another driver led before.
+        waited: whether another driver led before.
     """
 
     def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
@@ -32,10 +32,13 @@ class LeaderLease:
 async def campaign(
     plan: MultiHostPlan, log: Log, stack: contextlib.AsyncExitStack
 ) -> LeaderLease | str | None:
-    """Become the leader of a job.
+    """Become the leader of a job. Waits if this driver is a standby.
 
-    Returns None without etcd, or the reason if a signal ended the wait. Raises Invalid if another driver leads and
-    this one is not a standby.
+    Returns:
+        the leadership, None without etcd, or the reason if a signal ended the wait.
+
+    Raises:
+        Invalid: another driver leads, and this driver is not a standby.
     """
     if plan.etcd is None:
         return None

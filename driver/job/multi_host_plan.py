@@ -25,10 +25,10 @@ FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class PodSource:
-    """Selection of pods as hosts.
+    """Selection of the pods that are hosts.
 
     Args:
-        slots: slots of each pod, or None for its number of GPUs (at least one).
+        slots: number of slots of each pod. None means the pod's number of GPUs, at least 1.
     """
 
     selector: str
@@ -40,10 +40,10 @@ class PodSource:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHostPlan:
-    """Settings for other hosts and driver failover.
+    """Settings for agents on other hosts and for driver failover.
 
     Args:
-        outlived: agents continue without this driver.
+        outlived: whether agents continue after the end of this driver.
     """
 
     name: str  # name of the job
@@ -71,12 +71,14 @@ class MultiHostPlan:
 
     @property
     def left_by_sigterm(self) -> bool:
-        """True if SIGTERM ends only this driver, since Kubernetes replaces a driver's pod when its node is drained."""
+        """Return whether SIGTERM ends only this driver and not the job. In Kubernetes, a driver's pod is replaced when
+        its node is drained.
+        """
         return self.pods is not None and self.outlived
 
     @property
     def agents_come(self) -> bool:
-        """True if agents connect by themselves and are not started over ssh."""
+        """Return whether agents connect by themselves, instead of being started over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
@@ -89,7 +91,7 @@ class MultiHostPlan:
 
 
 def provided(plan: MultiHostPlan, provider: Provider) -> MultiHostPlan:
-    """Return the plan for a job with hosts from an engine."""
+    """Return the plan for a job whose hosts are supplied by an engine such as Ray."""
     return replace(
         plan,
         provider=provider,

@@ -1,4 +1,4 @@
-"""Cleanup of agents of a killed driver when a new job replaces its job."""
+"""Cleanup of a killed driver's agents when a new job replaces its job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from elastic.errors import Invalid
 async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], log: Log) -> None:
     """Detach the agents of the job in the journal at ``path``, as its driver would have done at the end.
 
-    The agents search for a driver at the address of the killed one. Waits, within a limit, until their workers are
-    dead.
+    The agents search for a driver at the address of the killed driver. Waits, within a time limit, until their workers
+    are dead.
 
     Args:
         listed: hosts of the new job.

@@ -1,5 +1,6 @@
-"""Interface of an engine that supplies machines, such as Ray or Spark. The engine lists machines and starts agents on
-them."""
+"""Interface of an engine such as Ray or Spark that supplies machines. The engine lists the machines and starts agents
+on them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Supplies machines. Does not decide about the job. The driver decides when it has how many workers."""
+    """Supplies machines for a job. The driver decides how many workers the job has."""
 
     outlived: bool  # the job can outlive its driver and be resumed by another driver
     fresh: bool  # this is the first driver of the job
@@ -22,29 +23,32 @@ class Provider(Protocol):
 
     @property
     def towards(self) -> Sequence[str]:
-        """Addresses of some machines, which determine the network on which the driver listens."""
+        """Return addresses of some machines. They determine the network on which the driver listens."""
 
     @property
     def connected(self) -> Callable[[Mapping[str, int]], object] | None:
-        """Called with the slots of all hosts with agents after each change; None if the engine lists machines
-        itself."""
+        """Return a function that is called after each change with the slots of all hosts with agents, or None if the
+        engine itself lists machines.
+        """
 
     def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> Discovery:
-        """Return the discovery of machines and slots.
+        """Return the discovery of machines and slots. Called once.
 
-        Called once. It may call ``need`` at any time in the driver's loop.
+        The discovery may call ``need`` at any time in the driver's loop.
         """
 
     def starter(self, log: Log) -> Starter | None:
-        """Return the starter of agents; None if the engine starts them. Called once."""
+        """Return the starter of agents, or None if the engine starts them. Called once."""
 
     def archive(self) -> Archive | None:
-        """Return the journal archive that a replacement driver resumes from, or None if the job does not support driver
-        failover."""
+        """Return the archive of the journal from which a replacement driver resumes, or None if the job does not
+        support driver failover.
+        """
 
     def environ_of(self, host: str) -> Mapping[str, str]:
         """Return additional environment variables of this host's workers."""
 
     async def listening(self, address: str) -> None:
-        """Publish the driver's address ``host:port``: to agents of the previous driver, or to those that the engine is
-        to start now. Agents can connect."""
+        """Publish the driver's address ``host:port``, at which agents can connect from now on. The receivers are the
+        agents of the previous driver, or those that the engine starts now.
+        """

@@ -23,16 +23,16 @@ REMIND_S = 30.0  # interval between two log lines about awaited workers
 
 
 class Shutdown:
-    """The phase between outcome and exit.
+    """Decides what happens between the outcome of a job and the driver's exit.
 
     Args:
         outcome: the decision of membership.
         members: places of the last world's members.
-        alive: all worker processes.
-        leave_s: seconds for workers to leave.
+        alive: all workers with a running process.
+        leave_s: seconds that workers have to leave.
         idle_s: seconds after which a frozen member that trains again is killed. 0 means never.
         failed: members whose training function raised or called sys.exit.
-        now: current time on the caller's clock.
+        now: current time on the caller's clock, in seconds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Shutdown:
         return not self._alive
 
     def next_deadline(self) -> float | None:
-        """Return when to call ``overdue``."""
+        """Return the time at which `overdue` must be called next, or None."""
         if self.over:
             return None
         times = [self._remind_at, self._kill_at, self._give_up_at]
@@ -141,8 +141,9 @@ class Shutdown:
         return [events.Report("error", f"{named} was lost with its host {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Handle a stop request: the job cannot succeed any more, and the remaining workers are killed after
-        GRACE_S."""
+        """Handle a stop request. The job cannot succeed any more, and the remaining workers are killed after GRACE_S
+        seconds.
+        """
         self.code = code
         self._remind_at = None
         if self._give_up_at is None:
@@ -155,7 +156,7 @@ class Shutdown:
         return self.overdue(now)
 
     def overdue(self, now: float) -> list[events.Action]:
-        """Return the actions that are due."""
+        """Return the actions whose deadline has passed."""
         actions: list[events.Action] = []
         for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
             if now >= since + self._idle_s:

@@ -1,4 +1,4 @@
-"""Assembly and execution of a validated job in this process. Decides only whether the job needs agents."""
+"""Assembles and runs a validated job in this process. Decides only whether the job needs agents."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def _may_grow(fleet: MultiHostPlan) -> bool:
 async def _alone(
     job: Job, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """Run a job with all hosts on this machine, where everything ends with this process."""
+    """Run a job without agents. All its workers run on this machine and end with this process."""
     membership = Membership(job.settings)
     job_io.place_of = membership.place_of
     console = job_io.console

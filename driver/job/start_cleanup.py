@@ -12,7 +12,9 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class StartCleanup:
-    """Files of one start. ``remove`` removes them in reverse order, and may be called repeatedly."""
+    """The files and folders that one start has created. ``remove`` removes them in reverse order, and may be called
+    repeatedly.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -47,7 +49,7 @@ class StartCleanup:
             self._undo.append(lambda: _remove_unused(Path(path)))
 
     def run(self, storage: Storage, number: int) -> None:
-        """Register a claimed run. If the run has a checkpoint, its mark is kept."""
+        """Register a claimed run of a checkpoint folder. If the run has a checkpoint, its mark is not removed."""
 
         def give_back() -> None:
             if all(name.run != number for name in catalog.names(storage)):

@@ -1,8 +1,8 @@
-"""Runs a job whose workers belong to agents, on several hosts or with driver failover.
+"""Runs a job whose workers are started by agents, on several hosts or with driver failover.
 
 The driver becomes the leader, reads the journal, listens, announces its address, and adopts or begins the job, in this
-order. A driver that loses the leadership in between exits without an effect on workers, because they belong to another
-driver.
+order. A driver that loses the leadership meanwhile exits without any effect on the workers, because another driver
+controls them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 async def start_fleet(
     job: Job, plan: MultiHostPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """Run a job with agents and return its exit code, the reason, and results and last reports by rank.
+    """Run a job with agents. Return its exit code, the reason, and results and last reports by rank.
 
     Raises Invalid and OSError before anything is started.
     """
@@ -138,12 +138,15 @@ def _archive(job: Job, plan: MultiHostPlan, lead: LeaderLease | None) -> Archive
 def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> Address:
     """Bind the server and return its address.
 
+    Args:
+        server: the server to bind.
+        interface: address to listen on.
+        port: port to listen on. 0 means any.
+        own: the port of --driver-port, or 0.
+
     Raises:
         Invalid: this port, or that of the previous driver, is taken.
         OSError: the driver cannot listen.
-
-    Args:
-        own: the port of --driver-port.
     """
     try:
         return server.bind(interface, port)
@@ -314,7 +317,9 @@ class _Run:
     # ---- addresses, agents and hosts -------------------------------------------------------------------------------
 
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
-        """Return the address and port to listen on. Without etcd, agents know only those of the previous driver."""
+        """Return the address and port to listen on. Without etcd, they are those of the previous driver, because agents
+        know no other.
+        """
         movable = self.plan.etcd is not None or self.plan.provider is not None
         movable = movable or self.plan.pods is not None  # another pod with the name of a service
         if self.past is not None and not movable and self.past.address:
@@ -415,7 +420,7 @@ class _Run:
         await self._announce_desk(address.host)
 
     async def _announce_desk(self, interface: str) -> None:
-        """Announce the address for operators in etcd or Ray, where agents also find the driver."""
+        """Publish the address for operators in etcd or Ray, through which agents also find the driver."""
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
@@ -462,8 +467,8 @@ class _Run:
         return journal if copy is None else JournalCopy(journal, copy)
 
     def _none_waiting(self) -> bool:
-        """Return whether all workers train and none is about to reconnect or exit. A snapshot is taken only then, since
-        it takes long in a large job.
+        """Return whether all workers train and none is about to reconnect or exit. Only then is a snapshot taken,
+        because a snapshot of a large job takes long.
         """
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
@@ -506,7 +511,7 @@ class _Run:
 
 
 class ObservedDiscovery:
-    """A discovery that passes its lists to a callback too."""
+    """A discovery that also passes each list to a callback."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Local, readable copy of a journal that is kept elsewhere, from the start of this driver on. Makes no decisions.
+"""Local, readable copy of a journal that is stored elsewhere. The copy begins with this driver. Makes no decisions.
 
 The next driver resumes from the original. The copy is for users and for checks.
 """
@@ -22,13 +22,13 @@ async def copied_to(
     *,
     failed: Callable[[str], None],
 ) -> FileJournal:
-    """Create an empty copy.
+    """Begin a copy without entries.
 
     Args:
         file: the file to write.
         header: header of the journal.
         state: snapshot of the state at the end of the previous driver, or None if this is the first driver.
-        at: time of the snapshot.
+        at: time of the snapshot, in seconds.
         failed: called if the copy can no longer be written.
 
     Raises:
@@ -42,7 +42,7 @@ async def copied_to(
 
 
 class JournalCopy(Journal):
-    """Writes two journals. ``first`` is authoritative, ``copy`` receives the same entries."""
+    """Writes each entry to two journals. ``first`` is authoritative, and ``copy`` is readable."""
 
     def __init__(self, first: Journal, copy: FileJournal) -> None:
         super().__init__()

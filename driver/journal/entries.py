@@ -37,7 +37,7 @@ SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The driver that writes the following entries. It is the first driver or a successor.
+    """The driver that writes the following entries of a journal: the first driver of the job or a successor.
 
     ``at``, ``unix_s`` and ``boot`` are the values of its clocks and the boot ID of its machine when it started.
     """
@@ -66,7 +66,7 @@ class Header(msgspec.Struct, frozen=True):
     begins: StartCheckpoint | None = None  # None: no checkpoint, or written by an earlier version
 
     def checked(self) -> Settings:
-        """Return the settings, without the values of additional environment variables.
+        """Return the settings in the header, without the values of additional environment variables.
 
         Raises:
             Invalid: the format or the settings are of another version, or the journal is incomplete.
@@ -87,10 +87,10 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, omit_defaults=True):
-    """One event.
+    """One event in a journal, with the resulting actions.
 
     Args:
-        error: the exception that was raised while handling it, if any.
+        error: the exception that was raised while the event was handled, if any.
     """
 
     at: float
@@ -101,7 +101,7 @@ class Entry(msgspec.Struct, omit_defaults=True):
 
 
 class Snapshot(msgspec.Struct):
-    """Complete state of a membership after the preceding entry. See `snapshot`."""
+    """Complete state of a membership after the preceding entry. See `elastic.driver.membership.snapshot`."""
 
     snapshot: msgspec.Raw
     at: float
@@ -113,7 +113,9 @@ class Resumed(msgspec.Struct):
 
 
 class TroubleLine(msgspec.Struct):
-    """A problem outside the driver, for example with etcd. It is for readers only and not used to resume."""
+    """Journal line about a problem outside the driver, for example with etcd. It is for readers only: no driver resumes
+    from it.
+    """
 
     trouble: Reason
     at: float
@@ -163,30 +165,31 @@ def header_of(
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """Return a printable command. Arguments may contain bytes that are not valid text and that JSON cannot
-    represent."""
+    """Return a command as printable words. Arguments may contain bytes that are not valid text and that JSON cannot
+    represent.
+    """
     return [word.encode(errors="backslashreplace").decode() for word in words]
 
 
 def encoded(line: Header | Line) -> bytes:
-    """Encode one line with its newline."""
+    """Encode one line of a journal, including its newline."""
     return _encoder.encode(line) + b"\n"
 
 
 def decoded_header(line: bytes) -> Header:
-    """Decode a header.
+    """Decode the header of a journal.
 
     Raises:
-        msgspec.MsgspecError: it is invalid.
+        msgspec.MsgspecError: the line is not a valid header.
     """
     return _headers.decode(line)
 
 
 def decoded(line: bytes) -> Line:
-    """Decode a line after the header.
+    """Decode a line of a journal after the header.
 
     Raises:
-        msgspec.MsgspecError: it is invalid.
+        msgspec.MsgspecError: the line is invalid.
     """
     parts = _lines.decode(line)
     if parts.resumed is not None:
@@ -200,10 +203,10 @@ def decoded(line: bytes) -> Line:
 
 
 def entry_of(line: Mapping[str, Any]) -> Entry:
-    """Return the entry of a line that was decoded as plain JSON.
+    """Return the entry of a journal line that was decoded as plain JSON.
 
     Raises:
-        msgspec.MsgspecError: it is invalid.
+        msgspec.MsgspecError: the line is invalid.
     """
     actions = [msgspec.convert(each, _ACTIONS) for each in line.get("actions", ())]
     return Entry(line.get("at", 0.0), msgspec.convert(line["event"], _EVENTS), actions)
@@ -220,12 +223,14 @@ def same(recorded: Action | None, now: Action | None) -> bool:
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """Return a checksum of decisions, with which drivers are compared if the actions are omitted."""
+    """Return a checksum of actions. Where a journal omits the actions, the checksum shows whether another driver
+    decides the same.
+    """
     return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 
 
 def _decision(action: Action) -> dict[str, Any]:
-    """Return an action without its wording."""
+    """Return an action as a dict, without the texts that express it in words."""
     fields: dict[str, Any] = msgspec.to_builtins(action)
     if isinstance(action, events.Report):
         return {"type": fields["type"], "level": action.level}
@@ -247,7 +252,9 @@ def _kinds(fact: object) -> Any:
 
 
 def readable_lines(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
-    """Yield readable lines. Each entry has the seconds since ``since`` and the event, followed by its actions."""
+    """Yield readable lines for journal entries. Each event is preceded by the seconds since ``since`` and followed by
+    its actions.
+    """
     for entry in entries:
         yield f"{entry.at - since:+10.3f}  {describe(entry.event)}"
         for action in entry.actions:
@@ -257,13 +264,13 @@ def readable_lines(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
 
 
 def describe_writer(writer: Writer) -> str:
-    """Return the line for a change of the driver."""
+    """Return the readable line about a change of the driver."""
     where = f" at {writer.address}" if writer.address else ""
     return f"-- another driver resumes: term {writer.term}{where}, {writer.date}"
 
 
 def describe(value: Any, *, limit: int = 160) -> str:
-    """Return one line for an event, an action or a value inside them."""
+    """Describe an event, an action, or a value inside these, in one line."""
     if isinstance(value, (events.Event, events.Action)):
         fields = " ".join(
             f"{name}={describe(getattr(value, name))}"

@@ -1,4 +1,4 @@
-"""Journal of a job in a file, and the recovery of the job state for a replacement driver. Makes no decisions.
+"""Journal of a job in a file, and recovery of the job's state from it for a replacement driver. Makes no decisions.
 
 Each entry is in the file when `record` returns, so the next driver finds it even if this one is killed. Entries are not
 synced to disk: a machine that loses power may lose the latest entries, but then its workers are lost too. A lock on the
@@ -48,7 +48,7 @@ class FileArchive:
     """One journal file, locked while this object exists."""
 
     def __init__(self, path: Path) -> None:
-        """Open and lock the file.
+        """Open and lock the journal file.
 
         Raises:
             Invalid: the file cannot be written, or another driver writes it.
@@ -134,7 +134,9 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """Make the file private, because opening does not change the mode of an existing file. Raises Invalid."""
+        """Make the file readable only for this user. Opening does not change the mode of an existing file. Raises
+        Invalid.
+        """
         try:
             os.fchmod(self.fd, 0o600)
         except OSError as error:
@@ -151,12 +153,12 @@ class FileArchive:
         return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)
 
     def outlives(self) -> bool:
-        """Return whether the workers of the job in the file outlive their driver. Reads only the first line."""
+        """Return whether the workers of the job in the file outlive their driver. Reads only the header."""
         header = self.header()
         return header is not None and header.outlives
 
     def header(self) -> Header | None:
-        """Return the header of the journal in the file, even if the journal is incomplete. Return None without a
+        """Return the header of the journal, even if the journal is incomplete. Return None if the file has no
         journal.
         """
         if not self.regular:
@@ -174,7 +176,7 @@ class FileArchive:
 
 
 class FileJournal(Journal):
-    """An open journal that is written from byte ``at`` on."""
+    """A journal in a file that is open for writing from byte ``at`` on."""
 
     def __init__(
         self,
@@ -207,12 +209,12 @@ class FileJournal(Journal):
         """Begin the journal of a job that ends with its driver.
 
         Raises:
-            Invalid: see `FileArchive.make_way`.
+            Invalid: the previous journal cannot be kept, or the file is not a journal. See `FileArchive.make_way`.
         """
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """Do nothing. Recorded entries are already in the file and survive this process."""
+        """Do nothing, because recorded entries are already in the file and survive this process."""
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))
@@ -245,8 +247,8 @@ class FileJournal(Journal):
             self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
     def _abandon(self) -> None:
-        """Mark the journal as incomplete, so that the next driver does not resume from it. This overwrites bytes in
-        place and needs no space.
+        """Mark the journal as incomplete, so that no driver resumes from it. The mark overwrites existing bytes and
+        needs no space.
         """
         try:
             with open(self._archive.path, "r+b") as file:
@@ -258,11 +260,7 @@ class FileJournal(Journal):
 
 
 def check_own(path: Path) -> None:
-    """Check that the file is not the kept journal of an earlier job.
-
-    Raises:
-        Invalid: it is the kept journal of an earlier job.
-    """
+    """Raise Invalid if the file is the kept journal of an earlier job."""
     if path.suffix not in (f".{number}" for number in range(1, KEPT + 1)):
         return
     other, taken = path.with_suffix(""), False
@@ -276,11 +274,7 @@ def check_own(path: Path) -> None:
 
 
 def _check_unwritten(path: Path) -> None:
-    """Check that no driver writes the file, which will be moved or removed.
-
-    Raises:
-        Invalid: a driver writes it.
-    """
+    """Raise Invalid if a driver is writing this file, which is about to be moved or removed."""
     try:
         if stat.S_ISREG(path.stat().st_mode):
             with open(path, "rb") as file:
@@ -292,10 +286,10 @@ def _check_unwritten(path: Path) -> None:
 
 
 def _has_journal(path: Path) -> bool:
-    """Return whether the file contains a journal, or False if it is empty.
+    """Return whether the file contains a journal. Return False if it is empty.
 
     Raises:
-        Invalid: it contains other data.
+        Invalid: the file contains other data.
         OSError: the file cannot be read.
     """
     try:
@@ -311,7 +305,7 @@ def _has_journal(path: Path) -> bool:
 
 
 def _check(path: Path, first: bytes) -> None:
-    """Check the beginning of a file, which may be short.
+    """Check that a file, of which ``first`` is the beginning, is a journal.
 
     Raises:
         Invalid: the file is not a journal.
@@ -327,7 +321,7 @@ def _no_journal(path: Path) -> Invalid:
 
 
 def _last(fd: int, what: bytes, end: int) -> int:
-    """Return the last offset of ``what`` before ``end``, or -1. Reads the file backwards in blocks."""
+    """Return the last offset of the bytes ``what`` before offset ``end``, or -1. Reads the file backwards in blocks."""
     while end > 0:
         start = max(0, end - BLOCK)
         found = os.pread(fd, end - start, start).rfind(what)
@@ -344,7 +338,9 @@ def _not_writable(path: Path, error: OSError) -> Invalid:
 
 
 def _in_use(path: Path) -> Invalid:
-    """Return the error for a journal in use. The lock is held by the writer of the latest header or takeover."""
+    """Return the error that a journal is in use. It names the driver that wrote the latest header or takeover, which
+    holds the lock.
+    """
     pid = 0
     try:
         with open(path, "rb") as file:

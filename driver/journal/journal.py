@@ -1,12 +1,13 @@
-"""Record of all events and the resulting actions of membership, and their replay. Makes no decisions.
+"""Record of all events and of membership's resulting actions, and their replay. Makes no decisions.
 
     journal.record(now, event, actions)     right after each decision, in order
     await journal.settle()                  before acting on what was recorded
     await journal.rest()                    when no decision is pending: time for a snapshot
 
-Membership is deterministic, so the events alone reproduce every decision: ``replay`` feeds them to a new Membership and
-compares. `file`, etcd and Ray store journals, `entries` defines the contents, and `resume` restores a job for another
-driver. ``python -m elastic.driver.journal FILE`` prints the entries and whether the replay agrees.
+Membership is deterministic, so the events alone reproduce every decision: ``replay`` passes them to a new Membership
+and compares its actions with the recorded ones. `file`, etcd and Ray store journals, `entries` defines the contents,
+and `resume` restores a job for another driver. ``python -m elastic.driver.journal FILE`` prints the entries and whether
+the replay agrees.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken at any 
 
 
 class Machine(Protocol):
-    """State machine to replay: Membership, or a substitute in tests."""
+    """Interface of a state machine that can be replayed: Membership, or a substitute in tests."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
@@ -63,10 +64,10 @@ class ReplayDiffers(ElasticError):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPolicy:
-    """When and how to take snapshots.
+    """When and how the driver takes snapshots.
 
     Args:
-        take: returns a snapshot of the state after the latest entry. None means take no snapshots.
+        take: returns a snapshot of the state after the latest entry. None means that no snapshots are taken.
         snapshot_every: number of entries between two snapshots.
         failed: called once if the journal can no longer be written, for example because the disk is full. The job
             continues.
@@ -101,7 +102,15 @@ class Journal:
     def record(
         self, at: float, event: Event, actions: Sequence[Action] = (), *, error: str = ""
     ) -> None:
-        """Record an event that was just handled and the resulting actions. It is durable once `settle` has returned."""
+        """Record an event that was just handled, and the resulting actions. The entry is durable once `settle` has
+        returned.
+
+        Args:
+            at: time of the event on the journal's clock, in seconds.
+            event: the event.
+            actions: the actions.
+            error: the exception that was raised while the event was handled, if any.
+        """
         entry = Entry(at, event, list(actions), error)
         self._ring.append(entry)
         self._bytes += self._keep(entry)
@@ -119,7 +128,7 @@ class Journal:
         out."""
 
     async def rest(self) -> None:
-        """Take a snapshot if one is due. The caller ensures that no decision is pending and that all records are
+        """Take a snapshot if one is due. Call this only if no decision is pending and all recorded entries are
         settled.
         """
         if self._due(1) and self._suits():
@@ -127,7 +136,7 @@ class Journal:
             await self.settle()
 
     def story(self, last: int = RING) -> str:
-        """Return the latest entries in readable form, oldest first."""
+        """Return the latest ``last`` entries as readable text, oldest first."""
         entries = list(self._ring)[-last:]
         return (
             "\n".join(readable_lines(entries, since=entries[0].at)) if entries else "no events yet"
@@ -167,22 +176,22 @@ class Archive(Protocol):
     """Storage of the journal of one job. While the archive is open, no other process writes to the journal."""
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None.
+        """Return the job to resume, or None if there is none.
 
         Raises:
-            Invalid: it cannot be resumed.
+            Invalid: the job cannot be resumed.
         """
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
-        """Begin the journal of a new job and discard the previous job's journal. Requires `recovered_job`."""
+        """Begin the journal of a new job, and discard the previous job's journal. Call `past` before."""
 
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> Journal:
-        """Continue the journal with another driver."""
+        """Continue the journal of a resumed job as its next driver."""
 
     def close(self) -> None:
-        """Release the storage. Has no effect once a journal was begun, which must be closed instead."""
+        """Release the storage. Has no effect once a journal was begun; close that journal instead."""
 
 
 # ---- reading a file -------------------------------------------------------------------------------------------------
@@ -237,7 +246,7 @@ def recording(path: Path) -> Recording:
 
 
 def read(path: Path) -> tuple[Settings, list[Entry]]:
-    """Return settings and entries of all drivers that have written the journal.
+    """Return the settings of a job, and the entries of all drivers that have written its journal.
 
     Raises:
         Invalid: the file is not a journal.
@@ -340,7 +349,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def story_of(found: Recording) -> Iterator[str]:
-    """Yield all entries in readable form."""
+    """Yield all entries of a journal as readable lines."""
     since = found.entries[0][1].at if found.entries else 0.0
     if found.start is not None:
         yield f"-- from the middle of the job: term {found.start.writer.term}"

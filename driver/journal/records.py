@@ -1,4 +1,4 @@
-"""Record of a journal in a remote store, divided into pieces of a size that the store accepts.
+"""A journal record for a remote store, divided into pieces of a size that the store accepts.
 
 Pure: no I/O, no clock.
 """
@@ -12,7 +12,7 @@ PIECE = 768 * 1024  # bytes; etcd accepts 1.5 MiB per transaction
 
 @dataclass(eq=False)
 class PendingRecord:
-    """A record that has not been written completely."""
+    """A record of which not all pieces have been written yet."""
 
     data: bytearray
     begins: bool = False  # invalidates everything before it
@@ -21,7 +21,7 @@ class PendingRecord:
 
     @property
     def pieces(self) -> int:
-        """Number of its pieces."""
+        """Return the number of the record's pieces."""
         return -(-len(self.data) // PIECE)
 
     def takes(self, line: bytes) -> bool:
@@ -29,6 +29,6 @@ class PendingRecord:
         return not (self.begins or self.begun) and len(self.data) + len(line) <= PIECE
 
     def next_piece(self) -> bytes:
-        """Return the next piece to write, without its head."""
+        """Return the next piece to write, without its head line."""
         start = self.written * PIECE
         return bytes(self.data[start : start + PIECE])

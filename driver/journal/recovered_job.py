@@ -12,7 +12,7 @@ from elastic.driver.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveredJob:
-    """State of a job at the end of its last driver."""
+    """State of a job at the end of its last driver, as restored from the journal."""
 
     header: Header
     settings: Settings  # settings without the values of additional environment variables
@@ -40,10 +40,10 @@ class RecoveredJob:
 
     @property
     def over(self) -> bool:
-        """True if the job has ended and has no workers left."""
+        """Return whether the job has ended and has no workers left."""
         return self.ended is not None and not self.membership.roster
 
     @property
     def address(self) -> str:
-        """Address at which the last driver listened."""
+        """Return the address at which the last driver listened."""
         return self.writer.address

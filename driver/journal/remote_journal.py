@@ -20,7 +20,9 @@ R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):
-    """An open journal in a store. Writes wait for the store, or until another driver leads."""
+    """An open journal in a remote store. Writing waits until the store answers, or until another driver leads the
+    job.
+    """
 
     def __init__(
         self, make: type[R], writer: Writer, policy: SnapshotPolicy | None, *, entries: int = 0

@@ -1,7 +1,7 @@
-"""Restoration of a job from its journal for another driver, and the conversion of its clock.
+"""Restores a job from its journal for another driver, and converts times between their clocks.
 
-`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on
-the clock of the process that wrote it. `clock_offset` returns the offset of another clock.
+`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
+of the process that wrote it. `clock_offset` returns the offset of another clock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
-    """Restore a job.
+    """Restore a job from its journal.
 
     Args:
         header: header of the journal.
-        lines: all lines after the header, or from a snapshot on.
+        lines: all lines after the header, or the lines from a snapshot on.
 
     Raises:
         Invalid: a line is invalid, or this version decides differently.
@@ -81,7 +81,9 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Describe how the command and settings differ from those at the start of the job."""
+    """Describe how a command and its settings differ from those at the start of the job. Return one text per
+    difference.
+    """
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
@@ -127,7 +129,8 @@ def to_go_on_with(
 
     Args:
         past: the job in the journal, if any.
-        command, settings: of this driver.
+        command: command of this driver.
+        settings: settings of this driver.
         resume: whether this driver may continue a job.
         fresh: whether to discard an existing job.
         name: name of the journal, for errors.
@@ -186,8 +189,8 @@ def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: s
 
 
 def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
-    """Return a description of this process as the driver that writes from now on. Its clock is the clock of asyncio's
-    loops plus ``offset_s``.
+    """Return a description of this process as the driver that writes the journal from now on. Its clock is the clock of
+    asyncio's event loops plus ``offset_s``.
     """
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):

@@ -19,14 +19,14 @@ from elastic.driver.journal.records import PendingRecord
 
 
 class Place(NamedTuple):
-    """End of a record, given by its chapter and the number of the next piece."""
+    """End of a record, given by its chapter and the number of the piece that follows."""
 
     chapter: str
     end: int
 
 
 class Head(msgspec.Struct, omit_defaults=True):
-    """First line of a piece."""
+    """First line of a piece, with its position in the journal."""
 
     piece: int
     of: int
@@ -40,16 +40,16 @@ _heads = msgspec.json.Decoder(Head)
 
 @dataclass(eq=False)
 class SegmentedRecord(PendingRecord):
-    """A record with a head for each piece.
+    """A record in which each piece has a head.
 
     Args:
-        after: the place from which it continues.
+        after: end of the record that this record continues.
     """
 
     after: Place | None = None
 
     def piece(self) -> bytes | None:
-        """Return the next piece with its head, or None when all are written."""
+        """Return the next piece with its head, or None if all pieces are written."""
         if self.written == self.pieces:
             return None
         head = Head(self.written + 1, self.pieces, self.begins, self.after)
@@ -57,12 +57,12 @@ class SegmentedRecord(PendingRecord):
 
 
 def chapter_name(turn: int, number: int, writer: str) -> str:
-    """Return the name of a chapter. The order of sorted names is that of the turns."""
+    """Return the name of a chapter. Names sort in the order of the turns."""
     return f"{turn:06d}-{number:06d}-{writer}"
 
 
 def writer_of(chapter: str) -> tuple[int, str]:
-    """Return the turn and the writer's ID of a chapter."""
+    """Return a chapter's turn, and the ID of the driver that wrote it."""
     turn, _, writer = chapter.split("-")
     return int(turn), writer
 

@@ -1,4 +1,6 @@
-"""Folder of an agent that an engine's process holds, such as an actor of Ray, and lookups about its Python. Acts."""
+"""Private folder of an agent that runs in an engine's process, such as an actor of Ray, and queries about its Python.
+Acts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Remove folders of processes that were killed, whose lock is free."""
+    """Remove the folders of processes that were killed. The lock of such a folder is free."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -64,7 +66,7 @@ def own_path(python: str, limit_s: float) -> list[str]:
 
 
 def programs(python: str, folder: Path) -> str:
-    """Return a folder in which ``python`` is this interpreter."""
+    """Return a subfolder of ``folder`` in which the program ``python`` is this interpreter."""
     programs = os.path.dirname(python)
     if os.access(os.path.join(programs, "python"), os.X_OK):
         return programs

@@ -1,4 +1,4 @@
-"""Module paths of an agent that a process of Ray or Spark starts, and of its workers. Pure: no I/O, no clock."""
+"""Module search paths of an agent that a process of Ray or Spark starts, and of its workers. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ BOOT = (
 
 
 def users_modules(path: Sequence[str], own: Sequence[str], engines: str) -> list[str]:
-    """Return the entries of ``sys.path`` that a worker lacks.
+    """Return those entries of ``sys.path`` that a worker needs but does not have by itself.
 
-    ``own``: entries that it has. ``engines``: folder of the engine's own modules.
+    Args:
+        path: ``sys.path`` of the process that starts the job.
+        own: entries that a worker has by itself.
+        engines: folder of the engine's own modules.
     """
     known = {*own, ""}
     return list(
@@ -30,10 +33,13 @@ def users_modules(path: Sequence[str], own: Sequence[str], engines: str) -> list
 
 
 def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
-    """Return the ``sys.path`` of an agent, in which no file of the user can shadow the agent's imports.
+    """Return the ``sys.path`` of an agent. No file of the user can shadow the agent's imports.
 
-    ``own`` is the interpreter's path, ``package`` the folder that contains hvd-elastic. If this is also the user's
-    folder, only Python's own modules precede it.
+    Args:
+        own: path of the interpreter.
+        package: folder that contains hvd-elastic. If this is also the user's folder, only Python's own modules precede
+            it.
+        users: entries that the user's code needs.
     """
     library = [entry for entry in own if entry.endswith((".zip", "/lib-dynload"))]
     first = max((own.index(entry) + 1 for entry in library), default=0)

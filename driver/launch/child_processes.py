@@ -1,6 +1,6 @@
-"""Child processes of a starter. Each receives its bootstrap, is watched until it is ready, and is reaped.
+"""Child processes of a starter. Each child receives its bootstrap, is watched until it is ready, and is reaped.
 
-Makes no decisions. Each process has its own session, so that neither Ctrl-C nor the end of a terminal reaches it. Its
+Makes no decisions. Each child has its own session, so that neither Ctrl-C nor the end of a terminal reaches it. Its
 standard input stays open while this process lives, so that an agent that must not outlive this process detects its end.
 The exit is detected with a pidfd, not by the end of the output, which other processes may hold open.
 """
@@ -38,14 +38,16 @@ _LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(
 
 
 def as_logged(line: str) -> tuple[str, str]:
-    """Return the level and text of a line of an agent's log. Any other line, such as a traceback's, is a warning."""
+    """Return the level and text of a line of an agent's log. A line in another format, such as a traceback's, is a
+    warning.
+    """
     if found := _LOGGED.match(line):
         return found[1] or "debug", found[2].strip()
     return ("warning" if line.strip() else "debug"), line[:500]
 
 
 class ChildProcess:
-    """One child process.
+    """One child process of a starter.
 
     Once the process is ready, ``heard`` is called with each line that it prints. ``gone`` is called after the last
     line.
@@ -57,8 +59,10 @@ class ChildProcess:
         """Start the process.
 
         Args:
-            text: written to its standard input.
-            outlives: the process may move to the background.
+            command: program and arguments.
+            env: environment of the process.
+            text: bytes to write to its standard input.
+            outlives: whether the process may move to the background and outlive this process.
 
         Raises:
             OSError: the program cannot be started.
@@ -94,23 +98,23 @@ class ChildProcess:
         self._send()
 
     def said(self) -> str:
-        """Return the end of the process's output from both streams."""
+        """Return the last lines that the process has written to stdout and stderr."""
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close the standard input of the process. The process then treats its parent as exited."""
+        """Close the standard input of the process, which then treats its parent as exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()
 
     def kill(self) -> None:
-        """Send SIGKILL to its process group. It may have ended."""
+        """Send SIGKILL to the process group of the child. The child may have exited already."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release the resources of the process, even if it has not ended."""
+        """Release the resources held for the process, even if it has not exited."""
         self.hang_up()
         self._close_output()
         self._conclude()
@@ -209,13 +213,13 @@ class ChildProcess:
 
 
 class ChildProcesses:
-    """All processes of one starter.
+    """All child processes of one starter.
 
     Args:
         describe: called with host and process. Returns the reason why a ready process ended.
         at_once: maximum number of processes that are being started at the same time.
-        ready_s: time limit for one start, once it is its turn.
-        close_s: time limit for the end of all processes. One second is added.
+        ready_s: time limit for one start in seconds, without the time in which the start waits for its turn.
+        close_s: time limit for the end of all processes, in seconds. One second is added.
     """
 
     def __init__(
@@ -247,17 +251,20 @@ class ChildProcesses:
         *,
         first: bytes = b"",
     ) -> None:
-        """Start ``command`` on a host, send it the bootstrap, and return when it is ready.
+        """Start ``command`` on a host, send it the bootstrap, and return when the process is ready.
 
         Args:
+            bootstrap: parameters of the agent.
+            command: program and arguments.
+            env: environment of the process.
             explain: called with the process and the release that it reported. Returns the reason why the process cannot
                 be used. The release is None if the process ended before it was ready, or was killed at the time limit
                 (its ``code`` is then None).
             first: bytes to send before the bootstrap.
 
         Raises:
-            StartFailed: there is no usable agent.
-            OSError: there is no such program.
+            StartFailed: the process did not become a usable agent.
+            OSError: the program does not exist.
         """
         host = bootstrap.host
         async with self._turns:
@@ -334,7 +341,7 @@ class ChildProcesses:
         """End all processes, within a time limit.
 
         Args:
-            spare: do not end processes that outlive this one, since these are agents.
+            spare: whether processes that may outlive this process continue, because they are agents.
         """
         self._closed = True
         self._serving.clear()

@@ -36,11 +36,15 @@ def worker_environment(
 
     Args:
         inherited: the driver's own environment.
+        worker: the worker.
         place: provisional place. The final one is sent after the worker has connected.
-        driver, secret, bind, tls: see `host_environment`.
-        threads: see `defaults`.
-        extra: the job's additional variables, including its timeouts. Like ``inherited``, they override the
-            defaults but not the worker's identity.
+        driver: address of the driver, or of the host's agent, to which the worker connects.
+        secret: the job's secret, hexadecimal.
+        bind: address on which the worker may listen for its peers.
+        tls: TLS files, or None without TLS.
+        threads: the worker's share of the cores.
+        extra: the job's additional variables, including its timeouts. Like ``inherited``, they override the defaults
+            but not the worker's identity.
     """
     env = {
         **defaults(threads),
@@ -54,15 +58,15 @@ def worker_environment(
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a worker may inherit."""
+    """Return the variables of an environment that a worker may inherit, which excludes secrets."""
     return {name: value for name, value in environ.items() if name not in _KEPT_BACK}
 
 
 def defaults(threads: int) -> dict[str, str]:
-    """Return the defaults, which users may override.
+    """Return default values of environment variables, which users may override.
 
     Args:
-        threads: this worker's share of the cores.
+        threads: the worker's share of the cores.
     """
     return {
         **nccl_settings.DEFAULTS,
@@ -81,8 +85,10 @@ def job_environment(
     The ``HOROVOD_`` names are those by which scripts and other libraries detect how they were started.
 
     Args:
-        place: provisional.
-        wait_timeout_s: how long to wait for a message from the driver.
+        worker: the worker.
+        place: provisional place of the worker.
+        elastic: whether the job is elastic.
+        wait_timeout_s: how many seconds the worker waits for a message from the driver.
     """
     return {
         "ELASTIC_WORKER": str(worker),
@@ -102,7 +108,9 @@ def job_environment(
 
 
 def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
-    """Return the variables that torchrun sets. Each host is a group, and there is only one role."""
+    """Return the variables that torchrun would set. In its terms, each host is a group, and all workers have one
+    role.
+    """
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -125,10 +133,11 @@ def host_environment(
     """Return the variables that are the same for every worker of a host.
 
     Args:
-        driver: address of the driver, or of the host's agent, to connect to.
-        secret: hexadecimal. It is not an argument, because every user can read a process's arguments, but only its
-            owner can read its environment.
+        driver: address of the driver, or of the host's agent, to which the workers connect.
+        secret: the job's secret, hexadecimal. It is passed in the environment, because every user can read the
+            arguments of a process, but only the owner can read its environment.
         bind: address on which a worker may listen for its peers.
+        tls: TLS files, or None without TLS.
     """
     # No server that speaks HTTP, as other libraries would expect, listens at the rendezvous address.
     return {
@@ -144,5 +153,7 @@ def host_environment(
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """Return an equal share of the cores. With torch's default, every worker would use threads for all cores."""
+    """Return the number of threads per worker: an equal share of the cores. By default, torch would use a thread per
+    core in each worker.
+    """
     return max(1, cores // max(1, workers))

@@ -1,4 +1,4 @@
-"""Interface of everything that starts workers for the event loop. Implementations make no decisions."""
+"""Interface of all components that start workers for the event loop. Implementations make no decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Launcher(Protocol):
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
-        """Called once, before all other methods.
+        """Set the callbacks. Called once, before all other methods.
 
         Args:
             exited: called exactly once for each started worker.
@@ -26,14 +26,14 @@ class Launcher(Protocol):
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start ``command`` as this worker, with exactly this environment.
 
-        Does not raise for external failures: a missing program or a lost host is reported as an exit with code 127 or
+        Does not raise for external failures. A missing program or a lost host is reported as an exit with code 127 or
         126 and a ``reason``.
         """
 
     def kill(self, worker: Worker) -> None:
-        """Send SIGKILL to the worker and its children.
+        """Send SIGKILL to a worker and its children.
 
-        Its exit is reported to ``exited``. Unknown workers are ignored.
+        The worker's exit is then passed to ``exited``. Unknown workers are ignored.
         """
 
     def probe(self, workers: Sequence[Worker]) -> None:
@@ -45,7 +45,7 @@ class Launcher(Protocol):
     def give_up(self, host: str, why: str) -> None:
         """Declare an unresponsive host lost. `HostLost` is then reported.
 
-        Does nothing if its agent is in this process.
+        Does nothing if the host's agent is in this process.
         """
 
     def alive(self) -> frozenset[Worker]:

@@ -1,6 +1,6 @@
-"""Starts agents on the nodes of a Slurm allocation with srun, one job step per node.
+"""Starts agents on the nodes of a Slurm allocation with srun, in one job step per node.
 
-The bootstrap is sent on srun's standard input. Slurm authenticates that connection and does not encrypt it.
+The bootstrap is sent on srun's standard input. Slurm authenticates that connection but does not encrypt it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ READY_S = 60.0
 
 
 def srun_starter(job: str, *, environ: Mapping[str, str], python: str, log: Log) -> ChildStarter:
-    """Return a starter of agents, to be called in the event loop.
+    """Return a starter of agents. Call this in the event loop.
 
     Args:
         job: ID of the Slurm job.
         environ: environment of srun and of the agents.
         python: path of the Python on the nodes.
+        log: called with a level and a text.
     """
     return ChildStarter(
         environ=environ, log=log, python=python, through=partial(srun, job), ready_s=READY_S
@@ -28,7 +29,7 @@ def srun_starter(job: str, *, environ: Mapping[str, str], python: str, log: Log)
 
 
 def srun(job: str, host: str) -> list[str]:
-    """Return the words that run a program on ``host``.
+    """Return the srun command that runs the words after it on ``host``.
 
     The step overlaps with other steps, so that the agent can use all of the node's part of the allocation: its cores,
     memory and GPUs.

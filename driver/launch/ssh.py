@@ -1,6 +1,6 @@
 """Starts agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
 
-The remote command is constant, so that no shell there can misinterpret a name. All parameters are sent on standard
+The remote command is constant, so that no remote shell can misinterpret a name. All parameters are sent on standard
 input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected as long as the agent
 depends on the driver, and detects a connection that was lost silently.
 """
@@ -34,11 +34,10 @@ CLOSE_S = 10.0
 
 
 def remote(module: str) -> str:
-    """Return the command that runs a module on another host with the first of two Python interpreters that exists
-    there.
+    """Return the command that runs a module on another host with the first existing one of two Python interpreters.
 
-    The interpreters are the first two lines of standard input. Any login shell can parse the command, since its quoted
-    part contains no quotes, backslashes, newlines or exclamation marks.
+    The interpreters are the first two lines of standard input. Any login shell can parse the command, because its
+    quoted part contains no quotes, backslashes, newlines or exclamation marks.
     """
     return (
         "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
@@ -59,7 +58,7 @@ class SshOptions:
     """Options of ssh on the command line.
 
     Raises:
-        Invalid: a value is invalid, as far as this machine can tell.
+        Invalid: a value is invalid. Only what this machine can check is checked.
     """
 
     port: int | None = None
@@ -95,7 +94,7 @@ class SshStarter:
     """Starts agents with ssh. Must be created in the event loop.
 
     Args:
-        environ: environment of ssh itself, for ssh-agent. It is not passed to agents.
+        environ: environment of ssh, for example for ssh-agent. It is not passed to agents.
     """
 
     def __init__(self, options: SshOptions, *, environ: Mapping[str, str], log: Log) -> None:

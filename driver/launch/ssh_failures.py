@@ -54,7 +54,13 @@ _SSH = (
 
 
 def why_ssh_failed(host: str, output: str, words: str) -> str:
-    """Return the reason why ssh failed with SSH_FAILED. ``words`` are the arguments of ssh that a user would type."""
+    """Return the reason why ssh failed, from its output.
+
+    Args:
+        host: the host.
+        output: output of ssh and of the remote command.
+        words: the arguments of ssh that a user would type to try it.
+    """
     for expression, sentence in _SSH:
         if found := re.search(expression, output):
             keys = re.findall(r"Offering public key: (.+?) [A-Z0-9-]+ SHA256:", output)
@@ -67,12 +73,15 @@ def why_ssh_failed(host: str, output: str, words: str) -> str:
 def why_no_agent(
     host: str, code: int | None, output: str, *, ours: str, release: str | None, limit_s: float
 ) -> str:
-    """Return the reason why there is no agent on a host.
+    """Return the reason why no agent could be started on a host.
 
     Args:
-        code: exit code of the command that should have become the agent. None means it did not exit in time.
+        host: the host.
+        code: exit code of the command that should have become the agent. None means that it did not exit in time.
+        output: output of the command.
         ours: release of this package.
         release: different release that the agent reported, or None.
+        limit_s: time limit of the start, in seconds.
     """
     if release is not None:
         return (

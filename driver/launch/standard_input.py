@@ -1,4 +1,4 @@
-"""Assignment of the driver's standard input to a worker. Pure: no I/O, no clock."""
+"""Decides which worker receives the driver's standard input. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from elastic.protocol.messages import Worker
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """Return the rank in the environment of a worker, or None if the rank is not set."""
+    """Return the rank that a worker's environment contains, or None."""
     text = environ.get("HOROVOD_RANK", "")
     return int(text) if text.isdecimal() else None
 
 
 def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
-    """Check ``--stdin``.
+    """Raise Invalid if ``--stdin`` cannot be used.
 
     Args:
         rank: rank of the worker that reads standard input. None means that no worker reads it.
-        by_agents: agents in other processes start the workers.
+        workers_max: size of the largest world.
+        by_agents: whether agents in other processes start the workers.
 
     Raises:
-        Invalid: no worker could read it.
+        Invalid: no worker could read standard input.
     """
     if rank is None:
         return
@@ -51,7 +52,7 @@ class StandardInput:
         self._holder: Worker | None = None
 
     def receives(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
-        """Return whether a worker that is about to start gets standard input. ``alive`` are the running workers."""
+        """Return whether a worker that is about to start receives standard input. ``alive`` are the running workers."""
         if self._rank is None or self._holder in alive:
             return False
         last = self._holder

@@ -1,7 +1,7 @@
 """Interface of all ways to start an agent process on a host. Implementations make no decisions.
 
-The process reads its parameters from standard input, as one line of JSON: neither its arguments nor its environment
-contain a secret, and the starter needs no file on the other machine.
+The agent reads its parameters from standard input, as one line of JSON. Therefore neither its arguments nor its
+environment contain a secret, and the starter needs no file on the other machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ RUN_MODULE = (
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """Parameters of an agent process. Exactly one of ``drivers`` and ``etcd`` is set and contains the location of the
-    driver."""
+    """Parameters of an agent process. Either ``drivers`` or ``etcd`` is set, and determines where the agent finds the
+    driver.
+    """
 
     job: str
     host: str  # name in the list of hosts
@@ -57,11 +58,11 @@ class Starter(Protocol):
     """Starts agent processes. All methods are called in the thread of the driver's event loop."""
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """Start the agent of ``bootstrap.host``, and return once it runs and has read its bootstrap. It may not have
-        reached the driver yet.
+        """Start the agent of ``bootstrap.host``. Return once the agent runs and has read its bootstrap, even if it has
+        not reached the driver yet.
 
         Raises:
-            StartFailed: no agent runs; raised within a time limit.
+            StartFailed: no agent runs. Raised within a time limit.
         """
 
     async def close(self) -> None:

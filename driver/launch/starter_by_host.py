@@ -1,4 +1,4 @@
-"""Chooses a starter by host: a child process for this machine, another starter for all others."""
+"""Chooses the starter of an agent by its host: a child process on this machine, another starter elsewhere."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elastic.driver.launch.starter import Bootstrap, Starter
 
 
 class StarterByHost:
-    """Starter that delegates to ``here`` for this machine's names and to ``there`` for all other hosts.
+    """Starter that uses ``here`` for the names of this machine, and ``there`` for all other hosts.
 
     Args:
-        elsewhere: returns None for a name of this machine, otherwise the reason why it is not this machine. It may
+        elsewhere: called with a host. Returns None if it is this machine, otherwise the reason why it is not. May
             resolve names, so it is called in a thread and must have its own timeout.
     """
 

@@ -22,7 +22,7 @@ class ChildStarter:
 
     Args:
         environ: environment of agents and their workers, except for the driver's secrets.
-        through: returns the words before the Python, given the host, such as srun's.
+        through: called with the host. Returns the words that precede the Python command, such as those of srun.
     """
 
     def __init__(

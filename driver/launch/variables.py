@@ -1,4 +1,4 @@
-"""Known environment variables, for detecting mistyped ones. Pure: no I/O, no clock."""
+"""The known environment variables, by which mistyped ones are detected. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ _ALIKE = 0.8  # similarity, at most 1; allows for one or two letters
 
 
 def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
-    """Return a sentence for each variable that resembles one of this package's but has no effect.
+    """Return a sentence for each variable that resembles one of this package's variables but has no effect.
 
-    Other programs also use the prefix ``ELASTIC_``, so with it, only names similar to a known variable are reported.
+    Other programs also use the prefix ``ELASTIC_``. Therefore, of the variables with this prefix, only those similar to
+    a known variable are reported.
 
     Args:
+        environ: the environment.
         flags: variables that correspond to flags.
     """
     sentences = []

@@ -1,7 +1,7 @@
 """Decisions about broken collectives, exceptions and exits of workers. Deterministic.
 
-Inside elastic.run, a failure makes all workers resume from the last commit. Outside it, and in a job that is not
-elastic, it ends the job; `root_cause` then determines the cause.
+Inside elastic.run, a failure makes all workers resume from the last commit. Outside it, or in a job that is not
+elastic, a failure ends the job; `root_cause` then determines the cause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Failures(Part):
     """Handles failures and exits, one method per event."""
 
     def handle(self, event: Event) -> bool:
-        """Handle a failure or an exit and return whether it was one."""
+        """Handle a failure or an exit of a worker. Return False for other events."""
         match event:
             case WorkerFailed():
                 self.failed(event)
@@ -140,8 +140,8 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
-        """Handle a worker that is about to exit. The other workers have disconnected from it and continue
-        immediately, because an interpreter that has loaded torch takes seconds to exit.
+        """Handle a worker that is about to exit. The other workers have disconnected from it and continue immediately,
+        because an interpreter that has loaded torch takes seconds to exit.
         """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:
@@ -213,8 +213,8 @@ class Failures(Part):
     def _nothing_to_lose(self) -> bool:
         """Return whether all workers may restart from the beginning without losing progress.
 
-        This requires --reset-limit, which bounds the number of restarts, that no worker has entered elastic.run, and
-        that no worker's script has failed, since it would fail again.
+        Three conditions must hold. --reset-limit bounds the number of restarts. No worker has entered elastic.run. No
+        worker's script has failed, because it would fail again.
         """
         if self.settings.reset_limit is None:
             return False  # a script without elastic.run is restarted only on request
@@ -222,9 +222,10 @@ class Failures(Part):
         return not (self.worlds.trained or self.worlds.completed or failed)
 
     def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
-        """Return whether this exit explains a reported failure and all workers may restart.
+        """Return whether this exit explains a reported failure, so that all workers may restart.
 
-        Only in elastic jobs: a member was killed, and others reported the failure before its exit was known.
+        This happens only in elastic jobs: a member was killed, and other members reported the failure before its exit
+        was known.
         """
         search = self.worlds.root_cause_search
         killed = event.code < 0 or record.killed_for is not None
@@ -236,7 +237,7 @@ class Failures(Part):
     def _restart_all(self, why: Reason) -> None:
         """Restart all workers from the beginning.
 
-        No worker has entered elastic.run, and workers that wait for a lost peer cannot continue.
+        This is necessary if no worker has entered elastic.run: workers that wait there for a lost peer cannot continue.
         """
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")

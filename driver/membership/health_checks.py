@@ -1,9 +1,9 @@
 """Decisions about health checks. A worker is admitted when the check of its slot has passed. Pure: no I/O, no clock.
 
-The check runs beside the start of each worker (`processes.health_check_run`). Until the check has passed, init() of the
-worker is not answered, so the worker cannot become ready. Only the first world waits for a check, and only briefly. A
-slot with a failed check cools down like any slot with a failed worker, and its next worker is checked again. The slot
-is never given up, because an operator may repair its host.
+The check runs while the worker starts (`processes.health_check_run`). Until the check has passed, init() of the worker
+is not answered, so the worker cannot become ready. Only the first world waits for a check, and only briefly. A slot
+with a failed check cools down like any slot with a failed worker, and its next worker is checked again. The slot is
+never given up, because an operator may repair its host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HealthChecks(Part):
         yield from (each.check_by for each in held if not each.killed_for)
 
     def overdue(self) -> None:
-        """Treat a missing result like a check that timed out."""
+        """Handle missing results as checks that timed out."""
         for record in self.roster.at(WorkerStage.HELD):
             if self.actions.expired(record.check_by) and not record.killed_for:
                 line = "no result has arrived"
@@ -55,8 +55,9 @@ class HealthChecks(Part):
             self.worlds.welcome(record)
 
     def _failed(self, record: WorkerRecord, event: WorkerHealthChecked) -> None:
-        """Reject the worker, and let its slot cool down. A result is logged only if it differs from the previous
-        one."""
+        """Reject the worker, and let its slot cool down. The result is logged only if it differs from the slot's
+        previous result.
+        """
         slots, worker = self.staff.slots, record.worker
         reason = because(
             ReasonKind.UNHEALTHY,

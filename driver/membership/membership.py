@@ -46,7 +46,7 @@ __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
 
 
 class Membership:
-    """Membership of one job. Pass each event with its time, and perform the returned actions in order."""
+    """Membership of one job. Pass it each event with its time, and perform the returned actions in order."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -70,7 +70,7 @@ class Membership:
 
     @property
     def roster(self) -> Roster:
-        """All live processes."""
+        """Return the records of all live worker processes."""
         return self.worlds.roster
 
     @property
@@ -79,33 +79,33 @@ class Membership:
 
     @property
     def members(self) -> list[Worker]:
-        """Members of the last world in rank order, including dead ones."""
+        """Return the members of the last world in rank order, including dead ones."""
         return self.worlds.members
 
     @property
     def over(self) -> bool:
-        """Return whether the outcome is decided."""
+        """Return whether the outcome of the job is decided."""
         return self.worlds.over
 
     @property
     def verdict(self) -> events.EndJob | None:
-        """The outcome of the job, once decided."""
+        """Return the outcome of the job, or None until it is decided."""
         return self.worlds.verdict
 
     @property
     def workers_max(self) -> int:
-        """Size of the largest world, as last requested."""
+        """Return the size of the largest world, as last requested."""
         return self.worlds.staff.workers_max
 
     @property
     def drained(self) -> list[str]:
-        """Hosts that an operator has drained."""
+        """Return the hosts that an operator has drained."""
         slots = self.worlds.staff.slots
         return [host for host in slots.hosts if slots.drained(host)]
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Workers that slow down the other workers. All workers still make progress."""
+        """Return the workers that slow down the other workers. All workers still make progress."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
@@ -113,8 +113,9 @@ class Membership:
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which to send TimePassed if no other event occurs earlier. It is always later than the
-        last event."""
+        """Return the time at which TimePassed must be sent if no other event occurs earlier, or None. The time is
+        always later than the last event.
+        """
         return None if self.over else min(self._deadlines(), default=None)
 
     def _deadlines(self) -> Iterator[float]:

@@ -1,6 +1,6 @@
 """Decisions about operator requests: scale the job, drain a host, remove a worker. Deterministic.
 
-No progress is lost: workers leave at a check that all members have agreed on. Each request is answered with its
+No progress is lost, because workers leave at a check that all members have agreed on. Each request is answered with its
 effect, or with the reason for refusing it.
 
     scale    set the size of the largest world; surplus members leave, highest ranks first
@@ -29,11 +29,12 @@ LEFT_OUT = (ReasonKind.DRAINED, ReasonKind.QUARANTINED)
 
 
 class OperatorRequests(Part):
-    """Handles operator requests. Stateless: the worker pool stores the requested size, and the slots store the drained
-    hosts."""
+    """Handles operator requests. Keeps no state of its own: the worker pool stores the requested size, and the slots
+    store the drained hosts.
+    """
 
     def handle(self, event: Event) -> bool:
-        """Handle a request and return whether the event was one."""
+        """Handle an operator's request. Return False for other events."""
         match event:
             case ScaleRequested(request, workers):
                 self._answer(request, *self._scale(workers))

@@ -1,7 +1,7 @@
 """Decisions about machines that will be reclaimed. Deterministic.
 
     announced --> its workers leave at the next check if enough others stay; no worker is started there
-              --> HURRY_S before the end they leave, even if too few stay
+              --> HURRY_S before the end its workers leave, even if too few stay
     withdrawn --> workers that have not left yet stay
 
 If all members run on such machines, no worker could continue. The members then keep training, and a checkpoint is
@@ -47,7 +47,7 @@ class Departure:
     """The announced end of one machine.
 
     Args:
-        by: time on the caller's clock, or None if unknown.
+        by: time of the end on the caller's clock, or None if unknown.
     """
 
     text: str
@@ -55,12 +55,14 @@ class Departure:
     alone: bool
 
     def before(self, seconds: float, since: float) -> float | None:
-        """Return the time ``seconds`` before the end, or halfway to it if less than twice that remains at ``since``."""
+        """Return the time that is ``seconds`` before the end. If less than twice as much time remains at ``since``,
+        return the time halfway to the end.
+        """
         return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
 
 
 class Notices(Part):
-    """Machines that will be reclaimed, and the decisions about their workers."""
+    """Tracks machines that will be reclaimed, and decides when their workers leave."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -80,7 +82,7 @@ class Notices(Part):
         self._looked_at: tuple[int, int, int] | None = None  # state at the previous check
 
     def handle(self, event: Event) -> bool:
-        """Handle a notice about a machine and return whether it was one."""
+        """Handle a notice about a machine. Return False for other events."""
         match event:
             case HostLeaving(host, notice, alone):
                 self._leaves(host, notice, alone=alone)
@@ -91,16 +93,14 @@ class Notices(Part):
         return True
 
     def reported(self, event: HostReported) -> None:
-        """Apply the state that the agent reports, which replaces earlier notices."""
+        """Apply the notice that a host's agent reports, which replaces earlier notices."""
         if event.notice is not None:
             self._leaves(event.host, event.notice, alone=False)
         else:
             self._stays(event.host)
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Handle a new list from discovery. A host that was removed from the list is treated as a new machine when
-        it returns.
-        """
+        """Handle a new list of hosts. A host that was removed from the list counts as a new machine when it returns."""
         for host in self.announced.keys() - hosts.keys():
             self._clear(host)
             for record in self.roster.hosts.get(host, {}).values():
@@ -225,9 +225,9 @@ class Notices(Part):
         self._schedule(last)
 
     def _schedule(self, last: float | None) -> None:
-        """Schedule the last checkpoint before the end at time ``last``, which is None if the end is unknown.
+        """Schedule the last checkpoint before the end at the time ``last``, or None if the end is unknown.
 
-        An earlier end reschedules it.
+        If an end becomes known that is earlier, the checkpoint is rescheduled.
         """
         now, self._last_by = self.actions.now, last
         self._ask_at = [at for at in self._ask_at if at <= now]
@@ -260,7 +260,7 @@ class Notices(Part):
             yield self._end_at
 
     def overdue(self) -> None:
-        """Handle machines that have little time left."""
+        """Let the workers of machines that have little time left leave."""
         for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():

@@ -38,7 +38,7 @@ UNTIL_IT_IS_BACK = (ReasonKind.CONNECTION_LOST, ReasonKind.NOT_BACK)
 
 
 class Reconnects(Part):
-    """Resends the current decisions to workers that reconnect."""
+    """Sends the current decisions again to workers that reconnect."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
@@ -106,7 +106,7 @@ class Reconnects(Part):
     def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
         """Yield an exit event for each worker that should run on the host but does not.
 
-        Workers that run there although they should not are killed, again if necessary.
+        Workers that run on the host although they should not are killed, again if necessary.
         """
         running = set(event.running)
         here = self.roster.hosts.get(event.host, {})
@@ -123,7 +123,7 @@ class Reconnects(Part):
             )
 
     def restarted(self) -> None:
-        """Extend deadlines after a driver failover, which made no worker late."""
+        """Extend all deadlines after a driver failover, because the failover, and not a worker, caused the delay."""
         now, settings = self.actions.now, self.settings
         for record in self.roster.values():
             if record.killed_for or record.stage is WorkerStage.DISMISSED:

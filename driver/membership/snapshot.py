@@ -206,9 +206,9 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class _Taking:
-    """One traversal of all objects.
+    """One traversal of all objects of a membership for a snapshot.
 
-    Objects that can be filled later are queued, so that the depth of the graph is irrelevant.
+    Objects whose content can be added later are queued, so the depth of the object graph does not matter.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -393,7 +393,7 @@ class _Making:
 
 
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
-    """Raise Invalid if another version of this program with other fields wrote the snapshot."""
+    """Raise Invalid if the snapshot was written by a version of this program whose classes have other fields."""
     ours = _Taking(Membership(settings)).snapshot.kinds
     expected = {name: set(names) for name, *names in ours}
     for cls in (*OBJECTS, *STRUCTS):

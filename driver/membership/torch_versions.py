@@ -1,4 +1,4 @@
-"""Detection of hosts with different versions of torch. Pure: no I/O, no clock.
+"""Detects hosts with different versions of torch. Pure: no I/O, no clock.
 
 Hosts with different versions may train together, which usually works. The warning helps to explain different results,
 or errors on one host only.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 
 class Versions:
-    """The first host that reported each version."""
+    """For each version of torch, the first host that reported it."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def heard(self, host: str, version: str) -> str:
-        """Return a warning about a host's version, once for each version after the first; otherwise the empty
-        string."""
+        """Record the version of a host. Return a warning if a version other than the first is reported for the first
+        time, otherwise the empty string.
+        """
         if not version or version in self._first:
             return ""
         others = [f"{each} on {first}" for each, first in self._first.items()]

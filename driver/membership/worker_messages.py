@@ -33,7 +33,7 @@ EVENTS: dict[type[messages.Message], type[events.Event]] = {
 
 
 def event_of(worker: Worker, message: Any) -> events.Event:
-    """Convert a message of a worker to an event."""
+    """Return the event that a worker's message stands for."""
     if isinstance(message, messages.Hello):
         return events.WorkerConnected(worker, message.pid, message.torch_version)
     return EVENTS[type(message)](worker, *msgspec.structs.astuple(message))

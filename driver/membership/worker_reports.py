@@ -1,6 +1,6 @@
 """Decisions about the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
 
-Every event about a world carries its generation. Each handler starts by dropping events of older ones. Failures
+Every event about a world carries its generation. Each handler starts by dropping events of older generations. Failures
 are handled in `failures`, missing progress in `failure_detection`.
 """
 
@@ -19,20 +19,20 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """An event that is neither outdated nor allowed, which indicates a bug. The message contains the preceding
-    events.
+    """An event that is neither outdated nor possible in the current state, which indicates a bug. The message contains
+    the preceding events.
     """
 
 
 class WorkerReports(Part):
-    """Handles the reports, one method per event."""
+    """Handles the workers' reports about themselves, with one method per event."""
 
     def __init__(self, worlds: Worlds, frozen: Frozen) -> None:
         super().__init__(worlds)
         self.frozen = frozen
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a worker's report about itself and return whether the event was one. Raises IllegalEvent."""
+        """Handle a worker's report about itself. Return False for other events. Raises IllegalEvent."""
         match event:
             case events.WorkerConnected():
                 self.connected(event)
@@ -164,8 +164,9 @@ class WorkerReports(Part):
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
-        """Replace all workers and resume from the newest checkpoint, since any state in their memory may be
-        corrupted."""
+        """Replace all workers and resume from the newest checkpoint, because the state in every worker's memory may be
+        corrupted.
+        """
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
@@ -180,7 +181,9 @@ class WorkerReports(Part):
         self.worlds.lose(here[0], reason)
 
     def miscomputed(self, event: events.WorkerMiscomputed) -> None:
-        """Fence a worker with wrong gradients, and quarantine its slot. Every rank reports such a worker."""
+        """Fence a worker whose gradients are wrong, and quarantine its slot. Every rank reports such a worker, and only
+        the first report counts.
+        """
         members = self.worlds.members
         if event.generation != self.worlds.generation or not 0 <= event.rank < len(members):
             return

@@ -1,4 +1,4 @@
-"""Planned changes of the world that wait for a commit of the members, where workers join and leave.
+"""Tracks planned changes of the world that wait for the members' next commit, at which workers join and leave.
 
 Pure: no I/O, no clock.
 
@@ -27,11 +27,11 @@ NAMED = 8  # joining workers listed
 
 @dataclass(frozen=True)
 class ChangeWait:
-    """One wait for a commit.
+    """The wait of one planned change for a commit.
 
     Args:
         until: end of the wait, or the time of the query if the wait has not ended.
-        reached: a member reached a commit. None means that the wait has not ended.
+        reached: whether a member reached a commit. None means that the wait has not ended.
     """
 
     since: float
@@ -45,7 +45,7 @@ class ChangeWait:
         return self.until - self.since
 
     def facts(self) -> dict[str, Any]:
-        """Return the wait as JSON."""
+        """Return the wait as values for JSON."""
         return {
             "since": self.since,
             "for_s": self.seconds,
@@ -57,9 +57,9 @@ class ChangeWait:
 
 
 class ChangeWaits(ViewReader):
-    """Waits of one job, of at least WAIT_S.
+    """The waits of a job's planned changes that lasted at least WAIT_S seconds.
 
-    Args:
+    Attributes:
         count: number of past waits.
     """
 
@@ -73,7 +73,7 @@ class ChangeWaits(ViewReader):
         view.follow(self)
 
     def current(self, now: float) -> ChangeWait | None:
-        """Return the current wait, or None if no member waits."""
+        """Return the wait of the current planned change, or None if none waits."""
         if self._since is None or now - self._since < WAIT_S:
             return None
         if not (self._joining or self._leaving):

@@ -1,4 +1,4 @@
-"""Current number of commits per second of a job. The last measurement decays while no commits are possible.
+"""Measures the number of commits per second of a job. The last measurement decays while no commits are possible.
 
 Pure: no I/O, no clock.
 """
@@ -22,7 +22,7 @@ class CommitRate:
         self._newest_at = 0.0
 
     def committed(self, total: int, now: float) -> tuple[float, float] | None:
-        """Record a newer commit, the ``total``-th.
+        """Record a newer commit, after which the job has made ``total`` commits.
 
         If this completes a measurement, return the beginning of the measured interval and the rate. Time before the end
         of a stall does not count.
@@ -42,8 +42,9 @@ class CommitRate:
     def value(self, now: float) -> float | None:
         """Return the current number of commits per second, or None if unknown.
 
-        Ranks that wait for others make no commits: once the usual interval between two commits has passed, the rate
-        decays, to 0 within STALL_S. The rate is also 0 if no newer commit was reported for two usual intervals.
+        Ranks that wait for others make no commits. Once the usual interval between two commits has passed, the rate
+        therefore decays, and reaches 0 within STALL_S seconds. The rate is also 0 if no newer commit was reported for
+        two usual intervals.
         """
         rate = self._measured
         if not rate:

@@ -1,4 +1,4 @@
-"""Timer that fires once no event has occurred for a moment, to combine related log lines. Acts."""
+"""Timer that fires when no event has occurred for a moment. It serves to combine related log lines. Acts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ HELD_S = 20.0  # the maximum delay while more events are expected
 
 
 class DebounceTimer:
-    """Calls ``then`` in the event loop's thread QUIET_S after the last `touch`, but not while ``held()`` is true."""
+    """Calls ``then`` in the event loop's thread QUIET_S seconds after the last `touch`, but not while ``held()`` is
+    True.
+    """
 
     def __init__(self, then: Callable[[], None], held: Callable[[], bool] = lambda: False) -> None:
         self._then = then

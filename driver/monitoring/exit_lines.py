@@ -1,4 +1,6 @@
-"""Log lines about slots with exited workers. The first line is logged immediately, and later lines are combined."""
+"""Log lines about slots whose workers have exited. The first line is logged immediately, and later lines are
+combined.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Aggregates the exit lines of one job, in one summary while ``held()`` is true. Called in the event loop's
-    thread."""
+    """Combines the log lines about exits of one job. While ``held()`` is True, they are collected for one summary. Must
+    be called in the event loop's thread.
+    """
 
     def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
         self._log = log
@@ -20,10 +23,11 @@ class ExitLines:
         self._timer = DebounceTimer(self.say, held)
 
     def shares(self, about: Reason | None, *, starting: bool = False) -> bool:
-        """Return whether a line is deferred.
+        """Return whether a log line about an exit is deferred, to be part of the summary.
 
         Args:
-            starting: there was no world yet, so further exits may end the job.
+            about: reason that the line states.
+            starting: whether there was no world yet, so that further exits may end the job.
         """
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             return False
@@ -36,7 +40,9 @@ class ExitLines:
         return starting
 
     def job_failed(self) -> None:
-        """Log pending lines of a startup at level debug, without cooldowns, since no slot is used again."""
+        """Log the deferred lines of a failed startup at level debug. Cooldowns are omitted, because no slot is used
+        again.
+        """
         if self._first is None:
             return
         self._timer.cancel()
@@ -45,7 +51,7 @@ class ExitLines:
         self._first = self._more = None
 
     def say(self) -> None:
-        """Log the pending summary."""
+        """Log the summary of the deferred lines."""
         self._timer.cancel()
         if self._first is not None:
             self._log("warning", str(self._first))

@@ -1,4 +1,4 @@
-"""Access control of the live page: maps the head of a request to an answer. Pure: no I/O, no clock.
+"""Access control of the live page: decides how a request is answered, from its head. Pure: no I/O, no clock.
 
 A connection to the page's port is not trusted: it may come from a browser that another site directed here, a scanner,
 or another user of this machine. Requests are refused as follows:
@@ -26,7 +26,7 @@ SAME_SITE = ("same-origin", "")  # Sec-Fetch-Site values. Older browsers do not 
 
 @dataclass(frozen=True)
 class PageRefusal:
-    """A refused request.
+    """The reason why a request is refused.
 
     Args:
         status: HTTP status code and phrase.
@@ -38,18 +38,18 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """Decides which requests are answered.
+    """Decides which HTTP requests are answered.
 
     Args:
         token: access token, never empty.
-        names: names of this machine that are accepted besides its addresses, in lower case.
+        names: names of this machine, in lower case, that are accepted in addition to its addresses.
     """
 
     token: str
     names: Collection[str] = ("localhost",)
 
     def answer(self, head: bytes) -> str | PageRefusal:
-        """Return ``page``, ``events`` or a refusal.
+        """Return ``page``, ``events``, or the refusal of a request.
 
         Args:
             head: the request up to the empty line.

@@ -13,7 +13,7 @@ from elastic.protocol.messages import Commit
 
 
 class JobRates(ViewReader):
-    """Rates of one job."""
+    """Commits, steps and samples per second of one job."""
 
     def __init__(self, spent: TimeSpent) -> None:
         self.commits = CommitRate(spent.stalls)

@@ -26,7 +26,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class Stage(enum.Enum):
-    """Stage of a running process. The values are labels of a metric."""
+    """Stage of a running worker process. The values are labels of a metric."""
 
     STARTING = "starting"  # it was ordered, and has not called init()
     # It has called init(). In an elastic job, members of a world outside elastic.run stay connected.
@@ -44,7 +44,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure that a worker reported. It is either an exception of the script or an exit with an error."""
+    """A failure that a worker reported: an exception of the script, or an exit with an error."""
 
     raised: bool
     # summary of the exception, or the call that ended the worker; empty if its state differs
@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(eq=False, slots=True)
 class WorkerView:
-    """One process, from its start order to its exit."""
+    """One worker process, from the order to start it to its exit."""
 
     worker: Worker
     stage: Stage = Stage.STARTING
@@ -74,16 +74,16 @@ class WorkerView:
 
 
 class ViewReader:
-    """Base class of the readers of a view."""
+    """Base class of the readers of a `JobView`."""
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Handle an event that the view contains. The view does not contain its ``actions`` yet."""
+        """Handle an event that the view already contains. The view does not contain the resulting ``actions`` yet."""
 
     def decided(self, action: events.Action, now: float) -> None:
-        """Handle an action that the view contains."""
+        """Handle an action that the view already contains."""
 
     def adopted(self, now: float) -> None:
-        """Handle the workers of a previous driver, which the view contains."""
+        """Handle the workers of a previous driver, which the view already contains."""
 
 
 class JobView:
@@ -141,7 +141,7 @@ class JobView:
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def note(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Record an event and its actions."""
+        """Record an event and its actions, and call all readers."""
         if self.touched:
             self.touched = []
         if self.exited:
@@ -161,9 +161,9 @@ class JobView:
         """Take over a job that is already running.
 
         Args:
-            workers: pid, 0 if unknown, and rank, None outside the world, of each running process.
-            generation: generation of their world.
-            now: the time.
+            workers: for each running process, its process ID (0 if unknown) and its rank (None outside the world).
+            generation: generation of the current world.
+            now: current time, in seconds.
         """
         self.touched = []
         members = [(rank, worker) for worker, (_, rank) in workers.items() if rank is not None]

@@ -1,8 +1,7 @@
-"""Prometheus metrics of a job, from the events and decisions that the journal contains. Decides nothing.
+"""Prometheus metrics of a job, derived from the events and decisions that the journal contains. Decides nothing.
 
-`JobMetrics` is pure: it receives events and keeps numbers. `MetricsServer` serves them over HTTP from its own
-threads, so that a scrape never blocks the driver. All names begin with ``elastic_``. Worker labels are limited
-to live workers.
+`JobMetrics` is pure: it receives events and stores numbers. `MetricsServer` serves them over HTTP from its own threads,
+so that a scrape never blocks the driver. All names begin with ``elastic_``. Worker labels are limited to live workers.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ FENCES = {
 
 @dataclass
 class Waits:
-    """Collectives of one worker in the current world, from its own reports."""
+    """The collectives of one worker in the current world, and the time spent in them, from the worker's own reports."""
 
     collectives: int = 0
     waited_s: float = 0.0
@@ -74,7 +73,7 @@ def _durations() -> Histogram:
 
 
 class JobMetrics(ViewReader):
-    """All counted values of one job. The times of ``spent`` and its view are seconds since 1970."""
+    """All metrics of one job. The times of ``spent`` and its view are seconds since 1970."""
 
     def __init__(self, spent: TimeSpent) -> None:
         self.recoveries: dict[str, Histogram] = defaultdict(_durations)  # by kind
@@ -92,7 +91,9 @@ class JobMetrics(ViewReader):
         self.view.follow(self)
 
     def report(self, report: Report) -> None:
-        """Store the numbers in the outermost dict. Ranks outside the world and ranks from RANKS on are ignored."""
+        """Store the numbers in the outermost dict of a report. Ranks outside the world and ranks from RANKS on are
+        ignored.
+        """
         if report.rank >= min(RANKS, len(self.view.ranks)):
             return
         values = self.reported.setdefault(report.rank, {})
@@ -140,7 +141,7 @@ class JobMetrics(ViewReader):
 
 
 def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
-    """Return the metric families in Prometheus format, ``now`` seconds since 1970."""
+    """Yield the metric families for Prometheus. ``now`` is in seconds since 1970."""
     view, rates = figures.view, figures.rates
     stages = Counter(known.stage for known in view.workers.values())
     numbers = ((stage.value, stages[stage]) for stage in Stage)
@@ -351,7 +352,7 @@ def bound_visitors(server: Any) -> None:
         timeout = VISIT_S  # seconds for each read and write
 
     def admit(request: Any, address: Any) -> None:
-        """Admit requests in the order of arrival, since their threads may start in another order."""
+        """Serve requests in the order of arrival, because their threads may start in another order."""
         if not inside.acquire(blocking=False):
             server.shutdown_request(request)
             return

@@ -1,4 +1,4 @@
-"""Detection of a failure that is still in progress, so that its log lines can be combined in one summary.
+"""Decides whether a failure is still in progress, so that its log lines can be combined in one summary.
 
 Pure: no I/O, no clock.
 
@@ -15,9 +15,10 @@ from elastic.protocol.messages import Worker
 
 
 def failure_lasts(view: JobView, ending: Collection[Worker]) -> bool:
-    """Return whether more exceptions and exits are expected.
+    """Return whether more exceptions and exits are expected from the current failure.
 
     Args:
+        view: state of the job.
         ending: workers that have reported an exception.
     """
     failed = view.end is not None and view.end.code != 0

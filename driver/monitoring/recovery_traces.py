@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of recoveries and changes of the world: one span each, with its phases as children.
+"""OpenTelemetry traces of recoveries and planned changes. Each is a span, and its phases are child spans.
 
 Enabled by `--opentelemetry`. The SDK is configured by its own environment variables: OTEL_EXPORTER_OTLP_ENDPOINT,
 _HEADERS and the like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
@@ -27,11 +27,12 @@ INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 
 
 def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
-    """Return phase, begin and end, in milliseconds since the cause was noticed, all within the recovery.
+    """Return the phases of a recovery, each with its begin and end in milliseconds since the cause was noticed.
 
     The duration of a phase is that of the slowest member. Until the world is published (gathered), members abort their
     work (raised), restore their commit (restored), and wait for the world (waited). Then they create their groups
-    (formed) while the state is copied (synced), and complete their first collective.
+    (formed) while the state is copied (synced), and complete their first collective. No phase extends beyond the
+    recovery.
     """
     total, phases = report.total_ms, report.phases_ms
     world = phases.get("gathered", 0.0)
@@ -106,7 +107,7 @@ class RecoveryTraces(ViewReader):
         span.end(began_ns + int(report.total_ms * 1e6))
 
     def close(self) -> None:
-        """Send the remaining spans, within CLOSE_S."""
+        """Send the remaining spans, for at most CLOSE_S seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S)

@@ -1,4 +1,4 @@
-"""Acknowledgement of workers' reports: which are new, and which workers need an acknowledgement.
+"""Decides which reports of workers are new, and which workers need an acknowledgement.
 
 Pure: no I/O, no clock.
 
@@ -16,7 +16,7 @@ OVERHEAD_BYTES = 100
 
 
 class ReportLedger:
-    """Reports received by one driver."""
+    """The reports that one driver has received and acknowledged."""
 
     def __init__(self) -> None:
         self._taken: dict[Worker, int] = {}  # last accepted number
@@ -24,10 +24,10 @@ class ReportLedger:
         self.dropped: dict[Worker, int] = {}  # reports that workers dropped, since the last reset
 
     def heard(self, worker: Worker, report: Reported) -> bool:
-        """Return whether a report is the next one of its worker.
+        """Record a report. Return whether it is the next one of its worker.
 
-        A worker repeats an accepted report if the acknowledgement was lost. After a gap, it sends all missing reports
-        again.
+        A worker repeats an accepted report if the acknowledgement was lost. After a gap, the worker sends all missing
+        reports again.
         """
         expected = max(self._taken.get(worker, 0) + 1, report.oldest)
         if report.number > expected:
@@ -47,7 +47,7 @@ class ReportLedger:
         return self._unacknowledged.get(worker, 0) >= PRESSING_BYTES
 
     def answers(self) -> list[tuple[Worker, ReportsTaken]]:
-        """Return the acknowledgements that are due, ordered by host."""
+        """Return the acknowledgements that are due, with their workers, ordered by host."""
         pending, self._unacknowledged = self._unacknowledged, {}
         return [(worker, ReportsTaken(self._taken.get(worker, 0))) for worker in sorted(pending)]
 
@@ -57,7 +57,7 @@ class ReportLedger:
         return ReportsTaken(self._taken.get(worker, 0))
 
     def keep(self, workers: Container[Worker]) -> None:
-        """Discard the state of all workers except these."""
+        """Discard the state of all workers except the given ones."""
         for known in (self._taken, self._unacknowledged):
             for worker in [each for each in known if each not in workers]:
                 del known[worker]

@@ -1,8 +1,8 @@
-"""Values that workers reported by `elastic.report`, for a page: numbers over time, and the latest texts.
+"""Values that workers reported with `elastic.report`, for a page: numbers over time, and the latest texts.
 
 Pure: no I/O, no clock.
 
-For each name, the reports of the lowest rank are shown, since the other ranks usually report the same values. When a
+For each name, the reports of the lowest rank are shown, because the other ranks usually report the same values. When a
 series exceeds POINTS, every second point is dropped.
 """
 
@@ -20,7 +20,7 @@ STEPS = "steps"  # ... and the total number of steps, which is not shown as a cu
 
 
 class Series:
-    """The series of one name."""
+    """The values of one name over time."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -31,7 +31,7 @@ class Series:
         self._every = 1
 
     def add(self, at: float, value: float) -> None:
-        """Add the next value."""
+        """Append a value to the series."""
         if not self.count:
             self.first = value
         self.last = value
@@ -68,7 +68,7 @@ class ReportedSeries:
                 self._number(rank, name, float(value), at)
 
     def shown(self) -> dict[str, Series]:
-        """Return the series to plot. Omits the step counters, from which repeated steps are counted."""
+        """Return the series to plot, without the step counters, which serve only to count repeated steps."""
         counted = (STEP, STEPS) if self.steps else ()
         return {name: each for name, each in self.series.items() if name not in counted}
 
@@ -86,9 +86,9 @@ class ReportedSeries:
             self._stepped(value)
 
     def _stepped(self, step: float) -> None:
-        """Count a reported step.
+        """Record the step that a worker reported, to count repeated steps.
 
-        A step is reported just before its commit, so a repetition of the last step means that no work was lost.
+        A step is reported just before its commit, so a repetition of the last step alone means that no work was lost.
         """
         before, self._step = self._step, step
         if step > self._highest:

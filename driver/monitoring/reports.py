@@ -1,4 +1,4 @@
-"""Passes workers' reports to a callback, and acknowledges them. Decides nothing; `report_ledger` does.
+"""Passes workers' reports to a callback, and acknowledges them. `report_ledger` decides which reports are new.
 
 The callback runs in the event loop's thread, so it blocks the driver while it runs.
 """
@@ -37,11 +37,11 @@ class Reports:
         self._dropped_said_at = float("-inf")
 
     def serve(self, send_each: SendEach) -> None:
-        """Set the function that sends messages, once the server runs."""
+        """Set the function that sends messages to workers. Called once the server runs."""
         self._send_each = send_each
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message and return whether it was a report."""
+        """Handle a message of a worker. Return whether it was a report."""
         if not isinstance(message, Reported):
             return False
         if self._ledger.heard(worker, message):
@@ -50,18 +50,18 @@ class Reports:
         return True
 
     def by_rank(self, places: Mapping[Worker, Place]) -> dict[int, Report]:
-        """Return the last report of each of these workers by rank, for workers that have reported."""
+        """Return the last report of each of these workers, by rank. Workers that have not reported are omitted."""
         ranks = {place.rank: worker for worker, place in places.items() if worker in self._last}
         return {rank: self._last[ranks[rank]] for rank in sorted(ranks)}
 
     def keep(self, workers: set[Worker]) -> None:
-        """Discard the state of all workers except the given ones. The other workers are lost."""
+        """Discard the state of all workers except the given ones."""
         self._ledger.keep(workers)
         for worker in self._last.keys() - workers:
             del self._last[worker]
 
     def close(self) -> None:
-        """Log pending drops at the end of the job."""
+        """At the end of the job, log the dropped reports that were not logged yet."""
         if self._answering is not None:
             self._answering.cancel()
             self._answering = None

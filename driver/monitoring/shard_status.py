@@ -1,4 +1,4 @@
-"""Division of a sharded state among workers, its newest sealed commit, and the source of lost shards.
+"""How a sharded state is divided among workers, which commit is sealed, and where lost shards came from.
 
 Pure: no I/O, no clock.
 """
@@ -26,7 +26,7 @@ _ORIGINS = {
 
 
 class ShardStatus:
-    """The newest reports on the sharded state of one job. Without such a state, `facts` is None."""
+    """The newest reports on the sharded state of one job. If the job has no such state, `facts` is None."""
 
     def __init__(self) -> None:
         self._workers = 0
@@ -59,7 +59,7 @@ class ShardStatus:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """Values for `as_sentence`, or None until all workers of a world have reported."""
+        """Return the values for `as_sentence`, or None until all workers of a world have reported."""
         if self._divided is None:
             return None
         return {
@@ -72,7 +72,7 @@ class ShardStatus:
 
 
 def as_sentence(facts: Facts) -> str:
-    """Return for example ``sharded over 4 workers, copies on 1 other host, sealed step 120``."""
+    """Describe a sharded state, for example ``sharded over 4 workers, copies on 1 other host, sealed step 120``."""
     shards = (
         "" if facts["shards"] == facts["workers"] else f" in {counted(facts['shards'], 'shard')}"
     )
@@ -86,7 +86,7 @@ def as_sentence(facts: Facts) -> str:
 
 
 def recovery_facts(divided: ShardsDivided | None) -> dict[str, Any] | None:
-    """Return values for `source_sentence`."""
+    """Return the values for `source_sentence`, or None if the state is not sharded."""
     if divided is None:
         return None
     return {
@@ -99,7 +99,9 @@ def recovery_facts(divided: ShardsDivided | None) -> dict[str, Any] | None:
 
 
 def source_sentence(facts: Facts | None) -> str:
-    """Return where lost shards came from, for example ``shard 2 from another host, 1.3 MB sent``; or an empty text."""
+    """Describe where lost shards came from, for example ``shard 2 from another host, 1.3 MB sent``. Empty if none were
+    lost.
+    """
     if facts is None:
         return ""
     if facts["read"]:

@@ -1,6 +1,6 @@
-"""Extraction of the script's frames and the blocking call from a worker's stacks. Pure: no I/O, no clock.
+"""Extracts the script's frames and the blocking call from the stacks of a worker. Pure: no I/O, no clock.
 
-The input is written by Python's faulthandler, with another header for the training thread:
+The input is written by Python's faulthandler, except for the header of the training thread:
 
     Training thread 0x00007f0a (most recent call first):
       File ".../torch/autograd/graph.py", line 979 in _engine_run_backward
@@ -22,7 +22,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 def training_stack(text: str) -> str:
     """Return the stack of the training thread as lines.
 
-    If no thread is marked as the training thread, return the main thread, which is the last one.
+    If no thread is marked as the training thread, return the stack of the main thread, which is the last one.
     """
     threads: list[list[str]] = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Detection of training stalls: whether there is one, since when, and which ranks the others wait for.
+"""Detects training stalls: whether the world stalls, since when, and which ranks the others wait for.
 
 Pure: no I/O, no clock.
 
@@ -36,7 +36,7 @@ INTERVALS = 9  # reports that determine the usual interval between collectives
 
 
 class StallEnd(enum.Enum):
-    """How a stall ended."""
+    """The event that ended a stall."""
 
     RESUMED = "resumed"
     KILLED = "killed"  # the driver killed a culprit
@@ -47,10 +47,10 @@ class StallEnd(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """A member that the others wait for.
+    """A member for which the others wait in a stall.
 
     Args:
-        line: script line, ``train.py:12``, or an empty result if unknown.
+        line: line of the script at which the member is, as ``train.py:12``. Empty if unknown.
     """
 
     worker: Worker
@@ -62,10 +62,10 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall.
+    """One stall of training.
 
     Args:
-        until: the end of the stall, or the time of the query if ``end`` is None.
+        until: end of the stall, or the time of the query if ``end`` is None.
     """
 
     since: float
@@ -82,7 +82,7 @@ class Stall:
         return self.until - self.since
 
     def facts(self, offset: float = 0.0) -> dict[str, Any]:
-        """Return the stall as JSON.
+        """Return the stall as values for JSON.
 
         Args:
             offset: seconds to add to each time.
@@ -104,7 +104,7 @@ class Stall:
 
 @dataclass
 class OpenWait:
-    """The members that wait in one collective."""
+    """The members that currently wait in one collective."""
 
     since: float
     last: float  # time when the last of them began to wait
@@ -114,7 +114,7 @@ class OpenWait:
 
 
 class Stalls(ViewReader):
-    """Stalls of one job.
+    """The stalls of one job.
 
     The cost of an event does not depend on the number of members, except at the end of a world or of a wait.
     """
@@ -220,8 +220,8 @@ class Stalls(ViewReader):
 
     @property
     def waits_since(self) -> float | None:
-        """Time since which members have waited in a collective, including brief waits. The value is None if no
-        member waits.
+        """Return the time since which members have waited in a collective, including brief waits. None if no member
+        waits.
         """
         return min((wait.since for wait in self._waits.values()), default=None)
 
@@ -233,8 +233,8 @@ class Stalls(ViewReader):
         )
 
     def awaited(self, now: float) -> Stall | None:
-        """Return the current wait as a stall, regardless of its length. None if no member waits, or if the culprits are
-        more than half of the members.
+        """Return the current wait as a stall, however short. None if no member waits, or if the culprits are more than
+        half of the members.
         """
         if not self._waits or 2 * len(self._late) > len(self._ranks):
             return None
@@ -242,10 +242,12 @@ class Stalls(ViewReader):
         return self._of(wait, now, [*self._late]) if self._late else None
 
     def seconds(self, since: float, until: float, lasting: Stall | None) -> float:
-        """Return the stalled seconds in an interval.
+        """Return the seconds of an interval in which training stalled.
 
         Args:
-            lasting: `current` at ``until``. No past stall may end later.
+            since: beginning of the interval.
+            until: end of the interval.
+            lasting: result of `current` at ``until``. No past stall may end later.
         """
         first = bisect_right(self._ends, since)
         before = self._sums[first - 1] if first else 0.0
@@ -258,7 +260,7 @@ class Stalls(ViewReader):
         return found
 
     def undecided_since(self, now: float) -> float:
-        """Return the time up to which all stalls are known."""
+        """Return the time up to which all stalls are known. A later wait may still turn out to be a stall."""
         if self.current(now) is not None:
             return now
         return min([now, *(wait.since for wait in self._waits.values())])
@@ -402,9 +404,7 @@ ENDS = {
 
 
 def blamed(facts: Mapping[str, Any]) -> str:
-    """Return the culprits of a stall's facts, as ``rank 1 (h:1#1) at train.py:12``, or an empty result if there are
-    none.
-    """
+    """Describe the culprits in a stall's facts, as ``rank 1 (h:1#1) at train.py:12``. Empty if there are none."""
     names = [
         f"rank {each['rank']} ({each['worker']})"
         + (f" at {each['line']}" if each["line"] else "")
@@ -416,9 +416,9 @@ def blamed(facts: Mapping[str, Any]) -> str:
 
 
 def as_sentence(facts: Mapping[str, Any]) -> str:
-    """Return a stall's facts as a clause.
+    """Describe a stall's facts as a clause.
 
-    For example ``3 ranks wait for rank 1 (h:1#1) at train.py:12``; in the past tense once it is over.
+    For example ``3 ranks wait for rank 1 (h:1#1) at train.py:12``; in the past tense once the stall has ended.
     """
     culprits, others = blamed(facts), counted(facts["others"], "rank")
     now = "waits" if facts["others"] == 1 else "wait"

@@ -1,4 +1,4 @@
-"""The current number of optimizer steps and samples per second, from reports of the first worker.
+"""Measures the optimizer steps and samples per second of a job, from the reports of its first worker.
 
 Pure: no I/O, no clock.
 """
@@ -11,7 +11,7 @@ from elastic.protocol.messages import Worker
 
 
 class StepRate:
-    """Step rate of one job. Times are seconds on the caller's clock."""
+    """Optimizer steps and samples per second of one job. Times are seconds on the caller's clock."""
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
@@ -25,9 +25,9 @@ class StepRate:
         self._over_s = 0.0
 
     def told(self, worker: Worker, steps: int | None, batch: int | None, now: float) -> None:
-        """Record that ``worker`` has made ``steps`` steps of ``batch`` samples each since it began.
+        """Record that ``worker`` has made ``steps`` steps of ``batch`` samples each since the worker began.
 
-        Another worker, or fewer steps than before, starts a new measurement.
+        A report of another worker, or with fewer steps than before, starts a new measurement.
         """
         if steps is None:
             return

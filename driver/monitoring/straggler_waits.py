@@ -1,4 +1,5 @@
-"""The time that members wait for the one that waits least, from their reports on collectives. Pure: no I/O, no clock.
+"""Measures how long members wait for the member that waits least, from their reports on collectives. Pure: no I/O, no
+clock.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
 collective waits least in it, so the difference between two workers' means is the time that one waited for the other. A
@@ -19,7 +20,9 @@ WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 
 @dataclass
 class Histogram:
-    """Number of values up to each of ``bounds``, in seconds, and the number of larger values."""
+    """Histogram of durations: for each of ``bounds``, in seconds, the number of values up to it, and the number of
+    larger values.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -40,7 +43,9 @@ class Histogram:
 
 
 class StragglerWaits:
-    """Waits of one job. The cost of a report is constant, except for reports of the worker that waits least."""
+    """How long the members of one job wait for the slowest member. The cost of a report is constant, except for reports
+    of the worker that waits least.
+    """
 
     def __init__(self) -> None:
         self.by_worker: dict[Worker, Histogram] = {}
@@ -58,7 +63,13 @@ class StragglerWaits:
             self._last = min(self._means, key=self._means.__getitem__, default=None)
 
     def paced(self, worker: Worker, waited_s: float, collectives: int) -> None:
-        """Record one worker's report."""
+        """Record a worker's report.
+
+        Args:
+            worker: the worker.
+            waited_s: seconds that it spent in collectives.
+            collectives: number of collectives that it completed.
+        """
         if collectives <= 0:
             return
         before, mean = self._means.get(worker), waited_s / collectives

@@ -1,7 +1,7 @@
 """TensorBoard scalars of workers' reports, recoveries and world sizes.
 
-tensorboardX writes them in a thread of its own: the driver never waits for the disk, and scalars that cannot be written
-in time are lost.
+tensorboardX writes the scalars in a thread of its own. The driver never waits for the disk, and scalars that cannot be
+written in time are lost.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ JOB = "job"  # folder of the driver's own measurements; each reporting rank has 
 
 
 class Scalar(NamedTuple):
-    """One point of a curve.
+    """One point of a curve in TensorBoard.
 
     Args:
-        run: folder of its file.
-        at: seconds since 1970.
+        run: subfolder of the curve's file.
+        at: time of the point, in seconds since 1970.
     """
 
     run: str
@@ -48,15 +48,15 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Converter of a job's reports to scalars. Pure: no I/O, no clock."""
+    """Converts a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # reports, by rank
 
     def of(self, report: Report) -> list[Scalar]:
-        """Return the numbers of a report. A number in nested dicts is named ``outer/inner``.
+        """Return the numbers of a report as scalars. A number in nested dicts is named ``outer/inner``.
 
-        Their step is the value reported as ``step``, otherwise the number of the rank's report.
+        The step of each scalar is the value reported as ``step``, or else the number of the rank's report.
         """
         count = self._counts[report.rank] = self._counts.get(report.rank, -1) + 1
         reported_step = report.metrics.get(STEP)
@@ -73,7 +73,7 @@ class ScalarsOfReports:
 
 
 def of_actions(actions: Sequence[Action], at: float) -> list[Scalar]:
-    """Return the scalars of the driver's actions. The step of each scalar is the generation."""
+    """Return the scalars that the driver's actions stand for. The step of each scalar is the generation."""
     found = []
     for action in actions:
         if isinstance(action, PublishWorld):
@@ -122,7 +122,7 @@ class TensorBoard(ViewReader):
         self._give(of_actions(actions, now))
 
     def close(self) -> None:
-        """Write the remaining scalars, within CLOSE_S."""
+        """Write the remaining scalars, for at most CLOSE_S seconds."""
         try:
             self._waiting.put(None, timeout=CLOSE_S)
         except queue.Full:

@@ -1,16 +1,15 @@
-"""Accounting of the time of a job and its workers, from the events and decisions in the journal.
+"""Accounts for the time of a job and its workers, from the events and decisions in the journal.
 
 Pure: no I/O, no clock.
 
-A worker reports how it spent its time since ``init()``. This module adds the rest: from its start to ``init()`` a
-worker is joining, and from its last report to its exit it continues its last activity. A worker that died cannot report
-how much training it lost: this is the same time as that of the first survivor of its world or, if all workers died, its
-training time since the newest checkpoint. The parts of a worker therefore sum to the time from its start to its exit.
+A worker reports how it spent its time since ``init()``. This module adds the rest. From its start to ``init()``, a
+worker is joining. From its last report to its exit, it continues its last activity. A worker that died cannot report
+how much training it lost. The first survivor of its world lost the same time; if all workers died, it is the training
+time since the newest checkpoint. The parts of a worker therefore sum to the time from its start to its exit.
 
 A worker that trains alternates between the parts of a step. The time since its last report is therefore not attributed
-entirely to its activity at that moment, such as a commit of a millisecond.
-It is divided in the proportions between two reports of
-this worker, or of another one.
+entirely to its activity at that moment, such as a commit of a millisecond. It is divided in the proportions measured
+between two reports of this worker, or of another one.
 
 Time in which the world stalled (see `stalls`) is counted as stalled instead of as training, waiting for data or lost,
 both for workers and for the job.
@@ -59,7 +58,7 @@ PARTS: tuple[str, ...] = Seconds.__struct_fields__
 
 @dataclass
 class Spent:
-    """Time of one worker, in seconds on the driver's clock."""
+    """How one worker has spent its time, in seconds on the driver's clock."""
 
     worker: Worker
     began: float
@@ -78,10 +77,13 @@ class Spent:
     steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
 
     def counts(self, report: Times, seconds: float) -> None:
-        """Attribute ``seconds`` of stall since the last report to the parts of a new report.
+        """Attribute stalled time to the parts of a new report.
 
-        The seconds are taken first from lost time, since no commits are made in a stall, and then from the largest
-        parts.
+        The time is taken first from lost time, because no commits are made in a stall, and then from the largest parts.
+
+        Args:
+            report: the new report of the worker.
+            seconds: seconds of stall since the previous report.
         """
         if not seconds and not self.stalled:
             return
@@ -103,8 +105,8 @@ class Spent:
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
-        """Return the parts of the worker's steps since its last report. Return None if the worker did not train the
-        whole time or if the time is too short.
+        """Return how the worker's steps since its last report divide into parts. Return None if the worker did not
+        train the whole time, or if the time is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -116,12 +118,12 @@ class Spent:
     def times(
         self, now: float, stalled_s: float = 0.0, steps: Mapping[str, float] | None = None
     ) -> Seconds:
-        """Return the seconds by part. Their sum is the age of the worker.
+        """Return the seconds of the worker by part. They sum to the time since its start.
 
         Args:
             now: current time on the driver's clock.
-            stalled_s: stalled seconds since its last report.
-            steps: `measured` of another worker, used if this worker has not reported enough itself.
+            stalled_s: stalled seconds since the worker's last report.
+            steps: result of `measured` for another worker. Used if this worker has not reported enough itself.
         """
         parts = msgspec.structs.asdict(self.said)
         end = now if self.ended is None else self.ended
@@ -167,7 +169,7 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
 
 
 class TimeSpent(ViewReader):
-    """Time of one job, from this driver's observations."""
+    """How a job and its workers have spent their time, from the observations of this driver."""
 
     def __init__(self, view: JobView) -> None:
         self.view = view
@@ -204,13 +206,15 @@ class TimeSpent(ViewReader):
                 pass
 
     def go_on(self, now: float) -> None:
-        """Advance the time without an event. Time after the end of the job and all its workers does not count."""
+        """Count the time up to ``now`` without an event. Time after the end of the job and all its workers does not
+        count.
+        """
         if self._since is not None and not self.over:
             self.now = max(self.now, now)
 
     @property
     def over(self) -> bool:
-        """True if the job and all its workers have ended, so that the state is final."""
+        """Return whether the job and all its workers have ended, so that the numbers are final."""
         return self._stretch == "ending" and not self.running
 
     def decided(self, action: events.Action, now: float) -> None:
@@ -241,10 +245,11 @@ class TimeSpent(ViewReader):
                 pass
 
     def _stop(self, now: float, *, first: bool) -> None:
-        """Handle a member that waits for another world.
+        """Handle that a member waits for the next world.
 
         Args:
-            first: the current one was only for ``init()``.
+            now: current time, in seconds.
+            first: whether the current world was only for ``init()``.
         """
         if first:
             self._stretch = "starting"
@@ -339,7 +344,7 @@ class TimeSpent(ViewReader):
 
     @property
     def stall(self) -> Stall | None:
-        """The current stall, if any."""
+        """Return the current stall, or None."""
         return self.stalls.current(self.now)
 
     def workers(self) -> list[tuple[Spent, Seconds]]:
@@ -354,7 +359,7 @@ class TimeSpent(ViewReader):
         return found
 
     def total(self) -> Seconds:
-        """Return the total of all workers."""
+        """Return the sum of the seconds of all workers by part."""
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
@@ -382,10 +387,11 @@ WORDS: dict[Stretch, str] = {
 
 
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
-    """Return the summary as lines of a table, with up to SHOWN workers.
+    """Return the summary of the time as lines of a table, with up to SHOWN workers.
 
     Args:
-        zeros: include empty stretches and parts.
+        spent: time of the job and its workers.
+        zeros: whether to include stretches and parts without time.
     """
     job, total = spent.stretches(), spent.total()
     until = ", until the last worker exited" if spent.over else ""

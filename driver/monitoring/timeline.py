@@ -9,8 +9,8 @@ results are events as JSON, to be written in this order. The viewer shows the dr
     changes       planned changes, from the request to the new world or the cancellation
     warnings      warnings and errors of the log
 
-Each worker is a process named after its last rank, with a row ``world`` for its ranks, and the rows that it recorded. A
-new incarnation is another process.
+Each worker is a process named after its last rank. It has a row ``world`` for its ranks, and the rows that the worker
+recorded. A new incarnation is another process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MEMBERS_SHOWN = 64
 
 
 class Timeline:
-    """Timeline of one job, over one or several files.
+    """Timeline of one job, written to one or several files.
 
-    It runs in a separate thread, so the state of the view at the time of a call is passed as arguments.
+    The timeline runs in a separate thread, so the state of the view at the time of a call is passed as arguments.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Timeline:
         self._now_ns = 0
 
     def begin(self, now_ns: int, epoch_us: int, world: events.PublishWorld | None) -> list[str]:
-        """Begin a new file.
+        """Begin a new file. Return its first lines.
 
         Args:
-            now_ns: the current time.
-            epoch_us: the same in microseconds since 1970.
-            world: the current world, if any.
+            now_ns: current time on the driver's monotonic clock, in nanoseconds.
+            epoch_us: the same time in microseconds since 1970.
+            world: the current world, or None.
         """
         self._format = TraceFormat(now_ns, epoch_us)
         self._begun = {}
@@ -55,17 +55,19 @@ class Timeline:
         return lines if world is None else lines + self._published(world)
 
     def end(self, now_ns: int) -> list[str]:
-        """Close all spans at the end of a file."""
+        """End a file. Return the lines that close all open spans."""
         self._now_ns = now_ns
         return [line for key, row in list(self._begun) for line in self._end(key, row)]
 
     def traced(
         self, worker: Worker, message: messages.Traced, ranks: Mapping[Worker, int]
     ) -> list[str]:
-        """Return the lines for a worker's records.
+        """Return the lines for the records of a worker.
 
         Args:
-            ranks: ranks in the newest world.
+            worker: the worker.
+            message: its records.
+            ranks: ranks of the workers in the newest world.
         """
         key = str(worker)
         lines = self._named(worker, ranks.get(worker))
@@ -82,10 +84,13 @@ class Timeline:
         now_ns: int,
         ranks: Mapping[Worker, int],
     ) -> list[str]:
-        """Return the lines for an event and its actions.
+        """Return the lines for an event and the resulting actions.
 
         Args:
-            ranks: ranks in the newest world before the actions.
+            event: the event.
+            actions: the actions.
+            now_ns: current time on the driver's monotonic clock, in nanoseconds.
+            ranks: ranks of the workers in the newest world before the actions.
         """
         self._now_ns = now_ns
         lines = self._happened(event)

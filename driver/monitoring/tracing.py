@@ -1,11 +1,11 @@
-"""Collects the trace records of all workers in one file, with its own thread for writing. Acts.
+"""Collects the trace records of all workers in one file, which a thread of its own writes. Acts.
 
     nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
     recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records
     ending --TracedAll of each, or END_S--> nothing; requests are answered
 
-The event loop only hands records over; `timeline` converts them to text. Errors of the file are logged once and end
-the timeline, never the job. If records arrive faster than they can be written, they are dropped and counted.
+The event loop only queues records; `timeline` converts them to text. Errors of the file are logged once and end the
+timeline, never the job. If records arrive faster than they can be written, they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Send = Callable[[Worker, Message], object]
 
 @dataclass
 class _Ending:
-    """State while a timeline ends: awaited workers and pending requests."""
+    """State of a timeline that is ending: the workers from which records are awaited, and pending requests."""
 
     awaited: set[Worker]
     asked: list[tuple[Worker, int]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Ending:
 
 
 class Tracing(ViewReader):
-    """Timelines of one job. All methods must be called in the event loop's thread."""
+    """Records the timelines of one job. All methods must be called in the event loop's thread."""
 
     def __init__(self, log: Log, view: JobView) -> None:
         self._log = log
@@ -65,7 +65,7 @@ class Tracing(ViewReader):
         view.follow(self)
 
     def open(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Begin to record. Raises Invalid if the file cannot be written."""
+        """Begin to record a timeline into a file. Raises Invalid if the file cannot be written."""
         file = TraceFile(path)
         self._number += 1
         self._path, self._mark_cycles = path, mark_cycles
@@ -76,7 +76,7 @@ class Tracing(ViewReader):
             self._announce(worker)
 
     def serve(self, send: Send) -> None:
-        """Set the function that sends messages, once the server runs."""
+        """Set the function that sends messages to workers. Called once the server runs."""
         self._send = send
         if self._writer is not None:
             self._writer.start()
@@ -89,7 +89,7 @@ class Tracing(ViewReader):
     # ---- workers
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message and return whether it concerned only a timeline."""
+        """Handle a message of a worker. Return whether it concerned only a timeline."""
         match message:
             case messages.ClockAsked(asked_ns):
                 heard_ns = time.monotonic_ns()
@@ -112,7 +112,7 @@ class Tracing(ViewReader):
         return True
 
     def gone(self, worker: Worker) -> None:
-        """Handle a closed connection."""
+        """Handle the end of a worker's connection."""
         self._workers.discard(worker)
         self._complete(worker, self._number)
 
@@ -240,7 +240,7 @@ class _Writer:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Must be called in the event loop, which receives the answers."""
+        """Start the thread. Must be called in the event loop, in which the thread's callbacks run."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
@@ -260,7 +260,12 @@ class _Writer:
     def put(
         self, lines: Callable[[], list[str]], *, taken: tuple[Worker, int, int] | None = None
     ) -> None:
-        """Queue lines. The thread calls ``lines``, and notifies the worker ``taken`` when the lines are written."""
+        """Queue lines for the file.
+
+        Args:
+            lines: called in the thread. Returns the lines.
+            taken: the worker to notify when the lines are written, and the numbers to send to it. None means no worker.
+        """
         self._jobs.put(_Job(lines, taken))
 
     def end(self, done: Callable[[], None] | None) -> None:
@@ -269,7 +274,7 @@ class _Writer:
         self._jobs.put(_Job(lambda: self._timeline.end(now_ns), done=done, last=True))
 
     def close(self) -> None:
-        """Block until everything is written, for at most CLOSE_S."""
+        """Block until everything is written, for at most CLOSE_S seconds."""
         if self._loop is None:
             return
         self.end(None)

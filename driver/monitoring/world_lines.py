@@ -10,12 +10,12 @@ _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
 
 
 def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> str:
-    """Return for example ``generation 3 has 3 workers: 3 of 4 stayed``.
+    """Return the log line about a new world, for example ``generation 3 has 3 workers: 3 of 4 stayed``.
 
     Args:
         world: the new world.
-        before: the previous log line. A cause at its end is not repeated in the new line.
-        wanted: number of workers of -np.
+        before: the previous log line. If it ends with the same cause, the new line does not repeat the cause.
+        wanted: value of -np.
         slots: number of listed slots.
     """
     size, reason = len(world.members), world.reason
@@ -32,12 +32,13 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
 def recovery_line(
     report: ReportRecovery, *, held: bool | None = None, committed: bool = True
 ) -> str:
-    """Return for example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
+    """Return the log line about a recovery, for example ``recovered in 83 ms with 3 workers, generation 5; no committed
+    step lost``.
 
     Args:
-        held: whether a member held a commit. Every survivor holds a commit that all members of the previous world
-            made.
-        committed: whether any commit was made in this job; without one, members hold the initial state.
+        report: the recovery.
+        held: whether a member held a commit. Every survivor holds a commit that all members of the previous world made.
+        committed: whether any commit was made in this job. Without one, members hold the initial state.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")
@@ -56,8 +57,8 @@ def recovery_line(
 
 
 def phases_line(report: ReportRecovery) -> str:
-    """Return for example ``phases of generation 5 in ms: gathered 9, formed 41, copied 12.3 MB: lost
-    localhost:2#1``.
+    """Return the log line about the phases of a recovery, for example ``phases of generation 5 in ms: gathered 9,
+    formed 41, copied 12.3 MB: lost localhost:2#1``.
     """
     phases = ", ".join(f"{name} {_ms(ms)}" for name, ms in report.phases_ms.items())
     copied = f", copied {report.copied_bytes / 1e6:.1f} MB" if report.copied_bytes else ""

@@ -19,7 +19,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class AddressCheck:
-    """Addresses of all hosts, stored as counts. Hosts need not be compared in pairs."""
+    """The addresses of all hosts. Only their numbers are stored, so hosts need not be compared in pairs."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _CheckedHost] = {}
@@ -34,17 +34,18 @@ class AddressCheck:
         self._held: dict[_Network, Counter[_Address]] = {}
 
     def note(self, host: str, bind: str, addresses: Sequence[str], calls_from: str = "") -> str:
-        """Add a host.
-
-        Returns a warning if workers of the hosts apparently cannot reach each other, once for each kind.
+        """Add the addresses of a host. Invalid addresses are ignored.
 
         Args:
-            host: its name.
-            bind: numeric address that its workers use.
-            addresses: all addresses that it has, as in ``10.0.0.5/24``.
-            calls_from: address from which it connects to the driver.
+            host: name of the host.
+            bind: numeric address that the host's workers use.
+            addresses: all addresses of the host, as in ``10.0.0.5/24``.
+            calls_from: address from which the host connects to the driver.
 
-        Invalid addresses are ignored.
+        Returns:
+            a warning if workers of the hosts apparently cannot reach each other, or an empty string. Each kind of
+            warning is
+            returned once.
         """
         self.drop(host)
         try:

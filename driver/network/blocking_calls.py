@@ -1,6 +1,6 @@
-"""Waits with a deadline, and blocking calls outside the event loop. Decides nothing.
+"""Runs blocking calls outside the event loop, and waits with a deadline. Decides nothing.
 
-The threads of calls are daemon threads: a call that hangs must not block the exit of the process, as it would in the
+The calls run in daemon threads: a call that hangs must not block the exit of the process, as it would in the event
 loop's own threads.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
-    """Run a function in a thread. Return its result, or raise its exception.
+    """Run a blocking function in a thread. Return its result, or raise its exception.
 
     Raises asyncio.TimeoutError after ``within_s`` seconds. The function then continues, and its result is ignored.
     """
@@ -27,9 +27,9 @@ async def to_thread(function: Callable[..., T], *args: Any, within_s: float | No
 
 
 async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
-    """Await with a time limit. Return the result of ``awaited``, or raise its exception.
+    """Await an object with a time limit. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``limit_s``, once ``awaited`` has been cancelled and has ended.
+    Raises asyncio.TimeoutError after ``limit_s`` seconds, once ``awaited`` has been cancelled and has ended.
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same iteration of the loop,
     and the canceller then waits forever. This function returns a result that arrives at the deadline. A result that
@@ -61,7 +61,9 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 
 
 class SequentialCalls:
-    """Runner of blocking calls, one at a time. A call that exceeds its limit continues, and later calls wait for it."""
+    """Runs blocking calls in a thread, one at a time. A call that exceeds its time limit continues, and later calls
+    wait for it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name  # name of the threads
@@ -96,7 +98,7 @@ def begun(call: Callable[[], T], name: str) -> Future[T]:
 
 
 async def over(future: Future[Any]) -> None:
-    """Wait for a future without affecting it when the wait is cancelled."""
+    """Wait until a future is done. If the wait is cancelled, the future is not affected."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
 

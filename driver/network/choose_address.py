@@ -1,8 +1,8 @@
-"""Selection of the address that a host uses. Pure: no I/O, no clock.
+"""Selects the address that a host uses. Pure: no I/O, no clock.
 
 ``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
-Each host uses the first one that it has. Two kinds of addresses are never selected: addresses of interfaces that are
-down, and link-local IPv6 addresses, which need an interface number that differs between machines.
+Each host uses the first of these that it has. Two kinds of addresses are never selected: addresses of interfaces that
+are down, and link-local IPv6 addresses, which need an interface number that differs between machines.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
 
     @property
     def network(self) -> str:
-        """The network, as in ``10.0.0.0/24``."""
+        """Return the network of the address, as in ``10.0.0.0/24``."""
         return str(ipaddress.ip_network(f"{self.address}/{self.prefix_length}", strict=False))
 
     @property
     def link_local(self) -> bool:
-        """Whether the address needs a scope. False for IPv4, because its link-local addresses work without a scope."""
+        """Return whether the address needs a scope. False for IPv4, because its link-local addresses work without a
+        scope.
+        """
         address = ipaddress.ip_address(self.address)
         return address.version == 6 and address.is_link_local
 
@@ -57,17 +59,16 @@ def check_wanted(wanted: Iterable[str]) -> None:
 def choose_bind(
     wanted: Sequence[str], own: Sequence[InterfaceAddress], *, local: str, several: bool = False
 ) -> str:
-    """Return the numeric address on which the workers of this host listen.
+    """Return the numeric address on which the workers of this host listen. Raises Invalid.
 
     Args:
         wanted: value of --network-interface.
         own: addresses of this machine.
         local: this host's address in its connection to the driver. It is the default, and determines the address family
-            if a wanted interface has both.
-        several: other machines are known to take part, so loopback is excluded, even if the driver is reached through a
-            tunnel. Otherwise, if the driver is reached over loopback, all hosts are on one machine.
-
-    Raises Invalid.
+            if a wanted interface has both families.
+        several: whether other machines are known to take part. If so, loopback is excluded, even if the driver is
+            reached over loopback through a tunnel. Otherwise, a driver that is reached over loopback means that all
+            hosts are on one machine.
     """
     family = ipaddress.ip_address(bare(local)).version
     if wanted:
@@ -104,7 +105,9 @@ def wanted_address(
 
 
 def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
-    """Return the interface with this address. For an address such as 127.0.0.2, return the interface of its network."""
+    """Return the name of the interface with this address, or None. An address such as 127.0.0.2 belongs to the
+    interface of its network.
+    """
     for each in own:
         if each.address == address:
             return each.name
@@ -116,7 +119,8 @@ def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
 def worker_variables(
     bind: str, own: Sequence[InterfaceAddress], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of this address.
+    """Return environment variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of an
+    address.
 
     Variables in ``environ`` were set by the user and are not replaced.
     """
@@ -147,7 +151,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_link_local(address: str) -> bool:
-    """Return whether an address is link-local IPv6: see `InterfaceAddress.link_local`."""
+    """Return whether an address is a link-local IPv6 address, which other machines cannot use without a scope."""
     found = ipaddress.ip_address(bare(address))
     return found.version == 6 and found.is_link_local
 
@@ -157,7 +161,7 @@ def _version(address: str) -> int:
 
 
 def _network(name: str) -> _Network | None:
-    """Parse a network. Return None for the name of an interface. Raises Invalid."""
+    """Parse a network such as ``10.0.0.0/8``. Return None for the name of an interface. Raises Invalid."""
     try:
         if "%" not in name:
             return ipaddress.ip_network(name, strict=False)

@@ -34,7 +34,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class Owner(Protocol[Who]):
-    """Interface of the owner of connections: a `ControlServer`, or an agent's `Uplink`."""
+    """Interface of the object that owns connections: a `ControlServer`, or an agent's `Uplink`."""
 
     lease_s: float
 
@@ -44,7 +44,9 @@ class Owner(Protocol[Who]):
     def opened(self, connection: Connection[Who]) -> None: ...
 
     def authenticate(self, connection: Connection[Who], message: Any) -> Who | None:
-        """Return the peer, or None if another message has to follow. Raises ProtocolError with the reason to refuse."""
+        """Check a message of the handshake. Return the peer, or None if another message has to follow. Raises
+        ProtocolError with the reason to refuse.
+        """
         ...
 
     def hear(self, peer: Who, message: Any) -> None: ...
@@ -55,17 +57,19 @@ class Owner(Protocol[Who]):
         """Handle the end of a connection.
 
         Args:
-            trouble: why this end closed it.
-            error: error of the transport.
+            connection: the connection.
+            peer: its peer, or None if the peer was not authenticated.
+            trouble: reason why this end closed the connection, or an empty string.
+            error: error of the transport, or None.
         """
         ...
 
 
 class Connection(asyncio.Protocol, Generic[Who]):
-    """One connection, from accept or connect to close.
+    """One control connection, from accept or connect to close.
 
     Args:
-        calls: this end opened the connection.
+        calls: whether this end opened the connection.
     """
 
     def __init__(
@@ -91,12 +95,12 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     @property
     def local(self) -> str:
-        """Numeric address of this end."""
+        """Return the numeric address of this end."""
         return str(self._socket.getsockname()[0])
 
     @property
     def backlog(self) -> int:
-        """Number of bytes that are waiting to be sent."""
+        """Return the number of bytes that wait to be sent."""
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -140,7 +144,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._deadline.cancel()
 
     def _count(self, data: bytes) -> None:
-        """Limit the data of an unauthenticated caller. Raises ProtocolError."""
+        """Count the received data of an unauthenticated caller. Raises ProtocolError if they exceed the limit."""
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
             raise ProtocolError(f"the peer uses TLS, but this job was started without {FLAGS}")
         self._unproved += len(data)
@@ -152,7 +156,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self.end(error=exc)
 
     def write(self, *bodies: bytes) -> bool:
-        """Send or buffer encoded messages. Returns False if the connection is over."""
+        """Send or buffer encoded messages. Return False if the connection has ended."""
         if self._over or self._transport.is_closing():
             return False
         data = b"".join(map(self.wire.frame_of, bodies))
@@ -199,7 +203,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self.end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def end(self, trouble: str = "", error: Exception | None = None) -> None:
-        """Close immediately. See `Owner.lost`, which is called once, before this returns."""
+        """Close the connection immediately. `Owner.lost` is called once, before this returns."""
         if self._over:
             return
         self._over = True
@@ -211,12 +215,12 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
 
 def is_silence(error: Exception | None) -> bool:
-    """Return whether a connection ended because its peer, or its host, has not answered."""
+    """Return whether a connection ended because the peer or its host did not answer."""
     return isinstance(error, OSError) and error.errno in _SILENT
 
 
 def _expect_signs_of_life(sock: socket.socket, lease_s: float) -> None:
-    """End the connection with a timeout if nothing is acknowledged for ``lease_s``.
+    """Make a connection end with a timeout if the peer's host acknowledges nothing for ``lease_s`` seconds.
 
     Each host's kernel acknowledges a small packet every second, independently of its processes.
     """

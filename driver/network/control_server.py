@@ -1,4 +1,4 @@
-"""Server of control connections: handshake, and sealed frames in and out. Decides nothing.
+"""Server of control connections: performs the handshake, and receives and sends sealed frames. Decides nothing.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
@@ -9,8 +9,8 @@ Each host's kernel acknowledges a small packet every second, independently of it
 for ``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
 
 The callers are workers or agents: `Callers` describes their identification. The caller proves ``proof(secret, role,
-challenge.nonce, answer.nonce, name)``, the control_server ``proof(secret, "driver", answer.nonce, challenge.nonce,
-name)``. A caller sends nothing between its Answer and Accepted.
+challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``. A
+caller sends nothing between its Answer and Accepted.
 
 The number of unauthenticated connections is limited by `elastic.protocol.pending_handshakes`: the newest replaces the
 oldest, and at most ACCEPTED_AT_ONCE are accepted before authenticated ones are served again.
@@ -70,7 +70,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 @dataclass(frozen=True)
 class Callers(Generic[Who]):
-    """The kind of callers of a server, and how they identify themselves."""
+    """A kind of callers of a server, workers or agents, and how they identify themselves."""
 
     role: str  # role in their proof
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of their messages
@@ -94,8 +94,8 @@ class ControlServer(Generic[Who]):
         secret: the job's secret. Messages of callers that cannot prove knowledge of it are ignored.
         log: called with a level and a text.
         callers: kind of callers.
-        lease_s: liveness timeout.
-        tls: TLS context; without it, messages are authenticated but not encrypted.
+        lease_s: liveness timeout, in seconds.
+        tls: TLS context. Without it, messages are authenticated but not encrypted.
     """
 
     def __init__(
@@ -145,17 +145,15 @@ class ControlServer(Generic[Who]):
         expected: Callable[[Who], bool],
         accepted: Callable[[Who], None] = lambda who: None,
     ) -> Address:
-        """Listen on one address and return it.
+        """Listen on an address, and return it. All callbacks are called in the event loop's thread. Raises OSError.
 
         Args:
-            interface: address.
-            port: 0 lets the system choose.
+            interface: numeric address.
+            port: port. 0 lets the system choose one.
             heard: called with each message of a caller.
-            gone: called once when a caller's connection ends, with whether it was silent.
+            gone: called once when a caller's connection ends, with the caller and whether it was silent.
             expected: called with a caller. Returns whether it may connect.
             accepted: called with each authenticated caller.
-
-        All are called in the event loop's thread. Raises OSError.
         """
         self._heard, self._gone, self._expected = heard, gone, expected
         self._accepted = accepted
@@ -178,7 +176,7 @@ class ControlServer(Generic[Who]):
         return connection is not None and connection.write(*map(encoded, messages))
 
     def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
-        """Send each caller its message."""
+        """Send each caller its message. Callers without a connection are skipped."""
         for peer, message in messages:
             self.send(peer, message)
 
@@ -194,24 +192,26 @@ class ControlServer(Generic[Who]):
         return peer in self._connections
 
     def peer(self, worker: Who) -> str:
-        """Return the numeric address of a caller, or an empty result if not connected."""
+        """Return the numeric address of a caller, or an empty string if it is not connected."""
         connection = self._connections.get(worker)
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, peer: Who) -> None:
-        """Read a connection's pending data now. A process may have sent messages just before its exit."""
+        """Read the pending data of a connection now, because a process may have sent messages just before its exit."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()
 
     def disconnect(self, peer: Who) -> None:
-        """Drop the connection. ``gone`` is called before this returns."""
+        """Drop the connection of a caller. ``gone`` is called before this returns."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.end()
 
     async def close(self) -> None:
-        """Stop listening, send buffered data within CLOSE_S, drop all connections. ``gone`` is not called."""
+        """Stop listening, send buffered data for at most CLOSE_S seconds, and drop all connections. ``gone`` is not
+        called.
+        """
         self._gone = lambda who, silent: None
         if self._server is not None:
             self._server.close()

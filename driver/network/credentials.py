@@ -1,6 +1,6 @@
 """Credentials for etcd and for TLS connections. Pure: no I/O, no clock.
 
-They come from the command line or from an agent's bootstrap. Their repr does not contain secrets.
+The credentials come from the command line or from an agent's bootstrap. Their repr does not contain secrets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
     """Paths of PEM files: this side's certificate and key, and the trusted CA. Both sides of a connection present
     certificates.
 
-    For etcd, which can also authenticate by user and password, ``cert`` and ``key`` may be empty.
+    For etcd, which can also authenticate clients by user and password, ``cert`` and ``key`` may be empty.
     """
 
     cert: str
@@ -24,7 +24,7 @@ class EtcdAccess(msgspec.Struct, frozen=True):
     """Endpoints and credentials of etcd.
 
     Args:
-        tls: TLS context. None means an unencrypted connection.
+        tls: TLS files. None means an unencrypted connection.
     """
 
     endpoints: list[str]  # host:port of one or more members of the cluster, tried in turn

@@ -1,8 +1,8 @@
-"""Parsing of host lists, and recognition of names of this machine. Starts nothing. Name lookups have a deadline.
+"""Parses host lists, and recognizes names of this machine. Starts nothing. Name lookups have a deadline.
 
-A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The
-name identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both
-are this machine. A name listed twice is an error, since adding up the slots could silently overload a host.
+A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The name
+identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
+machine. A name listed twice is an error, since adding up the slots could silently overload a host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _LINE = re.compile(r"(?P<host>\S+?)(\s+slots\s*=\s*(?P<slots>\S+))?")
 
 
 def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int]:
-    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without slots, use ``default_slots``. Raises Invalid with a clause."""
+    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without a number of slots, use ``default_slots``. Raises Invalid with a
+    clause.
+    """
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(name) or (rest and not rest.startswith(":")):
@@ -62,7 +64,7 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
-    """Parse ``"localhost:2,127.0.0.2:2"``, in order. Raises Invalid with a sentence."""
+    """Parse a list such as ``"localhost:2,127.0.0.2:2"`` to the slots of each host, in order. Raises Invalid."""
     hosts: dict[str, int] = {}
     try:
         for entry in text.split(","):
@@ -75,9 +77,10 @@ def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
 def parse_lines(
     text: str, *, source: str, default_slots: int = 1, slots_min: int = 1
 ) -> dict[str, int]:
-    """Parse one host per line, in order; with ``slots_min`` 0, hosts without slots are omitted.
+    """Parse a text with one host per line to the slots of each host, in order.
 
-    Raises Invalid with a sentence that has ``source``, the line number and the line.
+    With ``slots_min`` 0, a host may have no slots and is then omitted. Raises Invalid with a sentence that contains
+    ``source``, the line number and the line.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -106,19 +109,19 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
 
 
 def show(hosts: dict[str, int]) -> str:
-    """Return hosts in the format of ``-H``. A long list is truncated."""
+    """Format hosts as for ``-H``. A long list is truncated."""
     entries = [f"[{h}]:{n}" if ":" in h else f"{h}:{n}" for h, n in hosts.items()]
     more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
     return (",".join(entries[:8]) or "none") + more
 
 
 class _Unresolved(Exception):
-    """A name cannot be resolved at present."""
+    """A name that currently cannot be resolved."""
 
 
 class ThisHost:
-    """Recognizer of this machine's names. It accepts loopback addresses, other addresses, its name, and names that
-    resolve to these.
+    """Recognizes names of this machine: loopback addresses, its other addresses, its host name, and names that resolve
+    to these.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
     three functions are parameters so that tests need no network.
@@ -140,7 +143,9 @@ class ThisHost:
         self._known: dict[str, str | None] = {}
 
     def elsewhere(self, host: str) -> str | None:
-        """Return None if ``host`` is this machine, otherwise a clause with the reason. Blocks up to ``resolve_s``."""
+        """Return None if ``host`` is this machine, otherwise a clause with the reason. Blocks for up to ``resolve_s``
+        seconds.
+        """
         if host not in self._known:
             try:
                 self._known[host] = self._judge(host)
@@ -177,9 +182,9 @@ class ThisHost:
 
 
 def literal_address(host: str) -> str | None:
-    """Return the normalized address if ``host`` is an address, or None for a name.
+    """Return the address in normal form if ``host`` is an address, or None if it is a name.
 
-    For example ``127.1`` and ``0x7f.1`` -> ``127.0.0.1``.
+    For example ``127.1`` and ``0x7f.1`` become ``127.0.0.1``.
     """
     try:
         return str(ipaddress.ip_address(host))

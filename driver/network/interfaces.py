@@ -43,19 +43,21 @@ def own_addresses() -> list[InterfaceAddress]:
 
 
 def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None = None) -> str:
-    """Return the address for the driver and the workers of a job that runs on this machine only. Raises Invalid."""
+    """Return the address that driver and workers use in a job that runs on this machine only. Raises Invalid."""
     if not wanted:
         return "127.0.0.1"
     return wanted_address(wanted, own_addresses() if own is None else own)
 
 
 def worker_network(bind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for workers that listen on ``bind``. Variables in ``environ`` are not replaced."""
+    """Return the environment variables that workers need to use the network of the address ``bind``. Variables in
+    ``environ`` are not replaced.
+    """
     return worker_variables(bind, own_addresses(), environ)
 
 
 def route_to(address: str) -> str | None:
-    """Return this machine's address on the route to another machine. Return None without a route."""
+    """Return this machine's address on the route to another machine, or None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         # connect ignores the zone of fe80::1%eth0 in text, and needs it as a number
@@ -74,22 +76,20 @@ async def listen_address(
     resolve: Callable[[str, int, float], Awaitable[Found]] = resolved,
     route: Callable[[str], str | None] = route_to,
 ) -> str:
-    """Return the address on which the driver of a job listens.
+    """Return the address on which the driver of a job listens. Raises Invalid.
 
     The default is the local address of the route to the first of ``towards`` that is another machine. If this machine
     cannot resolve any of the names, which may be aliases known only to ssh, the default is the address with a route to
-    other networks. If there are no names, the driver listens on loopback, unless the job ``grows``: then it uses the
-    address with a route to other networks, if there is one.
+    other networks. If there are no names, the driver listens on loopback. If ``grows`` is True, it then uses the
+    address with a route to other networks instead, if there is one.
 
     Args:
         wanted: value of --network-interface.
         towards: names or numeric addresses of the machines that will connect, or of etcd, in order of importance.
-        grows: hosts may be added later.
+        grows: whether hosts may be added later.
         own: addresses of this machine (default: read from the system).
         resolve: resolves a name.
-        route: see `route_to`.
-
-    Raises Invalid.
+        route: returns this machine's address on the route to an address, as `route_to`.
     """
     if not towards and (wanted or not grows):
         return alone_address(wanted, own)
@@ -116,7 +116,7 @@ async def _towards(
     resolve: Callable[[str, int, float], Awaitable[Found]],
     route: Callable[[str], str | None],
 ) -> tuple[str | None, list[str]]:
-    """Return the local address of the route to the first name that has one, and the failures.
+    """Return the local address of the route to the first name that has a route, and a text for each name that has none.
 
     Names of other machines are preferred to names of this machine.
     """

@@ -1,4 +1,6 @@
-"""Name lookups outside the event loop, with a deadline. Without a cache, since answers may change at any time."""
+"""Looks up names outside the event loop, with a deadline. Results are not cached, because answers may change at any
+time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _starting = threading.Lock()
 
 
 async def numeric(text: str) -> list[tuple[str, int]]:
-    """Look up ``host:port`` now and return all its addresses. Raises OSError with a clause that names the host."""
+    """Resolve ``host:port``, and return all addresses with the port. Raises OSError with a clause that names the
+    host.
+    """
     try:
         host, port = parse_address(text)
     except Invalid as error:  # for example, the value in etcd is invalid

@@ -23,7 +23,7 @@ _HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """Read the job's secret from ``file`` or the environment. Return None if neither is given. Raises Invalid."""
+    """Read the job's secret from ``file`` or the environment. Return None if neither contains it. Raises Invalid."""
     if file is not None:
         return _read(file, "--secret-file")
     named, given = environ.get(FILE_VARIABLE), environ.get(VARIABLE)
@@ -35,7 +35,7 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
 
 
 def make_secret_file(path: str) -> None:
-    """Create a file with a new secret. Raises Invalid, also if the file exists."""
+    """Create a file with a new secret. Raises Invalid if the file exists or cannot be created."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
@@ -55,9 +55,9 @@ def make_secret_file(path: str) -> None:
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """Return a key for one purpose. The key reveals neither the secret nor the keys for other purposes.
+    """Derive a key for one purpose from a secret. The key reveals neither the secret nor the keys for other purposes.
 
-    Workers have a separate key, since it is in their environment, which scripts often print and upload. This key does
+    Workers have a separate key, because it is in their environment, which scripts often print and upload. This key does
     not authorize orders to agents.
     """
     return hmac.digest(secret, b"hvd-elastic key|" + purpose.encode(), hashlib.sha256)
@@ -89,8 +89,9 @@ def _read(path: str, source: str) -> bytes:
 
 
 def _of_a_pod(about: os.stat_result) -> bool:
-    """Return whether a file is a Secret that Kubernetes mounted for a pod without root: owned by root, and readable by
-    one group."""
+    """Return whether a file is a Secret that Kubernetes mounted for a pod without root. Such a file is owned by root
+    and readable by one group.
+    """
     return about.st_uid == 0 and about.st_mode & 0o777 == 0o440
 
 

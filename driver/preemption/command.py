@@ -50,7 +50,9 @@ class Command:
         return ""
 
     def _run(self) -> tuple[int, str, str]:
-        """Return exit code, stdout and stderr. All of its processes are killed after ANSWER_S."""
+        """Run the user's command. Return its exit code, stdout and stderr. All processes of the command are killed
+        after ANSWER_S seconds.
+        """
         try:
             process = subprocess.Popen(
                 ["sh", "-c", self._command],

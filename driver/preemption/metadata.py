@@ -20,7 +20,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server.
+    """Answer of a metadata server.
 
     Args:
         skew_s: seconds by which the server's clock is ahead of this machine's.
@@ -36,7 +36,7 @@ class Answer:
         return self.body.decode(errors="replace").strip()
 
     def json(self) -> Any:
-        """Return the decoded body.
+        """Return the body of the answer, decoded from JSON.
 
         Raises:
             SourceError: the body is not JSON.
@@ -49,12 +49,12 @@ class Answer:
             ) from error
 
     def ends_at(self, moment: float) -> float:
-        """Convert a time of the server's clock to this machine's clock."""
+        """Convert a time on the server's clock to this machine's clock. Both are in seconds since 1970."""
         return moment - self.skew_s
 
 
 class MetadataServer:
-    """Metadata server at ``endpoint``, for example http://169.254.169.254."""
+    """Client of the metadata server at ``endpoint``, for example http://169.254.169.254."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -78,10 +78,10 @@ class MetadataServer:
         body: bytes | None = None,
         within_s: float = ANSWER_S,
     ) -> Answer:
-        """Send one request on a new connection.
+        """Send one request on a new connection, and return the answer.
 
         Raises:
-            SourceError: there was no complete answer within the time limit.
+            SourceError: no complete answer arrived within the time limit.
         """
         deadline = time.monotonic() + within_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
@@ -103,8 +103,11 @@ class MetadataServer:
 
 
 def _skew_s(headers: Mapping[str, str]) -> float:
-    """Return the skew according to the Date header. A skew of less than two seconds is ignored, since the header has
-    whole seconds."""
+    """Return the difference between the server's clock, according to the header Date, and this machine's clock in
+    seconds.
+
+    A difference of less than two seconds is ignored, because the header contains whole seconds.
+    """
     try:
         skew = email.utils.parsedate_to_datetime(headers["date"]).timestamp() - time.time()
     except (KeyError, ValueError):

@@ -38,10 +38,10 @@ class Slurm:
         return bool(self._job)
 
     def look(self) -> PreemptionNotice | None:
-        """Return the notice.
+        """Return the current notice, or None.
 
-        The controller is queried while the end is unknown, and again once the end is near, since the time limit may
-        have been extended.
+        Slurm's controller is queried while the end of the allocation is unknown, and again once the end is near,
+        because the time limit may have been extended.
         """
         now = time.time()
         if now >= self._ask_at and self._near(now):
@@ -55,7 +55,7 @@ class Slurm:
         return self._signalled
 
     def signalled(self) -> None:
-        """Record SIGUSR1. Callable from another thread, because a single assignment is atomic."""
+        """Record that SIGUSR1 arrived. Callable from another thread, because a single assignment is atomic."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
         self._signalled = PreemptionNotice(
             f"Slurm announced the end of job {self._job} with a signal", at

@@ -12,10 +12,10 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """Notice that the machine will end.
+    """Notice that this machine will end.
 
     Args:
-        at: seconds since 1970 on this machine's clock, or None if unknown.
+        at: time of the end in seconds since 1970 on this machine's clock, or None if unknown.
     """
 
     text: str  # the source and its notice
@@ -39,11 +39,11 @@ class NoticeSource(Protocol):
         """
 
     def released(self) -> None:
-        """Called when the machine is no longer needed, to acknowledge the notice.
+        """Acknowledge the notice, because the machine is no longer needed.
 
         Raises:
             SourceError: the source rejects the acknowledgement.
         """
 
     def hint(self) -> str:
-        """Return information for the operator, each time only once, or an empty result if there is none."""
+        """Return information for the operator, or an empty string. Each piece of information is returned only once."""

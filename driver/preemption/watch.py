@@ -37,11 +37,7 @@ SAME_S = 2.0  # two times that differ by less are considered equal
 
 
 def check(wanted: str) -> None:
-    """Check the value of ``--preemption``.
-
-    Raises:
-        Invalid: it is neither a known source nor a command.
-    """
+    """Raise Invalid if the value of ``--preemption`` is neither a known source nor a command."""
     if not wanted.strip():
         raise Invalid("--preemption is empty: pass auto, aws, gcp, azure, slurm, a command, or off")
     if wanted in (AUTO, OFF, *NAMED) or " " in wanted or os.sep in wanted:
@@ -54,7 +50,9 @@ def check(wanted: str) -> None:
 
 
 class Watch:
-    """Watches one machine. ``changed`` is called in the event loop's thread, with the current notice or None."""
+    """Watches one machine for preemption notices. ``changed`` is called in the event loop's thread, with the current
+    notice or None.
+    """
 
     def __init__(
         self,
@@ -88,7 +86,9 @@ class Watch:
 
     @property
     def notice(self) -> Notice | None:
-        """Current notice with the remaining time. If several notices exist, the notice with the earliest end."""
+        """Return the current notice with the remaining time, or None. Of several notices, it is the one with the
+        earliest end.
+        """
         if not self._standing:
             return None
         now = time.time()
@@ -96,7 +96,7 @@ class Watch:
         return Notice(first.text, None if first.at is None else max(0.0, first.at - now))
 
     def released(self) -> None:
-        """Report that no worker runs on this host now."""
+        """Acknowledge the notices, because no worker runs on this host now."""
         if self._standing:
             self._released.set()
 

@@ -26,7 +26,7 @@ COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 
 
 class WriterThread:
-    """A queue of bytes and the thread that writes them, in order. ``put`` is thread-safe.
+    """A queue of writes, and the thread that performs them in order. ``put`` is thread-safe.
 
     ``failed`` is called in the writing thread the first time a write fails.
     """
@@ -65,13 +65,13 @@ class WriterThread:
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until everything is written, for at most ``timeout_s`` seconds, or without a limit if None.
 
-        Returns False on timeout.
+        Return False on timeout.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Wait like ``wait``. Nothing is written afterwards."""
+        """Wait like `wait`, and end the thread. Nothing is written afterwards."""
         try:
             complete = self.wait(timeout_s)
         finally:  # Ctrl-C ends the wait
@@ -83,7 +83,7 @@ class WriterThread:
         return complete
 
     def waits_for(self) -> str:
-        """Return a line that states how much has not been written yet."""
+        """Return a line that states how many bytes have not been written yet."""
         with self._changed:
             left = f"more than {self._queued} bytes of output are pending: {self._name} is slow"
         return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
@@ -153,8 +153,8 @@ def write_to(stream: TextIO | None) -> Write:
 
 
 def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
-    """Return ``write_to`` of each stream. If both have the same destination, as with ``2>&1``, return the same function
-    twice.
+    """Return the result of `write_to` for each stream. If both have the same destination, as with ``2>&1``, return the
+    same function twice.
     """
     out = write_to(stdout)
     try:
@@ -195,18 +195,16 @@ def _printable(line: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return lines for stdout, with control characters and characters unknown to its encoding escaped."""
+    """Return lines for stdout. Control characters, and characters that stdout's encoding lacks, are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     lines = "\n".join(map(_printable, text.split("\n")))
     return lines.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 class Console:
-    """The driver's own log lines: ``elastic | 12:01:33 | text``.
+    """Writes the driver's own log lines: ``elastic | 12:01:33 | text``.
 
-    Call it with a level and a text of one or more lines.
-
-    ``heard`` is called with every line that is shown.
+    Call the object with a level and a text of one or more lines. ``heard`` is called with every line that is shown.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ordering of a worker's exit after all its messages. Decides nothing."""
+"""Orders a worker's exit after all its messages. Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTING_S = 2.0
 
 
 class Connections(Protocol):
-    """Connections of workers. See `Server`."""
+    """The part of the connections of workers that `ExitBarrier` uses."""
 
     def drain(self, worker: Worker) -> None: ...
     def connected(self, worker: Worker) -> bool: ...
@@ -30,7 +30,7 @@ class ExitBarrier:
         self._parting: dict[Worker, WorkerExited] = {}
 
     def gone(self, event: WorkerExited) -> None:
-        """Handle the exit of a process."""
+        """Handle the exit of a worker's process."""
         self._connections.drain(event.worker)
         self._parting[event.worker] = event
         if event.code == 0 and self._connections.connected(event.worker):
@@ -39,7 +39,7 @@ class ExitBarrier:
             self._part(event.worker)
 
     def disconnected(self, worker: Worker) -> None:
-        """Handle the end of a worker's connection. All its messages have arrived."""
+        """Handle the end of a worker's connection, after which no more messages of the worker can arrive."""
         self._part(worker)
 
     def _part(self, worker: Worker) -> None:

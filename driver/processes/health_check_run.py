@@ -1,4 +1,4 @@
-"""Health check of a slot, run beside the start of its worker. Decides nothing.
+"""Health check of a slot, run while the worker of the slot starts. Decides nothing.
 
 The check runs in a session of its own, which is killed at the time limit, or when its worker ends first.
 """
@@ -37,8 +37,9 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], "str | None"], "subprocess.P
 
 
 def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
-    """Return the command of a check. The built-in check is run by the worker's Python, if the worker's command names
-    one."""
+    """Return the command of a health check. The built-in check is run by the same Python as the worker, if the worker's
+    command names one.
+    """
     if check != AUTO:
         return ["sh", "-c", check]
     program = worker_command[0] if worker_command else ""
@@ -47,7 +48,7 @@ def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
 
 
 def without_check(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker without the check of this job, since the worker may start a job of its own."""
+    """Return the environment of a worker without this job's health check, because the worker may start another job."""
     return {name: value for name, value in env.items() if name not in (COMMAND, TIMEOUT)}
 
 
@@ -60,11 +61,11 @@ def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
 
 
 class HealthCheckRun:
-    """One health check.
+    """One run of a health check.
 
     Args:
         done: called once with the result, unless the check is cancelled first.
-        reaped: called with the pid of the reaped process.
+        reaped: called with the process ID when the check's process was reaped.
     """
 
     def __init__(
@@ -114,11 +115,11 @@ class HealthCheckRun:
 
     @property
     def running(self) -> bool:
-        """Return whether its process has not been reaped yet."""
+        """Return whether the check's process has not been reaped yet."""
         return self._popen is not None
 
     def cancel(self) -> None:
-        """End the check without a result."""
+        """End the check without reporting a result."""
         self._done = None
         self._kill()
 
@@ -143,8 +144,9 @@ class HealthCheckRun:
         return bool(data)
 
     def _late(self, limit_s: float) -> None:
-        """Report the timeout immediately, since a process that hangs in the kernel may survive SIGKILL for some
-        time."""
+        """Report the timeout immediately, because a process that hangs in the kernel may survive SIGKILL for some
+        time.
+        """
         self._end(HealthOutcome.TIMED_OUT, None, self._last_line() or f"no result in {limit_s:g} s")
         self._kill()
 

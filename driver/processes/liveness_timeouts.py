@@ -5,8 +5,8 @@
     leases.expired(now)                check: keys that expired since the last check, each once
     leases.drop(key)                   it exited or was fenced
 
-A key is a worker, including its incarnation, or a host. A renewal without a grant or after a drop has no effect: only a
-new grant, not another observation, brings a fenced worker back.
+A key is a worker, including its incarnation, or a host. A renewal without a grant or after a drop has no effect. Only a
+new grant brings a fenced worker back.
 
 The observer itself may be paused (a suspended laptop, a stopped process, a blocked event loop) and miss renewals.
 Therefore all timeouts restart after more than PAUSE_S between two checks.
@@ -44,7 +44,7 @@ class LivenessTimeouts(Generic[Key]):
         self._put(key, now)
 
     def renew(self, key: Key, now: float) -> bool:
-        """Renew a key and return whether it had expired. No effect without a grant."""
+        """Renew the timeout of a key. Return whether it had expired. Has no effect on a key without a grant."""
         if key in self._out:
             self._out.remove(key)
             self._put(key, now)
@@ -54,7 +54,7 @@ class LivenessTimeouts(Generic[Key]):
         return False
 
     def drop(self, key: Key) -> None:
-        """Remove a key after its process exited or was fenced."""
+        """Remove a key whose process exited or was fenced."""
         self._renewed.pop(key, None)
         self._out.discard(key)
 
@@ -75,7 +75,9 @@ class LivenessTimeouts(Generic[Key]):
         return found
 
     def next_deadline(self) -> float | None:
-        """Return when to check next at the latest, so that the gap does not count as a pause."""
+        """Return the time at which `expired` must be called next at the latest. A longer gap would count as a pause of
+        the observer.
+        """
         if not self._renewed:
             return None
         first = next(iter(self._renewed.values()))

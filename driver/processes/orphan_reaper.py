@@ -1,9 +1,9 @@
 """A process that briefly outlives the driver to kill the driver's remaining processes. Decides nothing else.
 
-It is started by the agent in its own session. Standard input is a pipe from the agent with lines ``+pgid`` and
-``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session with SIGKILL and
-exits. After ``kill -9`` of the driver, PDEATHSIG ends the workers but not their children. The reaper imports only a few
-standard modules, so that it starts within tens of milliseconds and uses little memory.
+The agent starts the reaper in its own session. The reaper's standard input is a pipe from the agent with lines
+``+pgid`` and ``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session
+with SIGKILL and exits. After ``kill -9`` of the driver, PDEATHSIG ends the workers but not their children. The reaper
+imports only a few standard modules, so that it starts within tens of milliseconds and uses little memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ SCANS = 5  # a process may fork while its session is scanned; the next scan find
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
-    """Kill all processes of these sessions. The groups of the leaders are killed first, then the other groups.
+    """Kill all processes of these sessions. The process groups of the session leaders are killed first, then other
+    groups.
 
     The caller ensures that the session IDs have not been reused. The leader must run, or must not be reaped yet.
     """
@@ -67,7 +68,7 @@ def state_of(pid: int) -> tuple[str, int]:
 
 
 def heed(groups: set[int], text: bytes) -> bytes:
-    """Apply the complete lines of ``text`` and return the incomplete rest."""
+    """Apply the complete lines of ``text`` to ``groups``. Return the incomplete rest."""
     *lines, rest = text.split(b"\n")
     for line in lines:
         if line[:1] == b"+":
@@ -78,7 +79,7 @@ def heed(groups: set[int], text: bytes) -> bytes:
 
 
 def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Pass on data from standard input until it is closed or the driver's process exits."""
+    """Pass data from standard input to ``heard`` until standard input is closed or the driver's process exits."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -97,7 +98,7 @@ def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
 
 
 def watch(driver: int) -> set[int]:
-    """Return the groups that are still listed when the driver exits."""
+    """Wait until the driver exits. Return the process groups that are still listed then."""
     groups: set[int] = set()
     rest = b""
 

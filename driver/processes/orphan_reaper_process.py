@@ -1,4 +1,4 @@
-"""The agent's side of the orphan reaper: keeps one running and sends it the workers' process groups.
+"""The agent's side of the orphan reaper: keeps one reaper running and sends it the workers' process groups.
 
 Decides nothing.
 """
@@ -19,9 +19,9 @@ from elastic.driver.sinks import Log
 
 
 class OrphanReaper:
-    """Starts an orphan reaper when needed, sends it the process groups, and replaces it when it dies.
+    """Starts an orphan reaper when needed, sends it the workers' process groups, and replaces it when it dies.
 
-    ``groups`` returns all groups, for a new reaper.
+    ``groups`` returns all current groups, which a new reaper receives.
     """
 
     QUICK_S = 1.0  # in seconds; a reaper that exits sooner after its start counts as a failure ...
@@ -71,8 +71,9 @@ class OrphanReaper:
             self.tell("".join(f"+{group}\n" for group in groups))
 
     def tell(self, line: str) -> None:
-        """Send one or more lines. If the reaper does not read them, it is replaced, and the new reaper receives all
-        groups."""
+        """Send one or more lines to the reaper. If it does not read them, it is replaced, and the new reaper receives
+        all groups.
+        """
         if self._popen is None:
             return
         assert self._popen.stdin is not None
@@ -86,8 +87,9 @@ class OrphanReaper:
             self._on_exit()
 
     def announce(self, pid: int) -> None:
-        """Announce a child from within the child, between fork and exec, so that the reaper always knows it before it
-        runs."""
+        """Announce a child process to the reaper. Called in the child, between fork and exec, so that the reaper always
+        knows a child before it runs.
+        """
         if self._popen is None or self._popen.stdin is None:
             return
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess restored the default action
@@ -132,7 +134,7 @@ class OrphanReaper:
             self._pidfd = None
 
     async def close(self) -> None:
-        """Close the pipe: the reaper kills the remaining sessions and exits."""
+        """Close the pipe to the reaper, which then kills the remaining sessions and exits."""
         if self._popen is None:
             return
         self._unwatch()  # do not start another one after this exit

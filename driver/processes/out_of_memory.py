@@ -1,4 +1,4 @@
-"""Detection of kills by the kernel's out-of-memory killer, and the memory limit. Decides nothing.
+"""Detects kills by the kernel's out-of-memory killer, and reads the memory limit. Decides nothing.
 
 The exit status does not show the cause: it is SIGKILL, as for any other kill. Each memory cgroup counts these kills
 (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat those of the machine.
@@ -16,7 +16,9 @@ USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_i
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """Parse lines with a name and a number, and an optional unit as in /proc/meminfo. Other lines are skipped."""
+    """Parse lines that consist of a name, a number and optionally a unit, as in /proc/meminfo. Other lines are
+    skipped.
+    """
     fields = (line.split() for line in text.splitlines())
     return {each[0]: int(each[1]) for each in fields if len(each) in (2, 3) and each[1].isdigit()}
 
@@ -36,7 +38,7 @@ def memory_groups(text: str) -> tuple[str | None, str | None]:
 
 @dataclass
 class OutOfMemory:
-    """Out-of-memory kills of this process's cgroup.
+    """Counts the out-of-memory kills in the cgroup of this process.
 
     Args:
         root: "/", or in tests a folder with its own /proc and /sys.
@@ -66,8 +68,9 @@ class OutOfMemory:
         self._kills = self._read_kills()
 
     def look(self) -> str:
-        """Return a text if the kernel killed a process for lack of memory since the last call; otherwise the empty
-        string."""
+        """Return a description if the kernel killed a process for lack of memory since the last call, otherwise an
+        empty string.
+        """
         before, self._kills = self._kills, self._read_kills()
         if self._kills <= before:
             return ""
@@ -75,15 +78,16 @@ class OutOfMemory:
         return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
 
     def limit_bytes(self) -> int | None:
-        """Return the memory limit of this process group in bytes, or None without a limit."""
+        """Return the memory limit of this process's cgroup in bytes, or None without a limit."""
         text = "" if self._limit is None else _read(self._limit).strip()
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None
 
     def available_bytes(self) -> int:
-        """Return the memory that this group can still allocate: the machine's MemAvailable, or less with a limit.
+        """Return the bytes of memory that this process's cgroup can still allocate: MemAvailable of the machine, or
+        less if there is a limit.
 
-        File caches count as available. Returns 0 if the kernel reports neither value.
+        File caches count as available. Return 0 if the kernel reports neither value.
         """
         machine = _counts(self.root / "proc/meminfo", unit=1024).get("MemAvailable:", 0)
         limit = self.limit_bytes()

@@ -1,4 +1,4 @@
-"""Output of workers: passed on line by line with a rank prefix. Decides nothing.
+"""Passes on the output of workers line by line, with the rank as prefix. Decides nothing.
 
 The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` while it has none. Bytes are passed on
 unchanged in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is given, the
@@ -35,17 +35,17 @@ _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 class Output:
-    """The destination of all workers' output.
+    """Shows the output of all workers.
 
     Args:
-        place_of: returns a worker's current place, if any.
+        place_of: returns a worker's current place, or None.
         stdout: function that writes to the driver's stdout.
         stderr: function that writes to the driver's stderr.
         failed: called once when a stream cannot be written.
-        verbose: show exceptions with all frames.
+        verbose: whether to show exceptions with all frames.
         unsaid: called when ``tracebacks.rest()`` has new lines.
         asked: returns whether an operator requested a worker's stacks.
-        timestamps: prefix lines with the time.
+        timestamps: whether to prefix lines with the time.
         folder: folder for output files. None means no files.
         clock: returns the time as text.
         heard: called with all lines.
@@ -98,7 +98,7 @@ class Output:
         self._writers["stderr"].put(write, data)
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        """See `Sink.feed`."""
+        """Receive output of a worker. See `elastic.driver.sinks.Sink.feed`."""
         if stream == "usage":
             self._on_lines(worker, self._name(worker), stream, [data])
             return
@@ -125,31 +125,31 @@ class Output:
         self._pass_on(worker, stream, pieces)
 
     def finish(self, worker: Worker, stream: Stream) -> None:
-        """See `Sink.finish`."""
+        """Handle the end of a worker's stream. See `elastic.driver.sinks.Sink.finish`."""
         rest = self._partial.pop((worker, stream), None)
         if rest:
             self._pass_on(worker, stream, [bytes(rest)])
 
     def tail(self, worker: Worker) -> str:
-        """See `Sink.tail`."""
+        """Return the end of a worker's stderr. See `elastic.driver.sinks.Sink.tail`."""
         return self._tails.of(worker)
 
     def cause(self, worker: Worker) -> ExitCause:
-        """See `Sink.cause`."""
+        """Return the reason for a worker's exit, as reported by the worker. See `elastic.driver.sinks.Sink.cause`."""
         return self._tails.cause(worker)
 
     def drop(self, worker: Worker) -> None:
-        """See `Sink.drop`."""
+        """Discard the state of a worker. See `elastic.driver.sinks.Sink.drop`."""
         self._show_stacks(worker)
         self._tails.drop(worker)
         self._diagnostics.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until all pending data are written or the reader has closed the stream, as ``cat`` does.
+        """Wait until all pending data are written, or until the reader, such as ``cat``, has closed the stream.
 
         Args:
-            timeout_s: limit for each stream. By default there is no limit, since no other process waits, and the user
-                may read a pager much later. Ctrl-C ends the wait (KeyboardInterrupt).
+            timeout_s: time limit for each stream, in seconds. By default there is no limit, because no other process
+                waits, and the user may read a pager much later. Ctrl-C ends the wait (KeyboardInterrupt).
         """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
@@ -167,7 +167,7 @@ class Output:
         self._keep(worker, stream, b"".join(pieces))
 
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
-        """Show an exception once for all workers that have the same one.
+        """Show the uncaught exception of a worker, once for all workers that raised the same one.
 
         Each worker's file contains the worker's own exception with all frames.
         """
@@ -221,7 +221,7 @@ def _pieces(text: str) -> list[bytes]:
 def _prefixed(prefix: bytes, piece: bytes) -> bytes:
     """Return a line with its prefix.
 
-    A split line gets a line end, so that the output of another worker starts on a new line.
+    An incomplete line is completed by a newline, so that the output of another worker starts on a new line.
     """
     if piece == b"\r":
         return piece  # a progress bar that starts with a carriage return
@@ -229,7 +229,7 @@ def _prefixed(prefix: bytes, piece: bytes) -> bytes:
 
 
 def _append_to(path: Path) -> Write:
-    """Return a function that opens the file for each write.
+    """Return a function that appends to a file, which is opened for each write.
 
     Keeping the files of thousands of ranks open would exceed the limit of open files, and log files may be moved.
     """

@@ -1,4 +1,4 @@
-"""The reading end of a worker's output stream. It passes bytes to the sink as they arrive. Decides nothing."""
+"""The reading end of a worker's output stream. Passes bytes to the sink as they arrive. Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PROMPT_S = 0.1  # seconds after which an incomplete line is considered a prompt
 
 
 class Pipe:
-    """One stream of one worker. ``closed`` is called once at its end.
+    """One output stream of one worker. ``closed`` is called once at its end.
 
     Args:
-        prompts: the worker has standard input and may print a prompt, so an incomplete line is also passed on if
+        prompts: whether the worker has standard input and may print a prompt. If so, an incomplete line is passed on if
             nothing follows it.
     """
 
@@ -72,7 +72,7 @@ class Pipe:
             self._prompt = None
 
     def drain(self) -> None:
-        """Pass on the available data without waiting, up to a limit."""
+        """Pass on the data that are available now, up to a limit, without waiting."""
         for _ in range(DRAIN_LIMIT // CHUNK):
             if not self._read():
                 return

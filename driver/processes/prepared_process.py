@@ -105,7 +105,7 @@ def script_imports(script: str, folder: str) -> list[str]:
 
 
 def prepare(modules: str, script: str, folder: str) -> None:
-    """Import the modules that exist. The worker's script reports the others itself.
+    """Import those of the modules that exist. An error about a missing module is raised later by the worker's script.
 
     With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
     statement. Otherwise the script may first set variables that torch reads when it is imported.
@@ -162,7 +162,8 @@ def become(
 
 
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Write both into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look for a rank.
+    """Write command line and environment into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look
+    for a rank.
 
     This does not affect libc's variables, which are stored elsewhere: os.environ.clear() removed the originals, and
     setenv() allocated new ones.

@@ -1,4 +1,4 @@
-"""Preloaded processes, which have already imported the modules needed by the next workers.
+"""Preloaded processes, which have already imported the modules that the next workers need.
 
 A process is started some time after the workers, with the same interpreter and environment, if the host has enough
 memory. It becomes a worker when it receives a command. Until then it only waits at a pipe, without threads of this
@@ -76,7 +76,7 @@ def shared(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Kept:
-    """A waiting process, and the workers that it can become."""
+    """A preloaded process that waits, and the workers that it can become."""
 
     process: subprocess.Popen[bytes]
     told: int  # this end of its pipe
@@ -86,7 +86,8 @@ class _Kept:
 
 
 def read(wanted: str) -> tuple[list[str], int]:
-    """Parse for example ``auto,transformers,2``: the modules, and the number of processes (default: 1).
+    """Parse the value of ``--preload``, for example ``auto,transformers,2``, to modules and the number of processes
+    (default: 1).
 
     The number is 0 for an empty text or ``off``. Raises ValueError.
     """
@@ -113,12 +114,12 @@ def read(wanted: str) -> tuple[list[str], int]:
 
 
 class PreparedProcesses:
-    """Preloaded processes of one host.
+    """The preloaded processes of one host.
 
     Args:
-        modules: see `read` and `prepared_process`. Empty means that no process is preloaded.
+        modules: modules to import. Empty means that no process is preloaded.
         spawn: starts a process in the same way as a worker.
-        gone: called with the pid when a process exits that was not needed.
+        gone: called with the process ID when a process exits that was not needed.
         available: returns the available memory of the host or container, in bytes.
         log: called with a level and a text.
     """
@@ -145,8 +146,9 @@ class PreparedProcesses:
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """Return the process that becomes this worker, and schedule a replacement. None if the worker has to be
-        started."""
+        """Return the preloaded process that becomes this worker, and schedule a replacement. Return None if the worker
+        must be started instead.
+        """
         if not self.modules:
             return None
         wanted = plain(command)
@@ -244,7 +246,7 @@ class PreparedProcesses:
         return bool(self._killed)
 
     def close(self) -> None:
-        """Kill the waiting processes, all at once, and wait at most DEATH_S for their exits."""
+        """Kill the waiting processes at the same time, and wait for their exits for at most DEATH_S seconds."""
         if self._next is not None:
             self._next.cancel()
         while self._kept:

@@ -1,7 +1,7 @@
-"""State and resource counters of processes from /proc. Decides nothing.
+"""Reads the state and the resource counters of processes from /proc. Decides nothing.
 
-A process keeps its pid until it is reaped, so the values cannot be those of another process. The ``parse_``
-functions are pure. The functions below them read one or a few small files, without waiting.
+A process keeps its process ID until it is reaped, so the values cannot be those of another process. The ``parse_``
+functions are pure. The other functions read one or a few small files, without waiting.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "s
 
 @dataclass(frozen=True)
 class Stat:
-    """A line of /proc/PID/stat.
+    """Content of /proc/PID/stat.
 
     Args:
-        ticks: processor time of all its threads and reaped children.
+        ticks: processor time of all threads and reaped children of the process, in clock ticks.
     """
 
     state: str
@@ -37,11 +37,11 @@ class Stat:
 
 @dataclass(frozen=True)
 class ProcSample:
-    """Resources used so far by a process and its whole session.
+    """Resources used by a process and its whole session.
 
     Args:
-        io_bytes: read and written, cached or not.
-        memory: bytes held now, with memory shared in the session counted once.
+        io_bytes: number of bytes read and written so far, cached or not.
+        memory: bytes held now. Memory that is shared within the session counts once.
     """
 
     state: str
@@ -83,7 +83,7 @@ def parse_io(text: bytes) -> int:
 
 
 def parse_statm(text: bytes) -> tuple[int, int]:
-    """Return the pages in memory, and how many of these may be shared."""
+    """Return the number of pages in memory, and the number of these that may be shared, from /proc/PID/statm."""
     fields = text.split()
     return (int(fields[1]), int(fields[2])) if len(fields) > 2 else (0, 0)
 
@@ -118,7 +118,7 @@ def parse_cgroup(text: bytes, mounts: Mapping[str, str]) -> list[str]:
 
 
 def is_frozen(text: bytes) -> bool:
-    """Return whether the content of such a file states that the cgroup is frozen."""
+    """Return whether the content of a freezer's state file means that the cgroup is frozen."""
     return text.strip() == b"FROZEN" or b"frozen 1" in text.splitlines()
 
 
@@ -126,7 +126,7 @@ def is_frozen(text: bytes) -> bool:
 
 
 def stat_of(pid: int) -> Stat:
-    """Return the Stat of a process, with the state GONE if there is no such process."""
+    """Return the content of /proc/PID/stat. If the process does not exist, the state in the result is GONE."""
     try:
         return parse_stat(_read(f"/proc/{pid}/stat"))
     except (OSError, ValueError):
@@ -153,10 +153,10 @@ def end_of(pid: int) -> int | None:
 def uses_devices(pid: int) -> bool:
     """Return whether a process has a device such as a GPU open. The device may work for the process until it is closed.
 
-    Also True if this cannot be determined.
+    Also returns True if this cannot be determined.
 
-    The threads release their descriptors one by one, the main thread early, so the first thread that still has
-    descriptors is examined.
+    The threads of an exiting process release their descriptors one by one, the main thread early. Therefore the first
+    thread that still has descriptors is examined.
     """
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -200,10 +200,11 @@ def frozen(pid: int) -> bool:
 
 
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
-    """Return why a process cannot run now (the empty string if it can), and its current Stat.
+    """Return why a process cannot run now, or an empty string if it can, and its current Stat.
 
     Args:
-        last: the Stat of the previous check.
+        pid: process ID.
+        last: the Stat of the previous check, or None.
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
@@ -259,7 +260,7 @@ _known_mounts: dict[str, str] | None = None
 
 
 def _read_or_nothing(path: str) -> bytes:
-    """Read a file. Return an empty text if access is denied, as for another user's process."""
+    """Read a file. Return empty bytes if access is denied, as for another user's process."""
     try:
         return _read(path)
     except OSError:

@@ -1,4 +1,6 @@
-"""``elasticrun k8s``: run and manage one training job as a release of the chart, from outside its cluster."""
+"""The command ``elasticrun k8s``: run and manage a training job as a release of the Helm chart, from outside the
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of words that 
 
 @dataclass
 class KubernetesOptions:
-    """Flags as given."""
+    """Parsed flags of ``elasticrun k8s``."""
 
     image: str | None = flag("--image", "IMAGE", "Image of driver and workers: registry/train:1.2.")
     workers: str | None = flag(
@@ -92,7 +94,7 @@ def kubernetes_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code. The exit code of `run` is the exit code of the job. Raises Invalid."""
+    """Run ``elasticrun k8s`` and return its exit code. For `run`, it is the exit code of the job. Raises Invalid."""
     made = kubernetes_parser()
     verb, rest = (arguments[0], [*arguments[1:]]) if arguments else ("-h", [])
     if verb != RUN and verb not in VERBS:
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def job_name(name: str) -> str:
-    """Return a valid job name. Raises Invalid."""
+    """Return the name if it is valid as the name of a job. Raises Invalid."""
     if NAME.fullmatch(name) is None:
         raise Invalid(
             f"{name!r} is not a valid job name in Kubernetes: start with a letter a-z, followed by up to 44"
@@ -143,7 +145,7 @@ def job_name(name: str) -> str:
 
 
 def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the chart. Raises Invalid."""
+    """Return the Helm values for the chart. Raises Invalid."""
     if options.image is None or options.workers is None or not command:
         raise Invalid(
             "run needs --image, --workers and a command, as in: elasticrun k8s run --image train:1.2 --workers 2:8"
@@ -170,7 +172,7 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
 
 
 def image_parts(image: str) -> tuple[str, str, str]:
-    """Return repository, tag and digest of an image. The port of a registry is not a tag."""
+    """Split the name of an image into repository, tag and digest. The port of a registry is not mistaken for a tag."""
     rest, _, digest = image.partition("@")
     head, colon, tag = rest.rpartition(":")
     if not colon or "/" in tag:
@@ -217,7 +219,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
 
 
 def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
-    """Remove the release and ignore further Ctrl-C. If this fails, print how to remove it later."""
+    """Remove the release, ignoring further Ctrl-C. If this fails, print how to remove it later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -56,11 +56,13 @@ class ChartRelease:
         """Install the release.
 
         Args:
-            files: values files, as helm's ``--values``.
-            values: values.
-            settings: as helm's ``--set``. These take precedence over ``values``, which take precedence over ``files``.
+            files: values files, as for helm's ``--values``.
+            values: Helm values.
+            settings: as for helm's ``--set``. They take precedence over ``values``, which take precedence over
+                ``files``.
 
-        Raises NameTaken if another process has installed a release of this name.
+        Raises:
+            NameTaken: another process has installed a release of this name.
         """
         words = []
         for file in files:
@@ -107,13 +109,13 @@ class ChartRelease:
         """Remove the release.
 
         Args:
-            if_there: do not fail if there is none.
+            if_there: whether a missing release is not an error.
         """
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
-        """Set the number of worker pods and return the previous number. Raises Invalid if the job could not
-        continue.
+        """Set the number of worker pods and return the previous number. Raises Invalid if the job could not continue
+        with so few.
         """
         job, workers = self._job(), self._workers()
         least = least_instead(job, workers, pods)
@@ -150,9 +152,9 @@ class ChartRelease:
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
-        """Copy the drivers' logs until the job has ended and return its exit code.
+        """Copy the logs of the job's drivers until the job has ended. Return its exit code.
 
-        Raises Invalid if the release is removed.
+        Raises Invalid if the release is removed meanwhile.
         """
         followed: set[str] = set()
         last_text, silence = "", ApiSilence(say)
@@ -199,7 +201,7 @@ class ChartRelease:
             time.sleep(LOOK_S)
 
     def _log(self, pod: str) -> Iterator[bytes]:
-        """Return the lines of a log, each with a timestamp."""
+        """Yield the lines of a pod's log, each with a timestamp."""
         response = self._ask(
             self._core.read_namespaced_pod_log,
             pod,
@@ -306,14 +308,14 @@ class ChartRelease:
 
 
 class NameTaken(Invalid):
-    """Another process has installed a release of this name."""
+    """A release of this name was installed by another process."""
 
 
 class ApiSilent(Exception):
     """The API server did not answer.
 
     Args:
-        unasked: an answer was interrupted.
+        unasked: whether an answer was interrupted that had already begun.
     """
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:
@@ -322,7 +324,9 @@ class ApiSilent(Exception):
 
 
 class ApiSilence:
-    """Logs the loss and return of the API server while a job is followed. Raises Invalid after AWAY_S."""
+    """Logs when the API server is lost and when it returns. Raises Invalid if it is lost for longer than AWAY_S
+    seconds.
+    """
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say

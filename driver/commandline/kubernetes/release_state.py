@@ -20,7 +20,7 @@ class PodState:
     """State of one pod.
 
     Args:
-        trouble: why the pod does not run, according to Kubernetes, or an empty result if it runs or has ended.
+        trouble: reason why the pod does not run, according to Kubernetes. Empty if it runs or has ended.
     """
 
     name: str
@@ -39,14 +39,14 @@ class PodState:
 
 @dataclass(frozen=True)
 class Follow:
-    """Next step that follows the log of this driver."""
+    """Next step of `elasticrun k8s run`: follow the log of this driver."""
 
     pod: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Next step: wait for a running driver.
+    """Next step of `elasticrun k8s run`: wait for a running driver.
 
     Args:
         why: reason to log.
@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class JobOver:
-    """Marker that no step follows, because the job has ended with this exit code."""
+    """No next step of `elasticrun k8s run`: the job has ended with this exit code."""
 
     code: int
 
@@ -92,8 +92,8 @@ def pod_state(pod: Json) -> PodState:
 
 
 def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
-    """Return the exit code of a Job, or None if the Job has not ended. A failed Job has the exit code of its last
-    driver.
+    """Return the exit code of a Kubernetes Job, or None if the Job has not ended. A failed Job has the exit code of its
+    last driver.
     """
     ended = {
         each["type"]
@@ -109,7 +109,7 @@ def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
 
 
 def saves(job: Json) -> bool:
-    """Return whether commits are also written to storage that outlives all workers."""
+    """Return whether the job also writes commits to storage that outlives all workers."""
     [driver] = job["spec"]["template"]["spec"]["containers"]
     variables = {each["name"] for each in driver.get("env") or ()}
     flags = {word.partition("=")[0] for word in _our_words(job)}
@@ -117,14 +117,14 @@ def saves(job: Json) -> bool:
 
 
 def wanted(workers: Json) -> int:
-    """Return the requested number of pods of a StatefulSet."""
+    """Return the number of pods that a StatefulSet requests."""
     return int((workers.get("spec") or {}).get("replicas", 0))
 
 
 def least_pods(job: Json, workers: Json) -> int:
-    """Return the number of pods for the workers that the job needs.
+    """Return the smallest number of pods that provides enough workers for the job.
 
-    The chart passes both numbers as separate words of the commands.
+    The chart passes the minimum of workers and the slots of a pod as separate words of the commands.
     """
 
     def number(words: Sequence[str], flag: str) -> int:
@@ -136,7 +136,7 @@ def least_pods(job: Json, workers: Json) -> int:
 
 
 def least_instead(job: Json, workers: Json, pods: int) -> int | None:
-    """Return the minimum number of pods if ``pods`` are too few for the job. Otherwise return None."""
+    """Return the smallest number of pods for the job if ``pods`` is below this number. Otherwise return None."""
     least = least_pods(job, workers)
     enough = saves(job) if pods == 0 else pods >= least
     return None if enough else least
@@ -150,9 +150,11 @@ def _our_words(owner: Json) -> list[str]:
 
 
 def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow | Wait | JobOver:
-    """Return the next step.
+    """Decide what `elasticrun k8s run` does next.
 
     Args:
+        job: the Job of the driver, in the API's format.
+        pods: the driver's pods.
         followed: pods whose logs were read completely.
     """
     drivers = [pod for pod in _by_age(pods) if pod.component == DRIVER]
@@ -169,7 +171,7 @@ def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow
 
 
 def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
-    """Return the state as text lines."""
+    """Return the state of the release as lines of text."""
     drivers = [pod for pod in pods if pod.component == DRIVER]
     workers = [pod for pod in pods if pod.component == WORKER]
     code = job_code(job, drivers)
@@ -187,10 +189,12 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
 
 
 def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
-    """Return the warnings of Kubernetes about a release's current and past objects, as text lines.
+    """Return the warnings of Kubernetes about a release's current and past objects, as lines of text.
 
     Args:
-        events: those of type Warning in its namespace, which the API server keeps for an hour.
+        events: events of type Warning in the release's namespace. The API server keeps them for an hour.
+        name: name of the release.
+        now: current time.
     """
     ours = re.compile(
         rf"Pod/{re.escape(name)}-(worker-\d+|driver-[a-z0-9]+)"

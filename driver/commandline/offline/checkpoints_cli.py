@@ -38,7 +38,7 @@ Write the newest checkpoint of a folder, or the given commit, as one file with w
 
 @dataclass
 class CheckpointsOptions:
-    """Flags as given."""
+    """Parsed flags of ``elasticrun checkpoints``."""
 
     verify: bool = switch(
         "--verify",
@@ -54,7 +54,7 @@ class CheckpointsOptions:
 
 @dataclass
 class ExportOptions:
-    """Flags as given."""
+    """Parsed flags of ``elasticrun checkpoints export``."""
 
     out: str | None = flag(
         "--out",
@@ -90,7 +90,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code. Raises Invalid."""
+    """Run ``elasticrun checkpoints`` and return its exit code. Raises Invalid."""
     if arguments and arguments[0] == EXPORT:
         return _export(arguments[1:])
     options = CheckpointsOptions()
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
-    """Verify a checkpoint.
+    """Verify the checksums of a checkpoint, and return its entry with the result.
 
     If a running job removes the checkpoint meanwhile, it is reported as incomplete instead of damaged. Raises OSError.
     """
@@ -172,7 +172,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _check_place(out: str) -> None:
-    """Raise Invalid if no file of this name can be written. Called before anything is read."""
+    """Raise Invalid if no file can be written at this path. Called before anything is read."""
     format_of(out)
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):

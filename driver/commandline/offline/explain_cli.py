@@ -41,7 +41,7 @@ _NAMES = [
 
 @dataclass
 class ExplainOptions:
-    """Flags as given."""
+    """Parsed flags of ``elasticrun explain``."""
 
     html: str | None = flag(
         "--html", "FILE", "Write the explanation as a self-contained page with a zoomable timeline."
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def as_text(reading: JournalReading) -> list[str]:
-    """Return the explanation as lines, the most important first."""
+    """Return the explanation of a job as lines of text, the most important first."""
     lines: list[str] = []
     for name, group in sections(findings(reading.story, reading.source)).items():
         if not group:
@@ -104,7 +104,7 @@ def as_text(reading: JournalReading) -> list[str]:
 
 
 def as_page(reading: JournalReading) -> str:
-    """Return the explanation as an HTML page."""
+    """Return the explanation of a job as an HTML page."""
     found = findings(reading.story, reading.source)
     command = shlex.join(reading.header.command)
     return page(PageJob(reading.story, reading.rows, found, command, reading.offset))
@@ -118,7 +118,9 @@ def _dated(reading: JournalReading) -> str:
 
 
 def as_json(reading: JournalReading) -> str:
-    """Return an object with the key ``findings``. Each finding has its kind, its facts and its sentence."""
+    """Return the explanation as JSON text: an object with the key ``findings``. Each finding has its kind, facts and
+    sentence.
+    """
     found = sections(findings(reading.story, reading.source))
     return json.dumps(
         {

@@ -48,7 +48,7 @@ TICK_S = 0.05  # seconds between two checks for due entries
 
 @dataclass
 class ReplayOptions:
-    """Flags as given."""
+    """Parsed flags of ``elasticrun replay``."""
 
     speed: float = flag(
         "--speed",
@@ -107,9 +107,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 class ReplayClock:
-    """The time of the replayed job, which runs ``speed`` times as fast as real time.
+    """Clock of a replayed job, which runs ``speed`` times as fast as real time.
 
-    Starts at ``begins`` when first read.
+    The clock starts at ``begins`` when it is first read.
     """
 
     def __init__(self, begins: float, speed: float, clock: Callable[[], float]) -> None:
@@ -120,11 +120,11 @@ class ReplayClock:
         self._stopped: float | None = None
 
     def stop(self) -> None:
-        """Stop the clock."""
+        """Stop the clock of the replay."""
         self._stopped = self.now()
 
     def now(self) -> float:
-        """Return the time of the job, in seconds since 1970."""
+        """Return the current time of the replayed job, in seconds since 1970."""
         if self._stopped is not None:
             return self._stopped
         if self._started is None:
@@ -187,7 +187,7 @@ def model_of(reading: JournalReading, path: Path) -> PageModel:
 
 
 def play(model: PageModel, entry: Entry, at: float) -> None:
-    """Apply one entry, and the log lines of its actions."""
+    """Apply one journal entry, and the log lines of its actions, to the model of the page."""
     model.view.note(entry.event, entry.actions, at)
     for action in entry.actions:
         if isinstance(action, Report):

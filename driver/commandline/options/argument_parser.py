@@ -67,22 +67,24 @@ def flag(
 
 
 def switch(names: str, text: str, *, use: Use = Use(), **more: Any) -> Any:
-    """Declare a field that is True if the flag is given."""
+    """Declare a field for a flag without a value. The field is True if the user passes the flag."""
     return choice(False, ((names, None, None, text), more), use=use)
 
 
 def choice(default: Any, *each: Declared, use: Use = Use()) -> Any:
-    """Declare a field for several flags, each a `given` with its value."""
+    """Declare a field that several flags set. Each flag is made by `given`, with the value that it sets."""
     return field(default=default, metadata={"flags": each, "use": use})
 
 
 def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) -> Declared:
-    """Declare a flag that sets this value."""
+    """Declare one of the flags of a `choice`, and the value to which it sets the field."""
     return (names, None, None, text), {"action": "store_const", "const": value, **more}
 
 
 def add_declared(add: Group, kind: Any, *names: str) -> None:
-    """Add the flags that a class of options declares for all or some of its fields."""
+    """Add the flags that a class of options declares, for all of its fields or only for ``names``, to a group of a
+    parser.
+    """
     known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
     for name in names or kind.__annotations__:
         for arguments, more in known[name]:
@@ -139,9 +141,10 @@ class ArgumentParser(argparse.ArgumentParser):
         return add
 
     def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
-        """Parse the arguments and return the only word that is not a flag. Flags become attributes of ``options``.
+        """Parse arguments that must contain exactly one word besides flags. Return this word, and set the flags as
+        attributes of ``options``.
 
-        Raises Invalid with the text ``wanted`` if there is not exactly one.
+        Raises Invalid with the text ``wanted`` if there is no such word or more than one.
         """
         own, rest = self.split(arguments)
         words = []
@@ -219,10 +222,10 @@ class NameList(argparse.Action):
 
 
 class IgnoredFlag(argparse.Action):
-    """Action that records a flag without effect.
+    """Action that accepts and records a flag that has no effect here.
 
     Args:
-        const: False for a switch that disables a feature that does not exist here.
+        const: False for a switch that disables a feature which this package does not have.
     """
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
@@ -230,7 +233,7 @@ class IgnoredFlag(argparse.Action):
 
 
 def whole(smallest: int) -> Callable[[str], int]:
-    """Return an argparse type for integers from ``smallest``."""
+    """Return an argparse type that accepts integers from ``smallest`` on."""
 
     def convert(text: str) -> int:
         try:
@@ -282,7 +285,7 @@ def seconds(text: str) -> float:
 
 
 def cores(text: str) -> str:
-    """Parse core numbers separated by commas, and return them without spaces."""
+    """Check a list of core numbers separated by commas, and return it without spaces."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
@@ -301,7 +304,7 @@ def islands(text: str) -> str:
 
 
 def log_level(text: str) -> str:
-    """Parse one of LOG_LEVELS, in any case."""
+    """Check that a text is one of LOG_LEVELS, in any case, and return it."""
     if text.upper() not in LOG_LEVELS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a log level: pass one of {', '.join(LOG_LEVELS)}"

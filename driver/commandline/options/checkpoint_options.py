@@ -1,4 +1,4 @@
-"""Evaluation of the checkpoint flags: the commit from which a job begins, and the workers' settings.
+"""Evaluates the checkpoint flags: from which commit a job begins, and which settings its workers receive.
 
 All problems of a checkpoint folder are detected here, before anything is started.
 """
@@ -32,10 +32,10 @@ class CheckpointPlan:
     """Checkpoint settings of a job.
 
     Args:
-        env: environment of every worker.
-        restarts: see `Settings`.
-        notes: level and text of lines to log once.
-        begins: the checkpoint from which training resumes.
+        env: environment variables for every worker.
+        restarts: value of the field of the same name in `Settings`.
+        notes: levels and texts of lines to log once.
+        begins: the checkpoint from which training resumes. None means that training starts anew.
     """
 
     env: dict[str, str] = field(default_factory=dict)
@@ -47,8 +47,13 @@ class CheckpointPlan:
 def checkpoint_plan(
     options: Options, *, elastic: bool, traces: StartCleanup | None = None
 ) -> CheckpointPlan:
-    """Check that the folder can be read and written. Files that are created are registered in ``traces``. Raises
-    Invalid."""
+    """Evaluate the checkpoint flags, and check that the folder can be read and written. Raises Invalid.
+
+    Args:
+        options: options of the job.
+        elastic: whether the job can restart workers.
+        traces: registry of created files, which are removed if the start is refused.
+    """
     traces = traces or StartCleanup()
     if options.checkpoint_dir is None:
         for option in fields(CheckpointFlags):
@@ -102,9 +107,9 @@ _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 
 
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
-    """Return the command for checking whether it has already finished.
+    """Return the identity of the command, by which an earlier finished job with the same command is found.
 
-    None if this cannot be determined, which requires that all of the job runs on this machine. Raises Invalid.
+    Return None if this cannot be determined, for example because the job uses other machines. Raises Invalid.
     """
     elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
     drivers = options.kubernetes or options.slurm or options.resume or options.standby
@@ -142,7 +147,9 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result, or None if the storage does not answer, which is reported at the start of the job."""
+    """Return the result of ``work``, or None if the storage does not answer. This is reported at the start of the
+    job.
+    """
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None
@@ -206,7 +213,9 @@ def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
 
 
 def _within(seconds: float, url: str, work: Any) -> Any:
-    """Run ``work`` with a timeout, so that a silent storage is reported. Raises Invalid."""
+    """Run ``work`` with a timeout, and return its result. Raises Invalid if the storage at ``url`` does not answer in
+    time.
+    """
     future = begun(work, "checkpoints")
     if not futures.wait([future], seconds).done:
         raise Invalid(f"--checkpoint-dir {url} did not respond within {seconds:.0f} s")

@@ -19,12 +19,15 @@ _CONTROLLERS = ("gloo", "mpi", "jsrun")
 
 
 def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Return flags as words, with their positions, such as ``("--log-level=INFO", "job.yaml, logging.level")``.
+    """Return the flags that a configuration file sets, with their positions, as in ``("--log-level=INFO", "job.yaml,
+    logging.level")``.
 
     Args:
-        flags: flags by ``section.key``. See `ArgumentParser.keys`.
+        path: path of the file.
+        flags: the flags by section and key. See `ArgumentParser.keys`.
 
-    Raises Invalid with a sentence that has file and entry.
+    Raises:
+        Invalid: an entry is unknown or has a wrong value. The message names the file and the entry.
     """
     try:
         with open(path, encoding="utf-8") as file:

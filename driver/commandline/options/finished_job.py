@@ -39,7 +39,7 @@ _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", 
 
 
 class RerunReason(enum.Enum):
-    """Why a finished job runs again."""
+    """Reason why a finished job runs again."""
 
     COMMAND = "its arguments, flags, environment or folder changed"
     FILES = "its script or a file next to it or named by the command changed"
@@ -66,7 +66,7 @@ class FinishedJob(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SameCommand:
-    """One start of a program. ``files`` is None if the program has too many files for a comparison."""
+    """Identity of one start of a program. ``files`` is None if the program has too many files for a comparison."""
 
     storage: Storage
     request: str
@@ -143,9 +143,13 @@ def same_command(
     """Return the identity of a command.
 
     Args:
+        url: the checkpoint folder.
         flags: all options as text.
+        command: program and arguments.
+        environ: environment of the driver.
 
-    Raises Invalid for an invalid storage.
+    Raises:
+        Invalid: the storage is invalid.
     """
     folder = os.getcwd()
     kept = sorted(

@@ -76,7 +76,7 @@ setup:
 
 @dataclass
 class WorkerFlags:
-    """Number of workers, and limits of failures."""
+    """Flags for the number of workers and for limits of failures."""
 
     num_proc: int | None = flag(
         "-np --num-proc",
@@ -171,7 +171,7 @@ class WorkerFlags:
 
 @dataclass
 class HostFlags:
-    """Hosts and slots."""
+    """Flags for hosts and slots."""
 
     hosts: str | None = flag(
         "-H --hosts",
@@ -215,7 +215,7 @@ class HostFlags:
 
 @dataclass
 class CommunicationFlags:
-    """Communication between workers."""
+    """Flags for the communication between workers."""
 
     controller: str = choice(  # two of these only raise an error
         "gloo",
@@ -248,7 +248,7 @@ class CommunicationFlags:
 
 @dataclass
 class TuningFlags:
-    """Negotiation and fusion of small tensors."""
+    """Flags for negotiation and fusion of small tensors."""
 
     fusion_threshold_mb: float | None = flag(
         "--fusion-threshold-mb",
@@ -291,7 +291,7 @@ class TuningFlags:
 
 @dataclass
 class DetectionFlags:
-    """Failure-detection timeouts."""
+    """Flags for failure-detection timeouts."""
 
     lease: float | None = flag(
         "--lease",
@@ -409,7 +409,7 @@ class DetectionFlags:
 
 @dataclass
 class OutputFlags:
-    """Output, reports and metrics."""
+    """Flags for output, reports and metrics."""
 
     output_filename: str | None = flag(
         "--output-filename",
@@ -547,7 +547,7 @@ class OutputFlags:
 
 @dataclass
 class GeneralFlags:
-    """Other flags."""
+    """Flags that belong to no other group."""
 
     config_file: str | None = flag(
         "--config-file",
@@ -577,8 +577,8 @@ class Options(
     OutputFlags,
     GeneralFlags,
 ):
-    """Flags as given by the user. None means that the flag was not given, so that the configuration file, the
-    environment and the defaults can supply a value.
+    """Flags of ``elasticrun`` as given by the user. None means that a flag was not given, so that the configuration
+    file, the environment or the default supplies its value.
     """
 
     command: list[str] = field(default_factory=list)
@@ -755,7 +755,7 @@ def _add_without_meaning(add: Group) -> None:
 
 
 def why_without_meaning(flag: str) -> str:
-    """Return a clause that explains why a flag has no effect here."""
+    """Return a clause that explains why a Horovod flag has no effect here."""
     if flag.startswith("--autotune"):
         return "autotuning is not supported; set --fusion-threshold-mb and --cycle-time-ms instead"
     return {

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def keywords(function: str) -> dict[str, Field[Any]]:
-    """Return the options of a function by their keywords. Each option has one flag, as in ``--help-all``."""
+    """Return the options that a function accepts as keyword arguments, by keyword, in the order of ``--help-all``."""
     known = [(use.keyword or option.name, option, use) for option, use in flags.declared()]
     return {name: option for name, option, use in known if function in use.functions}
 
@@ -36,7 +36,9 @@ def flag_of(option: Field[Any]) -> str:
 
 
 def accepts(function: str) -> Callable[[Function], Function]:
-    """Show the keyword arguments instead of ``**options`` in the signature, for ``help()`` and editors."""
+    """Decorator that puts the accepted keyword arguments into the function's signature in place of ``**options``, for
+    ``help()`` and editors.
+    """
 
     def shown(given: Function) -> Function:
         signature = inspect.signature(given)
@@ -55,11 +57,12 @@ def accepts(function: str) -> Callable[[Function], Function]:
 
 
 def words_of(function: str, given: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments of a function as words of a command line. None and False mean not given.
+    """Convert keyword arguments of a function to words of a command line. None and False mean that an option was not
+    given.
 
     Raises:
         TypeError: the function has no such argument.
-        Invalid: the flag does not accept a value.
+        Invalid: the flag does not accept the value.
     """
     known = keywords(function)
     words: list[str] = []

@@ -18,7 +18,7 @@ from elastic.driver.commandline.options.argument_parser import (
 
 @dataclass
 class SshFlags:
-    """ssh to other hosts, and their workers' environment."""
+    """Flags for ssh to other hosts, and for the environment of workers there."""
 
     ssh_port: int | None = flag(
         "-p --ssh-port", "PORT", "ssh port of the other hosts.", whole(1), use=ON_LAUNCH
@@ -44,7 +44,7 @@ class SshFlags:
 
 @dataclass
 class EtcdFlags:
-    """etcd, through which driver, agents and operators find each other."""
+    """Flags for etcd, through which driver, agents and operators find each other."""
 
     job_name: str | None = flag("--job", "NAME", "Name of the job, shared by driver and agents.")
     etcd: str | None = flag(
@@ -64,7 +64,7 @@ class EtcdFlags:
 
 @dataclass
 class KubernetesFlags:
-    """Hosts as pods."""
+    """Flags for hosts that are Kubernetes pods."""
 
     kubernetes: bool = switch(
         "--kubernetes", "Discover hosts as pods of release --job through the Kubernetes API."
@@ -89,7 +89,7 @@ class KubernetesFlags:
 
 @dataclass
 class FailoverFlags:
-    """Driver failover."""
+    """Flags for driver failover."""
 
     resume: bool = switch(
         "--resume",
@@ -118,7 +118,7 @@ class FailoverFlags:
 
 @dataclass
 class CheckpointFlags:
-    """Checkpoints."""
+    """Flags for checkpoints."""
 
     checkpoint_dir: str | None = flag(
         "--checkpoint-dir",
@@ -167,7 +167,7 @@ class CheckpointFlags:
 
 @dataclass
 class PreemptionFlags:
-    """Preemption."""
+    """Flags for preemption notices."""
 
     preemption: str | None = flag(
         "--preemption",
@@ -191,7 +191,7 @@ class PreemptionFlags:
 
 @dataclass
 class SecurityFlags:
-    """Authentication and encryption."""
+    """Flags for authentication and encryption."""
 
     secret_file: str | None = flag(
         "--secret-file",

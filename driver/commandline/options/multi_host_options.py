@@ -1,6 +1,6 @@
-"""Validation of the flags for a job on several hosts. Decides nothing about the job.
+"""Validates the flags for a job on several hosts. Decides nothing about the job.
 
-Secrets are read here, from files and variables, and are not in any repr.
+Secrets are read here, from files and environment variables. No repr shows them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
 def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool) -> MultiHostPlan:
-    """Return the plan for agents and driver failover.
+    """Return the settings for agents and driver failover.
 
     Args:
-        elsewhere: one of the known hosts is another machine.
+        options: options of the job.
+        environ: environment of the driver.
+        elsewhere: whether one of the known hosts is another machine.
 
-    Raises Invalid.
+    Raises:
+        Invalid: the options cannot be combined, or a file cannot be read.
     """
     etcd = etcd_access(options, environ)
     sources = (options.hosts, options.hostfile, options.host_discovery_script)
@@ -161,8 +164,8 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
 def tls_files(
     cert: str | None, key: str | None, ca: str | None, *, prefix: str = "--tls"
 ) -> TlsFiles | None:
-    """Return the three TLS files, or None without TLS. A CA certificate alone is sufficient for etcd. Raises
-    Invalid.
+    """Return the paths of certificate, key and CA certificate, or None without TLS. For etcd, a CA certificate alone is
+    sufficient. Raises Invalid.
     """
     given = {f"{prefix}-cert": cert, f"{prefix}-key": key, f"{prefix}-ca": ca}
     missing = [flag for flag, path in given.items() if path is None]
@@ -182,7 +185,7 @@ def tls_files(
 
 
 def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's environment variables for workers on all hosts."""
+    """Return the environment variables of the driver that all workers receive, also on other hosts."""
     missing = [name for name in exported if name not in environ]
     if missing:
         raise Invalid(f"--export names variables that are not set: {','.join(missing)}")
@@ -191,7 +194,9 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
 
 
 def _secret_beside(journal: str) -> bytes:
-    """Return the job's secret, which is stored next to the journal for the next driver that resumes the job."""
+    """Return the job's secret from a file next to the journal, so that the next driver can resume the job. Create the
+    file if it is missing.
+    """
     path = f"{os.path.abspath(journal)}.secret"
     if not os.path.exists(path):
         from elastic.driver.network.secret import make_secret_file

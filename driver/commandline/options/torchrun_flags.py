@@ -1,4 +1,4 @@
-"""torchrun's flags: conversion to elasticrun's, or the reason why they are rejected. Decides; starts nothing.
+"""Converts torchrun's flags to elasticrun's, or gives the reason why a flag is rejected. Starts nothing.
 
 torchrun is started on every host, with flags for finding the other hosts. elasticrun is started once, and finds the
 other hosts or starts agents on them. Flags about the location of hosts are therefore rejected, with a sentence that
@@ -104,7 +104,7 @@ def _hosts(text: str) -> tuple[int, int]:
 
 @dataclass
 class TorchrunFlags:
-    """torch.distributed, and torchrun's own flags."""
+    """Flags for torch.distributed, and torchrun's own flags."""
 
     torch_backend: str | None = flag(
         "--torch-backend",
@@ -162,12 +162,15 @@ class TorchrunFlags:
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:
-    """Convert to elasticrun's flags, which take precedence.
+    """Replace torchrun's flags by the equivalent flags of elasticrun. Given flags of elasticrun take precedence.
 
     Args:
-        cores and gpus: of this host.
+        options: options as given.
+        cores: number of cores of this host.
+        gpus: number of GPUs of this host.
 
-    Raises Invalid.
+    Raises:
+        Invalid: a flag of torchrun has no equivalent.
     """
     changes: dict[str, Any] = {}
     nodes = options.nnodes or (1, 1)

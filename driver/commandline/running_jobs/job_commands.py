@@ -47,11 +47,11 @@ FOLLOW_S = 0.2
 
 @dataclass(frozen=True)
 class Verb:
-    """One command.
+    """A command on a running job.
 
     Args:
         words: minimum and maximum number of arguments.
-        named: whether an additional first argument is the job.
+        named: whether the job can be given as an additional first argument.
     """
 
     usage: str
@@ -101,7 +101,7 @@ VERBS: dict[str, Verb] = {
 
 @dataclass
 class CommandOptions(Options):
-    """Flags as given."""
+    """Parsed flags of a command on a running job."""
 
     json: bool = switch("--json", "Print the result as JSON.")
     watch: bool = switch("--watch", "Refresh until Ctrl-C.")
@@ -138,7 +138,9 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command and return its exit code: 1 if the job refuses or cannot be reached. Raises Invalid."""
+    """Run a command on a running job. Return its exit code, which is 1 if the job refuses or cannot be reached. Raises
+    Invalid.
+    """
     verb = VERBS[name]
     parser = command_parser(name)
     options = CommandOptions()

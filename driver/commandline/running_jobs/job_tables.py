@@ -1,4 +1,4 @@
-"""Formatting of a job's state as text lines, in local time. `monitoring.dashboard.page_state` defines the state."""
+"""Formats the state of a job as lines of text, in local time. `monitoring.dashboard.page_state` defines the state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_RESPONSE = "not responding"  # phase of a job whose driver is stopped or over
 
 
 def status(state: State, *, most: int = SHOWN) -> list[str]:
-    """Return the state of a job, and a row for each worker, up to ``most``."""
+    """Return lines with the state of a job, and one line for each worker, up to ``most`` workers."""
     now, values, rows = state["now"], state["set"], state["rows"]
     job, workers = values["job"], rows["workers"]
     lines = [
@@ -104,7 +104,7 @@ def job_row(
 
 
 def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
-    """Return a table of jobs."""
+    """Return the list of ``elasticrun jobs`` as lines of text."""
     if not rows:
         return ["no job of this user runs here"]
     table = [("job", "driver", "phase", "workers", "for", "command")]
@@ -118,7 +118,7 @@ def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
 
 
 def log_line(line: Sequence[Any]) -> str:
-    """Return for example ``12:01:33 [3] text``."""
+    """Format a line of the job's log with time and rank, for example ``12:01:33 [3] text``."""
     at, level, source, text = line
     mark = f"{level}: " if level in ("warning", "error") else ""
     return f"{clock(at)} {f'[{source}] ' if source else ''}{mark}{text}"

@@ -1,4 +1,4 @@
-"""Report for ``--check-build``. Torch is queried in a separate process and is not loaded here."""
+"""Report of ``--check-build``. Torch is queried in a separate process and is not loaded here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Build:
-    """Result of a probe. ``trouble`` is a clause, set if torch could not be queried."""
+    """What `probe` has found out about torch. ``trouble`` is a clause with the problem if torch could not be
+    queried.
+    """
 
     torch: str = ""
     gloo: bool = False
@@ -52,7 +54,7 @@ def version() -> str:
 
 
 def other_horovod() -> str | None:
-    """Return a warning if Horovod is installed too. Otherwise return None."""
+    """Return a warning if Horovod is installed next to this package, which replaces it. Otherwise return None."""
     found = _version_of("horovod")
     if found is None:
         return None
@@ -63,7 +65,9 @@ def other_horovod() -> str | None:
 
 
 def other_elastic() -> str | None:
-    """Return a warning if the unrelated package elastic (elastic constants) is installed too. Otherwise return None."""
+    """Return a warning if the unrelated package ``elastic`` (elastic constants of crystals) is installed too. Otherwise
+    return None.
+    """
     found = _version_of("elastic")
     if found is None:
         return None

@@ -38,7 +38,7 @@ shared memory, clocks and conflicting packages. Exit with 1 if a check failed.""
 
 @dataclass
 class DoctorOptions(SshFlags):
-    """Flags as given."""
+    """Parsed flags of ``elasticrun doctor``."""
 
     hosts: str | None = flag("-H --hosts", "LIST", "Other hosts to check: gpu1,gpu2.")
     json: bool = switch("--json", "Print the checks of each host as JSON.")
@@ -57,7 +57,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command and return its exit code: 1 if a check failed. Raises Invalid."""
+    """Run ``elasticrun doctor`` and return its exit code, which is 1 if a check failed. Raises Invalid."""
     options = DoctorOptions()
     parser().parse_args(arguments, namespace=options)
     this_host = ThisHost()
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def lines(host: str, found: Sequence[Check]) -> list[str]:
-    """Return a line for each check, followed by the remedy, if any."""
+    """Return a line for each check of a host, followed by the remedy, if any."""
     result = [f"{host}:"]
     for each in found:
         result.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")

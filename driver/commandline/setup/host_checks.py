@@ -16,10 +16,10 @@ NAMED = 3
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """Facts of one host.
+    """Facts of one host that `checks` evaluates.
 
     Args:
-        at: time of their collection, in seconds since 1970.
+        at: time at which they were collected, in seconds since 1970.
     """
 
     version: str
@@ -48,7 +48,7 @@ class Check(msgspec.Struct, frozen=True):
     """Result of one check of a host.
 
     Args:
-        do: the remedy if ``level`` is not OK.
+        do: the remedy, if ``level`` is not OK.
     """
 
     what: str
@@ -63,8 +63,10 @@ def checks(
     """Return all checks of a host.
 
     Args:
+        host: facts of the host.
         version: version of hvd-elastic on this machine.
-        ahead_s: seconds by which the host's clock is ahead of this machine's.
+        several: whether several hosts are checked.
+        ahead_s: seconds by which the host's clock is ahead of this machine's. None means unknown.
     """
     return [
         _versions(host, version),
@@ -121,7 +123,7 @@ def _gpus(host: HostFacts) -> Check:
 
 
 def _health(host: HostFacts) -> Check:
-    """The built-in check of --health-check auto, on the processors and on all GPUs."""
+    """Return the result of the check that ``--health-check auto`` runs on the processors and on all GPUs."""
     if not host.health_code:
         return Check("health", Level.OK, host.health)
     do = "do not train on this host until its hardware was tested or replaced"

@@ -1,6 +1,6 @@
-"""Facts of this host for ``elasticrun doctor``. Acts: queries the system, and torch in a separate process.
+"""Collects facts of this host for ``elasticrun doctor``. Acts: queries the system, and torch in a separate process.
 
-Run as a program on another host, it prints the facts as one line of JSON.
+Run as a program on another host, this module prints the facts as one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Calls of the Kubernetes API for discovery, all of which may block. Requires the package `kubernetes`.
+"""Calls of the Kubernetes API that discovery needs. All of them may block. Requires the package `kubernetes`.
 
-Objects are the API's JSON, because the client's models of 1,000 pods would take seconds and much memory.
+Objects are the API's JSON, because the package's model objects of 1,000 pods would take seconds and much memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class ApiErrorKind(enum.Enum):
-    """Reasons why the API server gave no valid answer."""
+    """Reason why the API server gave no valid answer."""
 
     UNREACHABLE = "it is unreachable"
     UNAUTHORIZED = "it rejects this token"
@@ -48,23 +48,24 @@ class Resource(enum.Enum):
 
 
 class KubernetesApi(Protocol):
-    """Pods with a label selector in one namespace, and all nodes. Methods raise ApiError and have time limits."""
+    """Access to the pods with a label selector in one namespace, and to all nodes. Methods raise ApiError and have time
+    limits.
+    """
 
     namespace: str
     selector: str
 
     def all(self, kind: Resource) -> tuple[list[Json], str]:
-        """Return all objects, and the resource version to watch from."""
+        """Return all objects of a kind, and the resource version from which a watch continues."""
 
     def events(self, kind: Resource, version: str) -> Iterator[Json]:
-        """Yield the changes since ``version`` as ``{"type": ..., "object": ...}``, until the server ends the watch.
-
-        The request is sent immediately.
+        """Request the changes since ``version`` immediately. Yield each as ``{"type": ..., "object": ...}``, until the
+        server ends the watch.
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:
-        """Delete a pod by force. Use this for pods whose node can no longer report their end. If a new pod has the
-        same name, do nothing.
+        """Delete a pod without waiting for its processes. Use this for a pod whose node can no longer report its end.
+        Does nothing if a newer pod has the same name.
         """
 
 
@@ -113,10 +114,10 @@ def connection() -> tuple[Any, str]:
 
 
 class ApiClient:
-    """API of the cluster in which this process is a pod, otherwise of the cluster in the kubeconfig.
+    """Kubernetes API of the cluster in which this process is a pod, or else of the cluster in the kubeconfig.
 
     Raises:
-        Invalid: neither exists.
+        Invalid: this process is not in a pod, and there is no kubeconfig.
     """
 
     def __init__(self, selector: str, namespace: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Finds the pods behind a headless service by name resolution: each of their addresses is a host.
+"""Discovery of the pods behind a headless service, by name resolution: each of their addresses is a host.
 
 If the name server fails or returns no address, the last valid list is kept. The failure and its end are logged once.
 Kubernetes returns ready pods, or all running ones if the service has ``publishNotReadyAddresses: true``.
@@ -23,8 +23,8 @@ TIMEOUT_S = 5.0
 
 
 class HeadlessServiceDiscovery:
-    """Resolves ``name`` every ``interval_s`` seconds. Each of its addresses is a host with ``slots`` slots. Existing
-    hosts keep their order, and new ones are appended.
+    """Resolves ``name`` every ``interval_s`` seconds. Each address in the answer is a host with ``slots`` slots. Known
+    hosts keep their order, and new hosts are appended.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HeadlessServiceDiscovery:
             await self._sleep(self._interval_s)
 
     async def _ask(self) -> list[str]:
-        """Return the addresses in numerical order, since name servers shuffle them.
+        """Return the addresses in numerical order, because name servers shuffle them.
 
         Raises:
             OSError: no address was found.

@@ -29,7 +29,7 @@ SHORT_S = 1.0  # a watch that ends sooner is not restarted immediately
 
 @dataclass(frozen=True)
 class Listed:
-    """All objects."""
+    """Update of a `ListWatch`: all objects of the kind."""
 
     kind: Resource
     objects: list[Json]
@@ -37,7 +37,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Changed:
-    """One object was added, changed or deleted."""
+    """Update of a `ListWatch`: one object was added, changed or deleted."""
 
     kind: Resource
     object: Json
@@ -46,7 +46,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class WatchFailed:
-    """The API server did not respond.
+    """Update of a `ListWatch`: the API server did not respond, or responds again.
 
     Args:
         error: the failure, or None if the API server responds again.
@@ -60,7 +60,7 @@ Told = Listed | Changed | WatchFailed
 
 
 class ListWatch:
-    """Follows one kind of objects in a thread, in which ``tell`` is called with each update."""
+    """Follows the objects of one kind in a thread, which calls ``tell`` with each update."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class ListWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop. The thread ends after its pending answer, and nothing more is reported."""
+        """Stop following. The thread ends after its pending request, and ``tell`` is not called again."""
         self._over.set()
 
     def run(self) -> None:
-        """Run until `close`."""
+        """Follow the objects until `close` is called."""
         while not self._over.is_set():
             begun = self._clock()
             try:

@@ -1,4 +1,5 @@
-"""The properties of Kubernetes pods and nodes that the driver uses, from the API's JSON. Pure: no I/O, no clock.
+"""Extracts the properties of pods and nodes that the driver uses from the JSON of the Kubernetes API. Pure: no I/O, no
+clock.
 
 Missing fields and fields of an unexpected type are ignored, so that no object can crash the driver.
 """
@@ -30,10 +31,10 @@ ENDING: dict[str, tuple[str, float | None]] = {
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod.
+    """One pod, with the properties that the driver uses.
 
     Args:
-        ends_at: time since the epoch at which Kubernetes kills it, or None if it is not being deleted.
+        ends_at: time since the epoch at which Kubernetes kills the pod, or None if the pod is not being deleted.
     """
 
     uid: str
@@ -52,11 +53,11 @@ class Pod:
 
 @dataclass(frozen=True)
 class KubernetesNode:
-    """One node.
+    """One node of a Kubernetes cluster, with the properties that the driver uses.
 
     Args:
-        ending: taints that announce its end.
-        reachable: its kubelet reports to the API server.
+        ending: taints that announce the end of the node.
+        reachable: whether the node's kubelet reports to the API server.
     """
 
     name: str
@@ -66,7 +67,7 @@ class KubernetesNode:
 
 
 def pod_of(object: Json) -> Pod | None:
-    """Return the pod, or None if it has no name."""
+    """Return the pod that a JSON object of the API describes, or None if the object has no name."""
     about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
     uid, name = _text(about, "uid"), _text(about, "name")
     if not uid or not name:
@@ -84,7 +85,7 @@ def pod_of(object: Json) -> Pod | None:
 
 
 def node_of(object: Json) -> KubernetesNode | None:
-    """Return the node, or None if it has no name."""
+    """Return the node that a JSON object of the API describes, or None if the object has no name."""
     about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
     name = _text(about, "name")
     if not name:

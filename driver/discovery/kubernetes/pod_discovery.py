@@ -1,4 +1,4 @@
-"""Discovery of hosts as the pods with a label selector in one namespace, by a watch of the Kubernetes API.
+"""Discovery of the pods with a label selector in one namespace, by a watch of the Kubernetes API.
 
 Makes no decisions.
 
@@ -44,7 +44,7 @@ DELETE_AGAIN_S = 30.0  # interval of attempts to delete one pod by force
 
 
 class PodDiscovery:
-    """Yields ``{address: slots}``, and reports the end of hosts to ``noticed``.
+    """Yields ``{address: slots}``, and calls ``noticed`` when the end of a host is announced.
 
     Args:
         fallback: discovery to use if the API server does not authorize this service account to list pods.
@@ -147,7 +147,7 @@ class PodDiscovery:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def _introduce(self, hosts: dict[str, int]) -> None:
-        """Log which pod each host is, since logs name hosts by address but users know the names of pods."""
+        """Log which pod each host is, because log lines name hosts by address, but users know the names of pods."""
         new = [host for host in hosts if host not in (self._hosts or {})]
         if new:
             places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])

@@ -29,7 +29,7 @@ OVERDUE_S = 2.0  # delay after the grace period, within which a pod should be go
 
 @dataclass(frozen=True)
 class PodEnding:
-    """Announced end of a pod.
+    """The announced end of a pod.
 
     Args:
         at: seconds since the epoch, or None if unknown.
@@ -40,10 +40,10 @@ class PodEnding:
 
 
 class Pods:
-    """Pods and nodes as last reported.
+    """Pods and nodes as last reported by the API server.
 
     Args:
-        slots: slots of each pod, or None for its number of GPUs (at least one).
+        slots: number of slots of each pod. None means the pod's number of GPUs, at least 1.
     """
 
     def __init__(self, slots: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Pods:
     # ---- input -----------------------------------------------------------------------------------------------------
 
     def listed(self, objects: Iterable[Json]) -> None:
-        """Replace all pods."""
+        """Replace all pods by a new list from the API server."""
         found = [pod for object in objects if (pod := pod_of(object)) is not None]
         self._pods = {pod.uid: pod for pod in found}
 
@@ -72,7 +72,7 @@ class Pods:
             self._pods[pod.uid] = pod
 
     def nodes_listed(self, objects: Iterable[Json], now: float) -> None:
-        """Replace all nodes."""
+        """Replace all nodes by a new list from the API server."""
         found = [node for object in objects if (node := node_of(object)) is not None]
         self._nodes = {node.name: node for node in found}
         self._date_taints(now)
@@ -89,9 +89,9 @@ class Pods:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def hosts(self, now: float) -> dict[str, int]:
-        """Return address and slots of each running pod.
+        """Return the hosts: for each running pod, its address and its number of slots.
 
-        Existing hosts keep their order, new ones are appended by name.
+        Known hosts keep their order. New hosts are appended by name.
         """
         running = {pod.address: pod for pod in self._newest() if not _late(pod, now)}
         existing = [address for address in self._order if address in running]
@@ -100,7 +100,7 @@ class Pods:
         return {address: self._slots or max(1, running[address].gpus) for address in self._order}
 
     def endings(self, now: float) -> dict[str, PodEnding]:
-        """Return the announced end of each host. This is the earlier of the ends of its pod and its node."""
+        """Return the announced end of each host: the end of its pod or of its node, whichever is earlier."""
         hosts = self.hosts(now)
         found = {}
         for pod in self._newest():
@@ -120,21 +120,22 @@ class Pods:
         ]
 
     def next_look(self, now: float) -> float | None:
-        """Return the seconds until a pod becomes overdue if there is no update before."""
+        """Return the seconds until a pod becomes overdue, if no update arrives before. None means never."""
         ends = [pod.ends_at + OVERDUE_S for pod in self._pods.values() if pod.ends_at is not None]
         later = [at - now for at in ends if at > now]
         return min(later) if later else None
 
     def place_of(self, address: str) -> str:
-        """Return pod and node of a host, for log lines."""
+        """Return the names of a host's pod and node, for log lines."""
         for pod in self._newest():
             if pod.address == address:
                 return f"pod {pod.name}" + (f" on node {pod.node}" if pod.node else "")
         return address
 
     def _newest(self) -> list[Pod]:
-        """Return the running pods. If two pods have the same address, return only the later one, since addresses are
-        reused."""
+        """Return the running pods. Addresses are reused, so of two pods with the same address, only the newer one is
+        returned.
+        """
         running = sorted((pod for pod in self._pods.values() if pod.runs), key=lambda p: p.created)
         return [*{pod.address: pod for pod in running}.values()]
 
@@ -162,7 +163,9 @@ def _late(pod: Pod, now: float) -> bool:
 def differences(
     before: Mapping[str, PodEnding], after: Mapping[str, PodEnding]
 ) -> Iterable[tuple[str, PodEnding | None]]:
-    """Yield new and changed announcements. The value is None for a host with a withdrawn announcement."""
+    """Yield each host whose announced end is new or has changed, with its end. The end is None if the announcement was
+    withdrawn.
+    """
     for host in before.keys() - after.keys():
         yield host, None
     for host, ending in after.items():

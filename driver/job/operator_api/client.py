@@ -38,7 +38,7 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class JobUnreachable(ElasticError):
-    """The driver of a job cannot be reached. It has exited, another driver has taken over, or the key belongs to
+    """The driver of a job cannot be reached: it has exited, another driver has taken over, or the key belongs to
     another job.
     """
 
@@ -54,11 +54,15 @@ class JobAddress:
 
 
 def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = None) -> JobAddress:
-    """Find a job on this machine by name, by journal, or by its driver's process. Without these, find the only running
-    job.
+    """Find a running job.
+
+    Args:
+        wanted: name of the job, path of its journal, or process ID of its driver. Empty means the only running job.
+        environ: environment of this process.
+        journal: path of the journal, if given separately.
 
     Raises:
-        Invalid: no job or several jobs match; the message lists the running jobs.
+        Invalid: no job or several jobs match. The message lists the running jobs.
     """
     jobs = found = records(environ)
     which, whose, path, hint = "job of this user", "", "", ""
@@ -120,7 +124,7 @@ def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) 
 
 
 class JobClient:
-    """One authenticated connection to a driver. Raises JobUnreachable."""
+    """One authenticated connection of an operator to a driver. Raises JobUnreachable."""
 
     def __init__(self, job: JobAddress) -> None:
         self.job = job
@@ -146,7 +150,7 @@ class JobClient:
             raise _unreachable(job, f"refuses: {_worded(error)}", error, CONNECT_S) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
-        """Send a request of this kind, and return the answer. Raises JobUnreachable."""
+        """Send a request of this kind to the driver, and return its answer. Raises JobUnreachable."""
         request: Request = kind(next(self._numbers), *arguments)
         try:
             self._client.send(encoded(request))

@@ -1,4 +1,4 @@
-"""Lookup of the address for operators in etcd. No policy."""
+"""Looks up the address for operators of a job in etcd. Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ WITHIN_S = 5.0
 
 
 def desk_of(access: EtcdAccess, job: str) -> str:
-    """Return the address ``host:port`` of a job. Raises Invalid if it has no leader, or etcd does not answer."""
+    """Return the address ``host:port`` for operators of a job. Raises Invalid if no driver leads the job, or if etcd
+    does not answer.
+    """
     return asyncio.run(_desk_of(access, job))
 
 

@@ -16,11 +16,11 @@ PURPOSE = "operator"  # purpose for deriving the key from the job's secret
 
 
 class OperatorMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
-    """Base class of all messages except the handshake."""
+    """Base class of all messages between operator and driver, except the handshake."""
 
 
 class OperatorAnswer(OperatorMessage):
-    """Answer to protocol.Challenge, with a challenge of its own.
+    """Answer to the driver's challenge, with the operator's own challenge.
 
     Args:
         name: identifies the connection and its user.
@@ -33,7 +33,7 @@ class OperatorAnswer(OperatorMessage):
 
 
 class AskStatus(OperatorMessage):
-    """Request the state of the page, as JSON. See `monitoring.dashboard.page_state`."""
+    """Request for the state of the job, as JSON. See `monitoring.dashboard.page_state`."""
 
     number: int
 
@@ -50,7 +50,7 @@ class AskDrain(OperatorMessage):
 
 
 class AskRemove(OperatorMessage):
-    """Request a worker's removal.
+    """Request to remove a worker from the job.
 
     Args:
         worker: a rank, or ``host:slot``.
@@ -61,11 +61,11 @@ class AskRemove(OperatorMessage):
 
 
 class AskStacks(OperatorMessage):
-    """Request the stacks of a worker. The data of the answer contains the text by worker, as JSON.
+    """Request for the stacks of a worker. The answer's data contains their text, by worker, as JSON.
 
     Args:
-        worker: a rank or ``host:slot``. Empty means the first members.
-        log: write them to the job's log too.
+        worker: a rank or ``host:slot``. Empty means the members with the lowest ranks.
+        log: whether to write the stacks to the job's log too.
     """
 
     number: int
@@ -74,7 +74,7 @@ class AskStacks(OperatorMessage):
 
 
 class AskLogs(OperatorMessage):
-    """Request the newest log lines, or those after number ``after``.
+    """Request for the newest log lines, or for the lines after the line with number ``after``.
 
     The answer's data is ``[last number, lines]`` as JSON.
     """
@@ -85,14 +85,14 @@ class AskLogs(OperatorMessage):
 
 
 class AskStop(OperatorMessage):
-    """Request to end the job. A second request kills the job immediately."""
+    """Request to end the job. A second request kills its workers immediately."""
 
     number: int
     why: str = ""
 
 
 class Told(OperatorMessage):
-    """Answer to a request. If ``done`` is False, ``text`` is the reason."""
+    """Answer to a request. ``done`` is False if the request was refused; ``text`` is then the reason."""
 
     number: int
     done: bool

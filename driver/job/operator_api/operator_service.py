@@ -1,7 +1,7 @@
-"""Server for operators of a running job: their requests become events for membership. Acts.
+"""Server for operators of a running job. Their requests become events for membership. Acts.
 
-It listens on loopback, where `runtime_folder` finds it, and, if agents connect from other machines, also on the address
-that the agents use. Connections are authenticated and sealed like any control connection.
+The server listens on loopback, where `runtime_folder` finds it. If agents connect from other machines, it also listens
+on the address that the agents use. Connections are authenticated and sealed like any control connection.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def _no_room(workers: int) -> str:
 
 
 class SteerableDriver(Protocol):
-    """The interface of a driver that operators use."""
+    """The part of a driver's interface that operators' requests use."""
 
     def tell(self, event: Event) -> None: ...
     def dump(self, worker: Worker) -> None: ...
@@ -79,9 +79,9 @@ class OperatorAccess:
 
 
 class OperatorService:
-    """Answers the operators of one driver.
+    """Answers the requests of operators of one driver.
 
-    ``grow`` adds slots on this machine for a number of workers if hosts were not specified. It returns "", or the
+    ``grow`` adds slots on this machine for a number of workers if the user specified no hosts. It returns "", or the
     reason for refusing.
     """
 
@@ -104,7 +104,7 @@ class OperatorService:
     async def open(self) -> None:
         """Listen on loopback for commands of this user.
 
-        Errors of the folder or port are logged, and the job continues.
+        If the folder or the port is not available, this is logged, and the job continues.
         """
         try:
             address = await self.listen("127.0.0.1")
@@ -144,7 +144,7 @@ class OperatorService:
         )
 
     def answered(self, answer: AnswerRequest) -> None:
-        """Handle membership's answer, once it is in the journal."""
+        """Send membership's answer to the operator, after it was written to the journal."""
         future = self._answers.pop(answer.request, None)
         if future is not None and not future.done():
             future.set_result(answer)

@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """Contact information of a running job."""
+    """Record with the address and key of a running job."""
 
     name: str
     pid: int  # pid of its driver
@@ -37,7 +37,7 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class PublishedRecord:
-    """A record that is valid until it is closed or its process exits. Raises Invalid and OSError."""
+    """A job's record in the folder. It is valid until it is closed or its process exits. Raises Invalid and OSError."""
 
     def __init__(self, environ: Mapping[str, str], record: JobRecord) -> None:
         folder = runtime_folder(environ)
@@ -59,7 +59,7 @@ class PublishedRecord:
 
 
 def runtime_folder(environ: Mapping[str, str]) -> Path:
-    """Return the path of the folder, without creating it."""
+    """Return the path of the folder with the records, without creating it."""
     given = environ.get("XDG_RUNTIME_DIR", "")
     if given and os.path.isdir(given):
         return Path(given) / "hvd-elastic"
@@ -67,7 +67,7 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """Return the folder if only this user can access it. Raises Invalid otherwise."""
+    """Return the folder if no other user can access it. Raises Invalid otherwise."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise Invalid(

@@ -1,4 +1,4 @@
-"""Handling of workers that cannot run or cannot be reached. Deterministic.
+"""Decisions about workers that cannot run or cannot be reached. Deterministic.
 
 Their processes have not exited as far as is known, so no collective fails, but their world makes no progress:
 
@@ -32,7 +32,7 @@ class Frozen(Part):
         self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # deadline and reason
 
     def handle(self, event: Event) -> bool:
-        """Handle an event about an agent or a host and return whether it was one."""
+        """Handle an event about an agent or a host. Return False for other events."""
         match event:
             case WorkerFrozen():
                 self.has_frozen(event)
@@ -45,11 +45,11 @@ class Frozen(Part):
         return True
 
     def next_deadline(self) -> float | None:
-        """Return when to stop waiting for a host."""
+        """Return the time at which the wait for a host ends, or None."""
         return min((by for by, _ in self._hosts_awaited.values()), default=None)
 
     def restarted(self) -> None:
-        """Reset after a restart of the driver: agents report frozen workers and lost hosts again."""
+        """Reset the state after a restart of the driver. Agents report frozen workers and lost hosts again."""
         self._hosts_awaited.clear()
         for record in self.roster.values():
             record.frozen = ""
@@ -78,13 +78,13 @@ class Frozen(Part):
             self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
-        """Clear the state of a frozen worker that has reached its next wait, before its agent's next check."""
+        """Clear the frozen state of a worker that sent a message before its agent's next check."""
         if record.frozen and not record.killed_for:
             record.frozen = ""
             self._alone_said.discard(record.worker)
 
     def fence(self) -> None:
-        """Fence frozen members before any other decision, since a world with a frozen member would wait for it."""
+        """Fence frozen members before any other decision, because their world would wait for them."""
         for record in [*self.roster.frozen.values()]:
             reason = because(ReasonKind.FROZEN, how=record.frozen)
             if self._has_company(record):
@@ -95,10 +95,10 @@ class Frozen(Part):
                 self.actions.log("warning", f"{text}; no other worker trains, so it is not killed")
 
     def _has_company(self, record: WorkerRecord) -> bool:
-        """Return whether a worker that can run trains with the frozen one, or will train with it in the next world.
+        """Return whether another worker trains with the frozen worker, or will train with it in the next world.
 
-        Joining workers do not have the progress of a member, so no member is given up for them. If all members are
-        frozen, one of them must remain.
+        Workers that are about to join have no progress, so no member is given up for them. If all members are frozen,
+        one of them must remain.
         """
         member = record.worker in self.worlds.world.places
         return any(
@@ -114,8 +114,8 @@ class Frozen(Part):
     # ---- a whole host ----------------------------------------------------------------------------------------------
 
     def host_lost(self, event: HostLost) -> None:
-        """Handle a lost host, on which no process can be killed and no exit observed. Its slots stay occupied until
-        exits are reported.
+        """Handle the loss of a host. No process can be killed there, and no exit is observed, so its slots stay
+        occupied until exits are reported.
         """
         host, text = event.host, event.reason
         reason = because(ReasonKind.LOST_HOST, host=host, text=text)
@@ -138,7 +138,7 @@ class Frozen(Part):
         return bool(here) and all(s.worker.host == host or s.killed_for for s in here)
 
     def host_is_back(self, host: str) -> None:
-        """Handle a new report of the host's agent."""
+        """Handle a new report of the agent of a host that was lost."""
         if self._hosts_awaited.pop(host, None) is not None:
             self.actions.log("info", f"host {host} is back with all its members")
 

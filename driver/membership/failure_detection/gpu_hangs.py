@@ -1,4 +1,4 @@
-"""Detection of the GPU that hangs when all ranks of a group wait in it and no worker has exited. Pure; used by `stuck`.
+"""Detects which GPU hangs when all ranks of a group wait in it and no worker has exited. Pure; used by `stuck`.
 
 For each group, each worker reports how many collectives it has launched, how many its GPU has reached, and how many
 have ended. The first collective that has not ended on all ranks is examined:
@@ -13,8 +13,8 @@ have ended. The first collective that has not ended on all ranks is examined:
 The last two blame no rank: the world is formed again, with new communicators. If that did not help, and a minority has
 not completed what the others have, this minority is blamed.
 
-A rank that is slow on its host has not launched, and one with a slow GPU is behind by less than the time of a step:
-neither is mistaken for a hang.
+A rank that is slow on its host has not launched the collective. A rank with a slow GPU is behind by less than the time
+of a step. Neither is mistaken for a hang.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Hang(enum.Enum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank of a group, unchanged from ``since`` until ``said_at``."""
+    """The GPU report of one rank of a group. Its content did not change from ``since`` until ``said_at``."""
 
     worker: Worker
     launches: Launches
@@ -52,11 +52,11 @@ class HangFinding:
     """A hang in one group.
 
     Args:
-        hang: its kind.
+        hang: kind of the hang.
         group: name of the group.
-        number: number of the collective.
-        for_s: how long it has lasted.
-        blamed: the workers that explain it, or an empty result if no rank stands out.
+        number: number of the collective that does not end.
+        for_s: duration of the hang, in seconds.
+        blamed: workers that cause the hang. Empty if no rank stands out.
     """
 
     hang: Hang
@@ -109,16 +109,17 @@ def _left_behind(witnesses: Sequence[RankReport], number: int) -> list[RankRepor
 
 
 def hang_of_one(finding: HangFinding) -> Reason:
-    """Return the reason for fencing a worker if its GPU makes all ranks wait."""
+    """Return the reason for fencing a worker whose GPU makes all ranks wait."""
     kinds = {Hang.FAILED: ReasonKind.GPU_FAILED, Hang.GPU: ReasonKind.GPU_HANGS}
     kind = kinds.get(finding.hang, ReasonKind.GPU_BEHIND)
     return because(kind, for_s=finding.for_s, number=finding.number, group=finding.group)
 
 
 def hang_of_all(finding: HangFinding, before: int) -> Reason:
-    """Return the reason if no worker is blamed.
+    """Return the reason for a hang of which no worker is the cause.
 
     Args:
+        finding: the hang.
         before: number of worlds that hung since the last new commit.
     """
     kind = ReasonKind.NETWORK_HANGS if finding.hang is Hang.NETWORK else ReasonKind.GPUS_HANG

@@ -1,9 +1,9 @@
-"""Detection of a world without progress in which no rank waits for another rank. Each rank may be in an endless loop.
+"""Detects a world without progress in which no rank waits for another rank. Each rank may be in an endless loop.
 
 Pure: no I/O, no clock.
 
-Members report their number of completed steps every half minute. If no member completes a step for many usual
-intervals, this is logged once, with the script line of each member. No worker is fenced, because an evaluation or a
+Members report their number of completed steps every half minute. If no member completes a step for many times the usual
+interval, this is logged once, with the script line of each member. No worker is fenced, because an evaluation or a
 download may take as long.
 """
 
@@ -21,10 +21,10 @@ NAMED = 8
 
 @dataclass
 class IdleWorld:
-    """Detects a world of one job without progress.
+    """Detects that the world of a job makes no progress.
 
-    Args:
-        due: time of the next check, None until a report arrives.
+    Attributes:
+        due: time of the next check, or None until a report arrives.
     """
 
     due: float | None = None
@@ -34,17 +34,20 @@ class IdleWorld:
     _intervals: list[float] = field(default_factory=list)
 
     def begin(self, now: float) -> None:
-        """Start at the beginning of a world, or of a time in which ranks wait for each other or mark a long phase."""
+        """Restart the measurement: a world begins, or ranks wait for each other, or a phase is marked as long."""
         self._since, self.asked, self.told = now, False, False
         self.due = now + self._limit_s() if self._intervals else None
 
     def completed(self, steps: int, over_s: float, now: float) -> float | None:
-        """Record a report of a member. Return the seconds that passed without a step if this was logged, else None.
+        """Record a member's report on its steps.
 
         Args:
-            steps: completed by the member.
+            steps: number of steps that the member completed.
             over_s: seconds, up to now, that the report covers.
-            now: seconds.
+            now: current time, in seconds.
+
+        Returns:
+            the seconds without a step that were logged before this report, or None.
         """
         idle_s = now - over_s - self._since if self.told else None
         self._intervals = [*self._intervals, over_s / steps][-INTERVALS:]
@@ -55,10 +58,11 @@ class IdleWorld:
         self.asked, self.due = True, now + LOCATE_S
 
     def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
-        """Return the log message, once.
+        """Return the log message about the lack of progress. Each lack is logged once.
 
         Args:
-            lines: the ranks and their lines, as ``train.py:12``, or an empty result if unknown.
+            lines: ranks, and the script line of each as ``train.py:12``. Empty if unknown.
+            now: current time, in seconds.
         """
         self.told, self.due = True, None
         places = [f"rank {rank} is at {line or 'an unknown line'}" for rank, line in lines]

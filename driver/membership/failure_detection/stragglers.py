@@ -1,10 +1,10 @@
-"""Detection of stragglers: workers so slow that all others wait for them. Pure: no I/O, no clock.
+"""Detects stragglers: workers so slow that all others wait for them. Pure: no I/O, no clock.
 
-Every worker regularly reports the share of its time that it spends in collectives; it is busy for the rest. All make
-the same number of steps, so the speed of a worker, compared with the median of the others, is the ratio of their busy
-shares. With `elastic.Shards`, a slower worker has less work and is as busy as the others: a straggler is then one that
-this does not help. A worker is a straggler once its speed is below the factor, and none once it exceeds the factor by a
-margin.
+Every worker regularly reports the share of its time that it spends in collectives; during the rest it is busy. All
+workers make the same number of steps, so the speed of a worker, compared with the median of the others, is the ratio of
+their busy shares. With `elastic.Shards`, a slower worker receives less work and is then as busy as the others. It is a
+straggler only if this does not suffice. A worker becomes a straggler when its speed falls below the factor, and is no
+longer one when its speed exceeds the factor by a margin.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ LASTING = 2  # consecutive reports after which a straggler may be replaced
 
 @dataclass
 class Stragglers:
-    """Stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
+    """The stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
 
-    ``factor``: speed below which a worker is a straggler, as a share of the others' median; 0.0: none is.
+    Args:
+        factor: speed below which a worker is a straggler, as a share of the median of the other workers. 0.0 means that
+            no worker is.
     """
 
     size: int = 0  # members of the world
@@ -39,7 +41,13 @@ class Stragglers:
     _reports: dict[Worker, int] = field(default_factory=dict)  # consecutive ones of stragglers
 
     def paced(self, worker: Worker, waited_s: float, over_s: float) -> bool:
-        """Record one worker's last report. Return whether ``named`` has changed."""
+        """Record the latest report of a worker. Return whether the set of stragglers has changed.
+
+        Args:
+            worker: the worker.
+            waited_s: seconds that it spent in collectives.
+            over_s: seconds that the report covers.
+        """
         if over_s <= 0 or self.size < 2:
             return False
         busy = 1.0 - min(1.0, waited_s / over_s)
@@ -56,7 +64,9 @@ class Stragglers:
         return self.named != before
 
     def speed(self, worker: Worker) -> float | None:
-        """Return the speed as a share of the others' median; None if too few have reported."""
+        """Return the speed of a worker as a share of the median of the other workers, or None if too few have
+        reported.
+        """
         others = len(self._sorted) - 1
         own = self._busy.get(worker)
         if own is None or others < 1 or 2 * others < self.size - 1:
@@ -73,12 +83,12 @@ class Stragglers:
         return speed is not None and speed < self.factor and 1.0 - self._busy[worker] < LITTLE
 
     def lasting(self) -> list[Worker]:
-        """Return the stragglers of several consecutive reports, slowest first."""
+        """Return the workers that were stragglers in several consecutive reports, slowest first."""
         found = [worker for worker, reports in self._reports.items() if reports >= LASTING]
         return sorted(found, key=lambda worker: (self.speed(worker) or 1.0, worker))
 
     def sentence(self, name: Callable[[Worker], str]) -> str:
-        """Return the current stragglers as a sentence."""
+        """Describe the current stragglers in a sentence. ``name`` returns the displayed name of a worker."""
         slow = sorted(self.named)
         if not slow:
             return "no straggler any more"

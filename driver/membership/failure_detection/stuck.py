@@ -1,9 +1,10 @@
-"""Detection of workers that hold up the others, and the reaction: log, fence or ignore. Deterministic.
+"""Detects workers that hold up the others, and decides whether to log this, fence the worker, or ignore it.
+Deterministic.
 
-Members report when a collective has lasted a second. While some are inside one, ready, or have returned, the remaining
-members are suspects and their processes are probed; `suspicion` judges the results. A single member holds up no other.
-If all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log shows
-where each one waits.
+Members report when a collective has lasted a second. While some members are inside a collective, ready, or have
+returned, the remaining members are suspects and their processes are probed; `suspicion` judges the results. A single
+member holds up no other. If all members are inside, but not in the same collective, the script is wrong: no worker is
+fenced, and the log shows where each one waits.
 
 `unresponsive_hosts` checks much sooner whether the hosts of suspects respond at all.
 """
@@ -45,7 +46,7 @@ NAMED = 4  # workers that get their own log line at a time
 
 
 class Stuck(Part):
-    """Monitor of the members. It checks members that have held up others for some time."""
+    """Checks members that have held up others for some time."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -66,13 +67,13 @@ class Stuck(Part):
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Workers that slow down the other workers. All workers still make progress."""
+        """Return the workers that slow down the other workers. All workers still make progress."""
         return self._stragglers.named
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a report of a worker's progress or process and return whether it was one."""
+        """Handle a report about a worker's progress or process. Return False for other events."""
         match event:
             case events.WorkerProgressed():
                 self.progressed(event)
@@ -244,7 +245,7 @@ class Stuck(Part):
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
-        """Log the members' script lines if no member has completed a step for a long time although none waits."""
+        """If no member has completed a step for a long time although none waits, log the members' script lines."""
         if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
             return
         now = self.actions.now
@@ -261,8 +262,7 @@ class Stuck(Part):
             self.actions.log("warning", self._idle.sentence(sorted(lines), now))
 
     def _ask_hosts(self) -> None:
-        """Send a request to the hosts that have suspects but no waiting worker. If their agents do not answer, the
-        hosts are given up."""
+        """Query the hosts on which all workers are suspects. A host whose agent does not answer is given up."""
         if not self.settings.silence_s:
             return
         if self.worlds.phase is Phase.ENDING or not self._any_waiting():
@@ -291,9 +291,9 @@ class Stuck(Part):
         return any(limits) and self._any_waiting()
 
     def _any_waiting(self) -> bool:
-        """Return whether a worker waits.
+        """Return whether any worker waits in a collective.
 
-        Called after every event, so it must be fast. The details are checked later.
+        This method is called after every event, so it must be fast. The details are checked later.
         """
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
@@ -418,14 +418,14 @@ class Stuck(Part):
                 pass
 
     def restarted(self) -> None:
-        """Reset the detection after a restart of the driver. Earlier waits are ignored."""
+        """Discard all earlier waits after a restart of the driver."""
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._forget()
         for record in self.roster.values():
             record.waits_since = record.moved_at = record.gpu_since = self.actions.now
 
     def check(self) -> None:
-        """Check the invariants of the watched workers."""
+        """Assert the invariants of the suspected workers. Tests call this method after every event."""
         for record in self.roster.inside.values():
             assert record.stage is WorkerStage.MEMBER and record.inside and not record.killed_for
         assert self.worlds.over or (self._look_at is not None) == self._must_watch()
@@ -491,8 +491,9 @@ class Stuck(Part):
             self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Describe the collectives in which ranks wait. Collectives with the fewest ranks, which have diverged, are
-        first."""
+        """Describe the collectives in which ranks wait. Those with the fewest ranks are first, because these ranks have
+        diverged.
+        """
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
             groups.setdefault((record.inside, record.entered), []).append(record)
@@ -550,7 +551,7 @@ class Stuck(Part):
 
 
 def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
-    """Return the script lines at which workers wait, if reported."""
+    """Return the script lines at which workers wait, as far as reported, preceded by ``before``."""
     lines = sorted({record.line for record in waiters} - {""})
     more = [f"{len(lines) - NAMED} more lines"] if len(lines) > NAMED else []
     listed = " and ".join([", ".join(lines[:NAMED]), *more])

@@ -1,4 +1,4 @@
-"""Classification of workers for which others wait as stuck, slow or excused. Pure. `stuck` determines the waits.
+"""Classifies workers for which others wait as stuck, slow or excused. Pure. `stuck` determines the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^
@@ -9,8 +9,9 @@
                         +--under a debugger, or in a phase marked as long--> EXCUSED: only logged
 
 A worker's process is observed from outside, because a heartbeat thread proves nothing about the training thread. A
-worker that uses the processor or moves bytes is busy. Since a step may be long, it is killed only after a long time. A
-worker that does neither while others wait for it is idle, because of a deadlock or a lost peer of another service.
+worker that uses the processor or moves bytes is busy. Since a step may be long, a busy worker is killed only after a
+long time. A worker that does neither while others wait for it is idle, because of a deadlock or a lost peer of another
+service.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
 
 
 def probe_every_s(settings: Settings) -> float:
-    """Return the interval between probes of workers that hold up others. The first probe is delayed by the same
+    """Return the seconds between two probes of a worker that holds up others. The first probe is delayed by the same
     time.
     """
     limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
@@ -75,7 +76,7 @@ class Suspicion:
     _named: dict[Verdict, float] | None = None
 
     def wait_since(self, since: float) -> None:
-        """Restart the wait, since the earlier waiters may have made progress."""
+        """Restart the wait at ``since``, because workers that waited before may have made progress."""
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)
 
@@ -115,7 +116,7 @@ class Suspicion:
         return None
 
     def judge(self, settings: Settings, now: float) -> Next:
-        """Judge the worker by the current information."""
+        """Return the verdict about the worker, given the current information."""
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
@@ -135,7 +136,7 @@ class Suspicion:
         return Next.NAME
 
     def describe(self, settings: Settings, now: float) -> tuple[str, str]:
-        """Return the state of the worker and the consequence, such as ``idle``, ``it is fenced in 25 s
+        """Describe the state of the worker and the consequence, for example ``idle`` and ``it is fenced in 25 s
         (--idle-timeout)``.
         """
         due = self.fence_due(settings)
@@ -156,10 +157,11 @@ class Suspicion:
         return str(self.verdict.value), ""
 
     def reason(self, now: float, where: str) -> Reason:
-        """Return why the worker is fenced.
+        """Return the reason for fencing the worker.
 
         Args:
-            where: place at which the others waited.
+            now: current time, in seconds.
+            where: place in the script at which the other workers waited.
         """
         if self.verdict is Verdict.IDLE:
             return because(ReasonKind.IDLE, for_s=now - self.idle_since, where=where)
@@ -170,7 +172,7 @@ class Suspicion:
 
 
 class Suspicions:
-    """All workers that hold up others."""
+    """All workers that are suspected of holding up others."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -184,8 +186,9 @@ class Suspicions:
         return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
-        """Set the current suspects. Information about these is kept, and information about other workers is
-        discarded."""
+        """Make these the only suspects. What is known about them is kept, and what is known about other workers is
+        discarded.
+        """
         known = self._all
         self._all = {}
         for new in suspects:
@@ -202,7 +205,7 @@ class Suspicions:
         return list(self._all.values())
 
     def drop(self, worker: Worker) -> bool:
-        """Remove a worker that made progress or has exited. Returns whether it was condemned."""
+        """Remove a worker that made progress or has exited. Return whether it was condemned."""
         self._all.pop(worker, None)
         return self._condemned.pop(worker, None) is not None
 
@@ -227,7 +230,7 @@ class Suspicions:
         return None if first is None else first.fence_at
 
     def to_fence(self, now: float) -> list[Suspicion]:
-        """Return the condemned workers after the time for writing their stacks."""
+        """Return the condemned workers that have had enough time to write their stacks."""
         due: list[Suspicion] = []
         for suspicion in self._condemned.values():
             if suspicion.fence_at is None or suspicion.fence_at > now:

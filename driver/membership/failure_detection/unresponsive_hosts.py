@@ -1,4 +1,4 @@
-"""Detection of unresponsive hosts for which workers wait. Pure. `stuck` determines the waits.
+"""Detects unresponsive hosts for which workers wait. Pure. `stuck` determines the waits.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
                                          |
@@ -21,7 +21,7 @@ LATE_S = 0.5  # if a check is this late, the driver itself was paused and has mi
 
 @dataclass
 class UnresponsiveHosts:
-    """The silence of hosts during one wait. Times are seconds on the caller's clock."""
+    """The hosts that do not answer during one wait. Times are seconds on the caller's clock."""
 
     silence_s: float
     look_at: float | None = None  # None if no worker waits
@@ -30,7 +30,7 @@ class UnresponsiveHosts:
     _last_look: bool = False  # answers were due at the previous check
 
     def begin(self, since: float, now: float) -> None:
-        """Begin a wait that started at ``since``."""
+        """Begin the observation of a wait that started at ``since``."""
         self.look_at = max(since + self.silence_s / 2, now)
 
     def end(self) -> None:
@@ -41,7 +41,7 @@ class UnresponsiveHosts:
             self._unanswered.clear()
 
     def answered(self, host: str) -> bool:
-        """Record an answer from the host. Returns whether an answer was requested."""
+        """Record an answer from the host. Return whether the answer had been requested."""
         if host not in self._unanswered:
             return False
         self._unanswered.remove(host)

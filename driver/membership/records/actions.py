@@ -1,4 +1,4 @@
-"""Actions decided for the current event, in order, and the time of the event. Decides nothing."""
+"""The actions decided for the current event, in order, and the time of the event. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from elastic.driver.reasons import Reason
 
 
 class ActionList:
-    """The actions shared by the parts of a membership.
+    """List of actions to which all parts of a membership add.
 
     Args:
         now: time of the event, in seconds on the caller's clock.

@@ -1,4 +1,4 @@
-"""The state of each live process, and queries over all of them. Decides nothing."""
+"""The state of each live worker process, and queries over all of them. Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEXED = ("stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "in
 
 
 class WorkerStage(enum.Enum):
-    """Stage of a live process."""
+    """Stage of a live worker process, from its start to its exit."""
 
     STARTING = "starting"  # the process runs but has not called init() yet
     HELD = "held"  # it is in init(), which is answered once the health check of its slot has passed
@@ -39,7 +39,9 @@ AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """State of one live process. ``_at`` are times and ``_by`` deadlines, in seconds on the caller's clock."""
+    """State of one live worker process. Fields ending in ``_at`` are times and in ``_by`` deadlines, in seconds on the
+    caller's clock.
+    """
 
     worker: Worker
     started_at: float
@@ -113,7 +115,7 @@ class WorkerRecord:
 
 
 class Roster(dict[Worker, WorkerRecord]):
-    """All live processes by worker, with indexes for frequent queries."""
+    """All live worker processes by worker, with indexes for frequent queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ class Roster(dict[Worker, WorkerRecord]):
         return list(found.values())
 
     def at(self, *stages: WorkerStage) -> list[WorkerRecord]:
-        """Return the workers in these stages, in the order of their entry."""
+        """Return the workers in these stages, in the order in which they entered them."""
         return [record for stage in stages for record in self._stages[stage].values()]
 
     def count(self, stage: WorkerStage) -> int:
@@ -228,6 +230,6 @@ class Roster(dict[Worker, WorkerRecord]):
         return (s for s in self.values() if s.in_plans)
 
     def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
-        """Return the records of ``members`` that are alive and not dismissed, in that order."""
+        """Return the records of those ``members`` that are alive and were not dismissed, in the same order."""
         found = (self.get(worker) for worker in members)
         return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]

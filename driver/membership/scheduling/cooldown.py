@@ -39,7 +39,14 @@ class Cooldown:
         return self._cools(record, now)
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Record a failure and return the seconds until the slot may be used again, or None if it is given up."""
+        """Record a failure of a slot's worker. Return the seconds until the slot may be used again, or None if the slot
+        is given up.
+
+        Args:
+            slot: the slot.
+            now: current time, in seconds.
+            fruitful: whether the worker's world made progress.
+        """
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless = 1 if fruitful else record.fruitless + 1
         if record.fruitless >= self.attempts and not fruitful:

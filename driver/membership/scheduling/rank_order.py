@@ -27,8 +27,14 @@ def arrange(
     newcomers: Sequence[Worker],
     commits: Mapping[Worker, Commit | None],
 ) -> RankOrder:
-    """Arrange ``survivors`` in their old order, then ``newcomers`` in the given order. A newcomer is never a source. If
-    no survivor has committed, the first survivor is the source, with ``holders`` 0.
+    """Return the order of the workers of a world.
+
+    Args:
+        survivors: workers of the last world, in their old order.
+        newcomers: other workers, which follow the survivors in the given order. A newcomer is never the source of the
+            state.
+        commits: the newest commit that each worker holds. If no survivor has committed, the first survivor is the
+            source, with ``holders`` 0.
     """
     held = [c for c in (commits.get(w) for w in survivors) if c is not None]
     newest = max(held, default=None)
@@ -69,7 +75,7 @@ def next_place(members: Sequence[Worker], worker: Worker) -> Place:
 
 
 def slots(hosts: Mapping[str, int]) -> Iterable[tuple[str, int]]:
-    """Iterate over all slots, host by host, in discovery's order."""
+    """Yield all slots, host by host, in the order of the discovery's list."""
     for host, count in hosts.items():
         for slot in range(count):
             yield host, slot

@@ -46,10 +46,11 @@ class Slots:
         self._drained: set[str] = set()  # hosts drained by an operator
 
     def announce(self, hosts: dict[str, int], *, fixed: bool = False) -> None:
-        """Set a new list from discovery, in order of preference.
+        """Apply a new list from discovery, in order of preference.
 
         Args:
-            fixed: see `HostsChanged`.
+            hosts: number of slots of each host.
+            fixed: whether discovery can list no more hosts or slots later.
         """
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
@@ -69,12 +70,12 @@ class Slots:
         return worker.slot < self._hosts.get(worker.host, 0)
 
     def order(self, worker: Worker) -> tuple[int, str, int]:
-        """Return a sort key with the order of hosts in discovery, then slots."""
+        """Return a sort key by the order of hosts in the discovery's list, then by slot."""
         return (self._order.get(worker.host, len(self._order)), worker.host, worker.slot)
 
     @property
     def started(self) -> int:
-        """Number of slots that have ever been used."""
+        """Return the number of slots that have ever been used."""
         return len(self._incarnations)
 
     def ended(self, slot: Slot, code: int) -> None:
@@ -89,7 +90,9 @@ class Slots:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the last worker of every slot failed. A single slot must have failed twice."""
+        """Return whether the last worker of every slot failed. If there is only one slot, its workers must have failed
+        twice.
+        """
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
 
@@ -98,7 +101,7 @@ class Slots:
         return bool(self._failures)
 
     def start(self, slot: Slot) -> Worker:
-        """Return the slot's next incarnation."""
+        """Return a new worker in the slot, the slot's next incarnation."""
         self._left.discard(slot)
         self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
         return Worker(*slot, self._incarnations[slot])
@@ -111,7 +114,7 @@ class Slots:
         self.version += 1
 
     def close(self, host: str, until: float) -> None:
-        """Start no worker before ``until`` on a host that will be reclaimed."""
+        """Mark a host that will be reclaimed, so that no worker is started there before the time ``until``."""
         self._closed[host] = until
         self.version += 1
 
@@ -130,13 +133,15 @@ class Slots:
         self.version += 1
 
     def refill(self, host: str) -> None:
-        """Allow workers again on a host that was drained, or of which slots are quarantined."""
+        """Start workers again on a host that was drained or has quarantined slots."""
         self._drained.discard(host)
         self._release(host)
         self.version += 1
 
     def quarantine(self, slot: Slot, why: Reason) -> None:
-        """Start no workers in a slot, or on its host, until `refill`, or until the host leaves the list."""
+        """Start no workers in a slot, or on its whole host, until `refill` is called, or until the host leaves the
+        list.
+        """
         self.quarantined[slot] = why
         self.version += 1
 
@@ -154,16 +159,16 @@ class Slots:
 
     @property
     def drained_hosts(self) -> list[str]:
-        """Listed hosts that an operator has drained."""
+        """Return the listed hosts that an operator has drained."""
         return [host for host in self._hosts if host in self._drained]
 
     @property
     def hosts(self) -> list[str]:
-        """The listed hosts."""
+        """Return the listed hosts."""
         return [*self._hosts]
 
     def open(self, now: float) -> int:
-        """Return the number of slots on hosts that stay."""
+        """Return the number of slots on hosts that will not be reclaimed."""
         return sum(
             not self.kept_out(slot)
             for slot in rank_order.slots(self._hosts)
@@ -176,28 +181,32 @@ class Slots:
         self.version += 1
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Record a failure. See Cooldown.failed."""
+        """Record a failure of a slot's worker. Return the seconds until the slot may be used again, or None if the slot
+        is given up. See `Cooldown.failed`.
+        """
         self.version += 1
         return self.cooldown.failed(slot, now, fruitful=fruitful)
 
     def failed_check(self, slot: Slot, now: float, why: Reason) -> float:
-        """Record a failed health check and return the seconds until the slot may be used again."""
+        """Record that a slot failed its health check. Return the seconds until the slot may be used again."""
         self.unhealthy[slot] = why
         self.version += 1
         return self.cooldown.unhealthy(slot, now)
 
     def passed_check(self, slot: Slot) -> bool:
-        """Record a health check that passed and return whether the previous one had failed."""
+        """Record that a slot passed its health check. Return whether the previous check of the slot had failed."""
         failed = self.unhealthy.pop(slot, None) is not None
         if failed:
             self.cooldown.clear([slot])
         return failed
 
     def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
-        """Return the slots that could get a worker now.
+        """Return the slots in which a worker could be started now.
 
         Args:
-            short: there are too few workers, so include vacated slots.
+            taken: slots with a live process.
+            now: current time, in seconds.
+            short: whether there are too few workers, so that vacated slots may be used too.
         """
         return [
             slot
@@ -220,25 +229,25 @@ class Slots:
                     yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
-        """Return whether no listed slot can ever get a worker again. An empty list may still grow."""
+        """Return whether no listed slot can ever be used again. Not true of an empty list, which may still grow."""
         listed = list(rank_order.slots(self._hosts))
         return bool(listed) and all(
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed
         )
 
     def usable(self, taken: Collection[Slot]) -> int:
-        """Return the number of listed slots that have a worker or may get one now or later."""
+        """Return the number of listed slots that have a worker, or can have one now or later."""
         return sum(
             slot in taken or not (slot in self.completed or self.cooldown.given_up(slot))
             for slot in rank_order.slots(self._hosts)
         )
 
     def given_up(self) -> list[Slot]:
-        """Return the listed slots that are not used again after failures."""
+        """Return the listed slots that are given up because of failures."""
         return [s for s in rank_order.slots(self._hosts) if self.cooldown.given_up(s)]
 
     def listed_unhealthy(self) -> list[Slot]:
-        """Return the listed slots with a failed last health check."""
+        """Return the listed slots whose last health check failed."""
         return [s for s in rank_order.slots(self._hosts) if s in self.unhealthy]
 
     def any_given_up(self) -> bool:

@@ -1,9 +1,9 @@
-"""Decisions about worker processes: when to start them in free slots, release them, and kill late ones.
+"""Decides about worker processes: when they are started in free slots, released, or killed because they are late.
 
 Pure: no I/O, no clock.
 
-The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has
-to leave. The pool decides how, and by which deadline.
+The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has to
+leave. The pool decides how, and by which deadline.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class WorkerPool:
 
     @property
     def workers_max(self) -> int:
-        """Size of the largest world, as last requested."""
+        """Return the size of the largest world, as last requested."""
         return self.settings.workers_max if self.asked is None else self.asked
 
     # ---- starting --------------------------------------------------------------------------------------------------
 
     def start(self, members: Sequence[Worker]) -> None:
-        """Start workers in free slots, up to the size of the largest world plus the standbys. A static job starts
-        workers once.
+        """Start workers in free slots, up to the size of the largest world plus the standbys. A job of a fixed size
+        starts each worker once.
 
-        While members train, the number of workers that start at a time may be limited, since many concurrent imports
-        take processor time from training.
+        While members train, the number of workers that start at the same time may be limited, because many concurrent
+        imports take processor time from training.
         """
         wanted = self._wanted()
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
@@ -93,7 +93,9 @@ class WorkerPool:
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
-        """Answer init(). A worker that is not in the current world gets a provisional place, never rank 0."""
+        """Answer the init() of a worker. A worker that is not in the current world receives a provisional place, never
+        rank 0.
+        """
         record.stage = WorkerStage.CONNECTED
         place = record.first_place
         if members:
@@ -103,13 +105,14 @@ class WorkerPool:
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def has_waiting_starts(self) -> None:
-        """Start the timeout within which the other workers must call init()."""
+        """Start the timeout within which all other starting workers must call init()."""
         if self._first_ready_at is None:
             self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
-        """Yield the workers that may still become ready for the first world. The deadline starts when the first worker
-        waits."""
+        """Yield the workers that may still become ready for the first world. Their deadline starts when the first
+        worker waits.
+        """
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
             if start_by is None or self.actions.now < start_by:
@@ -155,7 +158,7 @@ class WorkerPool:
                 self.ask_to_leave(record, left, members)
 
     def leave(self, record: WorkerRecord, reason: Reason, members: Collection[Worker]) -> None:
-        """Ask a worker to leave, and keep its slot empty."""
+        """Ask a worker to leave, and keep its slot empty afterwards."""
         if record.in_plans and not record.hurried:
             record.unlisted = record.noticed = False
             self.slots.leave(record.slot)
@@ -164,7 +167,7 @@ class WorkerPool:
     def ask_to_leave(
         self, record: WorkerRecord, reason: Reason, members: Collection[Worker]
     ) -> None:
-        """Ask a worker to leave: a member at a planned change, any other worker immediately."""
+        """Ask a worker to leave. A member leaves at a planned change, any other worker immediately."""
         record.leaving = reason
         if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
             self.dismiss(record, reason, self.settings.leave_s)
@@ -179,7 +182,7 @@ class WorkerPool:
             self.actions.add(LetGo(record.worker, reason))
 
     def release_all(self, reason: Reason) -> None:
-        """Release all workers except finished workers, which exit on their own."""
+        """Release all workers, except those that have finished and exit by themselves."""
         for record in [*self.roster.in_plans()]:
             if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
                 self.kill(record, reason)
@@ -187,7 +190,9 @@ class WorkerPool:
                 self.release(record, reason)
 
     def part_again(self, record: WorkerRecord) -> None:
-        """Repeat the request to leave, or the kill, to a worker that still sends messages."""
+        """Send a worker that should have left, but still sends messages, the request to leave again, or kill it
+        again.
+        """
         worker = record.worker
         if record.killed_for:
             self.actions.add(KillWorker(worker, record.killed_for))
@@ -207,21 +212,21 @@ class WorkerPool:
         self.actions.add(RejectWorker(record.worker, record.layout, expected))
 
     def dismiss(self, record: WorkerRecord, why: Reason, within_s: float) -> None:
-        """Exclude a worker from all plans, with a deadline for its exit."""
+        """Exclude a worker from all plans, and set a deadline of ``within_s`` seconds for its exit."""
         record.stage = WorkerStage.DISMISSED
         record.exit_by = self.actions.now + within_s
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
-        """Kill and replace a worker that cannot continue because of another component's failure."""
+        """Kill and replace a worker that cannot continue although it has not failed itself."""
         record.leaving = reason
         self.dismiss(record, reason, self.settings.disconnect_s)
         self.kill(record, reason)
 
     def disconnected(self, record: WorkerRecord, *, silent: bool) -> None:
-        """Handle a lost connection of a worker.
+        """Handle the loss of a worker's connection.
 
-        The exit of the worker usually follows immediately. If ``silent``, the host is unreachable, and the exit is not
+        The exit of the worker usually follows immediately. If ``silent``, the host is unreachable, and no exit is
         reported.
         """
         if record.in_plans and silent and not record.killed_for:
@@ -235,9 +240,9 @@ class WorkerPool:
         self.kill(record, reason)
 
     def quarantine(self, record: WorkerRecord, why: Reason, members: Collection[Worker]) -> None:
-        """Keep the slot of a worker that computes wrongly out of use, or its host. See `Settings.quarantine`.
+        """Stop using the slot, or the host, of a worker that computes wrong gradients. See `Settings.quarantine`.
 
-        With a health check, the check beside the next start in the slot decides instead.
+        In a job with health checks, the check of the next worker in the slot decides instead.
         """
         host, which = record.worker.host, self.settings.quarantine
         if which == "off" or not self.settings.elastic:
@@ -269,7 +274,7 @@ class WorkerPool:
     # ---- exited ----------------------------------------------------------------------------------------------------
 
     def record_failure(self, record: WorkerRecord, what: str) -> None:
-        """Record an unexpected exit. The slot cools down."""
+        """Record an unexpected exit of a worker, after which its slot cools down."""
         worker, now, settings = record.worker, self.actions.now, self.settings
         killed_for = record.killed_for
         if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":
@@ -298,8 +303,7 @@ class WorkerPool:
         self.actions.log("error", str(given_up), given_up)
 
     def all_fail(self) -> bool:
-        """Return whether all workers fail before training, which means that the script is wrong and a retry would fail
-        too."""
+        """Return whether all workers fail before training. The script is then wrong, and a retry would fail too."""
         hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
 
@@ -309,8 +313,8 @@ class WorkerPool:
         """Yield the times of the next checks.
 
         Args:
-            starting: workers may be started.
-            first: the first world waits for connected workers.
+            starting: whether workers may be started now.
+            first: whether the first world waits for connected workers.
         """
         exit_by = self.roster.first_exit_by()
         if exit_by is not None:
@@ -334,10 +338,10 @@ class WorkerPool:
                 yield next_at
 
     def some_return(self) -> bool:
-        """Return whether a slot that lacks a worker will get one soon.
+        """Return whether an empty slot will have a worker again soon.
 
-        This is the case if its last worker is about to exit, or if it cools down. Slots of machines that will be
-        reclaimed do not count.
+        This is the case if the slot's last worker is about to exit, or if the slot cools down. Slots of machines that
+        will be reclaimed do not count.
         """
         at, soon = self.next_slot_at(), self.actions.now + self.settings.cooldown_max_s
         later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
@@ -354,7 +358,7 @@ class WorkerPool:
         return None if self._cooling[1] == inf else self._cooling[1]
 
     def overdue(self) -> list[WorkerRecord]:
-        """Kill late workers. Return the workers that cannot be killed."""
+        """Kill workers whose deadline has passed. Return the workers that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
                 break  # the workers after it were started later

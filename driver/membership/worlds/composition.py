@@ -18,7 +18,7 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass(frozen=True)
 class Composition:
-    """A possible next world. ``arrangement`` contains its workers. A worker in none of the lists waits as a standby."""
+    """A possible next world. ``arrangement`` contains its workers. A worker that is in no list waits as a standby."""
 
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
@@ -41,13 +41,13 @@ def compose(
     """Compose the next world from ready workers.
 
     Args:
-        old: members, in rank order.
+        old: members of the last world, in rank order.
         new: newcomers, in order of preference.
         commits: the newest commit that each worker holds.
         workers_min: smallest size of a world.
         workers_max: largest size of a world.
-        layout: layout of the last world. The layout of a holder of the newest commit takes precedence.
-        all_stay: no worker may leave.
+        layout: layout of the state in the last world. The layout of a holder of the newest commit takes precedence.
+        all_stay: whether no worker may leave.
     """
     newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)
     holders = [s for s in old if commits.get(s.worker) == newest]

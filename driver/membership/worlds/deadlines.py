@@ -1,4 +1,6 @@
-"""Decisions about expired deadlines for answers, stops, returns, or the whole next world. Pure: no I/O, no clock."""
+"""Decisions about expired deadlines: for answers, stops, returns, and the formation of the next world. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ IMPORTS_S = 120.0
 
 
 class Deadlines(Part):
-    """Deadlines of the current phase, and of processes that are starting or exiting."""
+    """The deadlines of the current phase, and of processes that are starting or exiting."""
 
     def all(self) -> Iterator[float]:
-        """Yield the times of the next checks."""
+        """Yield all deadlines."""
         starting = self.worlds.phase is not Phase.ENDING and self.worlds.root_cause_search is None
         gathering = self.worlds.phase is Phase.GATHERING
         first = not self.worlds.members or (gathering and self.worlds.gathering.anew)
@@ -45,7 +47,7 @@ class Deadlines(Part):
         yield from (at for at in by if at is not None)
 
     def overdue(self) -> None:
-        """Handle expired deadlines of this phase."""
+        """Handle the deadlines of the current phase that have expired."""
         if self.worlds.root_cause_search is not None and self.actions.expired(
             self.worlds.root_cause_search.by
         ):
@@ -87,7 +89,7 @@ class Deadlines(Part):
                 pass
 
     def restarted(self) -> None:
-        """Extend the deadlines after a driver failover, which made no worker late."""
+        """Extend all deadlines after a driver failover, because the failover, and not a worker, caused the delay."""
         self.worlds.gathering.begin_again(self.actions.now)
         by = self.actions.now + self.settings.elastic_timeout_s
         self.worlds.change.by = None if self.worlds.change.by is None else by
@@ -103,9 +105,10 @@ class Deadlines(Part):
                 )
 
     def _init_remind_at(self) -> float | None:
-        """Return when to log that workers have not called init(), or None if none is awaited.
+        """Return the time at which to log that workers have not called init(), or None if no worker is expected to call
+        it.
 
-        A job of a fixed size may run any program.
+        In a job of a fixed size, no worker is, because such a job may run any program.
         """
         first = next(self.roster.first_at(WorkerStage.STARTING), None)
         if first is None or self.worlds.members or not self.settings.elastic:

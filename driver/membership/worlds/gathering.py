@@ -31,7 +31,9 @@ class Kind(enum.Enum):
 
 @dataclass
 class Gathering:
-    """The phase between two worlds. ``_by`` and ``_at`` are times on the caller's clock."""
+    """The phase between two worlds. Fields ending in ``_by`` and ``_at`` are times on the caller's clock, in
+    seconds.
+    """
 
     kind: Kind
     reason: Reason
@@ -61,7 +63,7 @@ class Gathering:
         return self.began_at + self.remind_after_s
 
     def reminder(self, awaited: Sequence[WorkerRecord], now: float) -> str:
-        """Return a sentence with the awaited workers and the deadline."""
+        """Return a sentence that names the awaited workers and the deadline."""
         names = ", ".join(str(s.worker) for s in awaited[:4])
         more = f" and {len(awaited) - 4} more" if len(awaited) > 4 else ""
         first, one = awaited[0], len(awaited) == 1
@@ -85,11 +87,11 @@ class Gathering:
 
     @property
     def late_at(self) -> float:
-        """The time until which old members may become ready."""
+        """Return the time until which old members may become ready."""
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:
-        """Restart the deadline, after a time in which no worker could become ready."""
+        """Restart the deadline, because no worker could become ready in the meantime."""
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now
@@ -99,7 +101,7 @@ class Gathering:
         self.remind_after_s = START_REMIND_S if self.kind is Kind.START else REMIND_S
 
     def lost(self, reason: Reason) -> None:
-        """Record a lost worker. Its loss explains a broken collective better than the report of another worker."""
+        """Record that a worker was lost. This explains a broken collective better than another worker's report."""
         if not self.had_loss:
             self.had_loss, self.reason = True, reason
             return
@@ -113,20 +115,22 @@ class Gathering:
         self.reason = because(ReasonKind.SEVERAL, causes=causes, more=self._more)
 
     def awaited(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Yield the old members that the gathering waits for."""
+        """Yield the workers that the gathering waits for."""
         for record in self.missing(roster):
             if record.running or not self.late:
                 yield record
 
     def missing(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Return the old members that are not ready yet."""
+        """Yield the old members that are not ready yet."""
         return roster.first_at(WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
 def candidates(
     ready: Sequence[WorkerRecord], members: Sequence[Worker]
 ) -> tuple[list[WorkerRecord], list[WorkerRecord], list[WorkerRecord]]:
-    """Return ready old members in rank order, ready newcomers, and ready workers that need the other kind of world."""
+    """Return three lists: ready old members in rank order, ready newcomers, and ready workers that need the other kind
+    of world (of init() or of elastic.run).
+    """
     rank = {worker: index for index, worker in enumerate(members)}
     old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])
     new = [s for s in ready if s.worker not in rank]

@@ -1,6 +1,6 @@
 """Rules for giving up a job: limits, lack of progress, and too few workers. Pure: no I/O, no clock.
 
-Each rule returns the reason to end the job, or None to continue.
+Each rule returns the reason to end the job, or None to continue the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.protocol.messages import Commit
 
 
 class GiveUpRules:
-    """Rules for ending a job, with the history that they need."""
+    """Rules for giving up a job, and the history that they need."""
 
     def __init__(self, settings: Settings, staff: WorkerPool, actions: ActionList) -> None:
         self._settings = settings
@@ -34,13 +34,13 @@ class GiveUpRules:
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """Return the minimum size of a world now; 1 once some workers have finished."""
+        """Return the minimum size of a world now. It is 1 once some workers have finished."""
         if not self._settings.elastic:
             return self._settings.np
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """Count a broken world and return the reason to end the job if --reset-limit is reached."""
+        """Count a broken world. Return the reason to end the job if --reset-limit is reached."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
@@ -65,7 +65,7 @@ class GiveUpRules:
         return self._unless_restarted(gathering, lost)
 
     def nothing_held(self, world: World, gathering: Gathering) -> Reason | None:
-        """Return the reason to end the job if no survivor has received the state."""
+        """Return the reason to end the job if no survivor holds the state."""
         if world.running and (world.trained or world.commit is not None):
             return self._unless_restarted(
                 gathering, because(ReasonKind.NO_COMMIT, cause=gathering.reason)
@@ -88,13 +88,13 @@ class GiveUpRules:
         return None
 
     def checkpoint_made(self) -> None:
-        """Record durable progress."""
+        """Record that a new checkpoint is durable, which counts as progress."""
         self._restarts = 0
 
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
         """Handle a worker that was rejected because its state differs from the world's.
 
-        Return the reason to end the job if a member before it in its slot differed in the same way, as this would
+        Return the reason to end the job if the previous member in its slot differed in the same way, because this would
         recur forever.
         """
         worker = record.worker
@@ -110,9 +110,13 @@ class GiveUpRules:
         )
 
     def shards_lost(self, world: World, text: str) -> Reason:
-        """Return the reason to end the job if no worker holds some shards. ``text`` describes these shards.
+        """Return the reason to end the job because no worker holds some shards of the state.
 
-        If a member was turned away, the reason is that its state differs.
+        If a member was rejected, the reason is that its state differs.
+
+        Args:
+            world: the last world.
+            text: describes the missing shards.
         """
         away = self.script_failures.turned_away_before(world.generation)
         if away is None:
@@ -130,16 +134,18 @@ class GiveUpRules:
 
     @property
     def worlds_hung(self) -> int:
-        """Number of worlds that hung since the last new commit."""
+        """Return the number of worlds that hung since the last new commit."""
         return len(self._hung_in)
 
     def in_circles(
         self, world: World, gathering: Gathering, commit: Commit | None
     ) -> Reason | None:
-        """Return the reason to end the job if the last world made no progress.
+        """Return the reason to end the job if several worlds in a row made no progress, or None.
 
         Args:
-            commit: that of the next world.
+            world: the last world.
+            gathering: the phase that follows it.
+            commit: the commit from which the next world begins.
         """
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
@@ -158,7 +164,9 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Handle a shortage of workers. The shortage is logged once for each number of workers."""
+        """Handle a shortage of workers, which is logged once for each number of workers. Return the reason to end the
+        job, or None.
+        """
         slots, need = self._staff.slots, self.needed()
         if not slots.known:
             return None
@@ -203,7 +211,7 @@ class GiveUpRules:
         )
 
     def too_few(self) -> Reason:
-        """Return the reason for giving up after the timeout."""
+        """Return the reason to end the job because there were too few workers for too long."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
         return self._of_healthy(
@@ -211,7 +219,7 @@ class GiveUpRules:
         )
 
     def spent(self) -> Reason:
-        """Return the reason for giving up because no slot can get a worker again."""
+        """Return the reason to end the job because no slot can have a worker again."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
         return self._of_healthy(
             because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
@@ -226,6 +234,6 @@ class GiveUpRules:
 
 
 def named_slots(slots: Sequence[tuple[str, int]]) -> str:
-    """Return the first slots as text, and the number of remaining slots."""
+    """Return the names of the first slots as text, followed by the number of the other slots."""
     more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
     return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

@@ -1,4 +1,4 @@
-"""Description of the differences between two layouts of a state. Pure: no I/O, no clock."""
+"""Describes the differences between two layouts of a state. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

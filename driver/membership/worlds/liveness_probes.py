@@ -1,4 +1,5 @@
-"""Selection of standbys for the next world, which must answer a probe when a gathering begins. Pure: no I/O, no clock.
+"""Decides which standbys the next world includes: those that answer a probe when a gathering begins. Pure: no I/O, no
+clock.
 
 A standby may wait for hours, and its agent checks only four times a second whether it can run. If the world included a
 standby that was stopped a moment ago, all members would wait for it.
@@ -25,20 +26,22 @@ class LivenessProbes:
     by: float | None = None  # not None iff all other workers are ready and an answer is pending
 
     def ask(self, standbys: Sequence[Worker]) -> None:
-        """Probe the standbys when a gathering begins."""
+        """Begin to probe the standbys, at the beginning of a gathering."""
         self.asked, self.by = set(standbys), None
 
     def wait_for_others(self) -> None:
-        """Record that other workers are awaited again, which resets the time for answers."""
+        """Restart the time limit for answers, because the gathering waits for other workers again."""
         self.by = None
 
     def heard(self, worker: Worker) -> None:
-        """Record an answer, possibly late, or the exit of a process."""
+        """Record that a standby answered, possibly late, or that its process exited."""
         self.asked.discard(worker)
         self.silent.discard(worker)
 
     def awaited(self, now: float) -> bool:
-        """Return whether to wait for an answer once all others are ready. Late standbys are marked as silent."""
+        """Return whether the gathering must still wait for answers, once all other workers are ready. Standbys that are
+        too late are marked as silent.
+        """
         if self.by is None and self.asked:
             self.by = now + ANSWER_S
         if self.by is not None and (now >= self.by or not self.asked):

@@ -1,4 +1,4 @@
-"""Decisions about planned changes: when one begins, and at which check all members stop. Pure: no I/O, no clock.
+"""Decides when a planned change begins, and at which check all members stop. Pure: no I/O, no clock.
 
 Every member answers with its number of checks and waits at the next check. No member has passed the check after the
 largest answer, so all members continue to that check and stop at the same point.
@@ -17,7 +17,9 @@ REMIND_S = 30.0  # seconds without a commit until the waiting workers are logged
 
 @dataclass
 class PlannedChange:
-    """The current planned change, or the last one. ``_s`` are seconds, other times are on the caller's clock."""
+    """The current or most recent planned change. Fields ending in ``_s`` are seconds, other times are on the caller's
+    clock.
+    """
 
     settings: Settings
     number: int = 0
@@ -31,8 +33,13 @@ class PlannedChange:
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Decide about a request to join or leave. Return None to start a change, otherwise the time of the next
-        decision."""
+        """Decide when a change that a worker's join or leave requires may start. Return None to start it now, otherwise
+        the time of the next decision.
+
+        Args:
+            now: current time, in seconds.
+            more_coming: whether more workers are about to join.
+        """
         if now < self.not_before:
             return self.not_before
         if more_coming:
@@ -46,7 +53,7 @@ class PlannedChange:
         self._settle_by = None
 
     def prepare(self, now: float, members: Iterable[Worker]) -> None:
-        """Begin a change. Each member is asked for its number of checks."""
+        """Begin a change, in which each member is asked for its number of checks."""
         self.number += 1
         self.by = now + self.settings.prepare_s
         self.began_at, self.remind_after_s = now, REMIND_S
@@ -59,7 +66,7 @@ class PlannedChange:
         self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
-        """Return the check at which all members stop, once all have answered."""
+        """Return the number of the check at which all members stop. Call this once all have answered."""
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check

@@ -1,10 +1,10 @@
-"""Attribution of a failure to one worker or to the script. Pure: no I/O, no clock.
+"""Attributes a failure to one worker or to the script. Pure: no I/O, no clock.
 
 `RootCauseSearch`: in a job that cannot recover, survivors may report a failure before the exit of the lost worker is
 known. The search therefore waits briefly for an exit, and the first worker that exits without having reported a failure
 is the cause.
 
-`Mismatches`: ranks that call different collectives return to the last commit, in case a fault or chance caused this. If
+`Mismatches`: ranks that call different collectives return to the last commit, because a fault may have caused this. If
 the next world breaks in the same calls, the script is at fault.
 
 `Exceptions`: an exception that one worker raised affects that worker only, and the others continue. If it occurs again
@@ -27,7 +27,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 def describe_exit(code: int) -> str:
-    """Return for example ``exit code 3`` or ``signal 9 SIGKILL``."""
+    """Describe the exit code of a worker, for example ``exit code 3`` or ``signal 9 SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -43,9 +43,10 @@ def exit_code(code: int) -> int:
 
 @dataclass
 class RootCauseSearch:
-    """Search for the root cause of a failure. ``verdict`` is the reason if no cause is found before ``by``.
+    """Search for the root cause of a failure. ``verdict`` is the reason if no cause is found before the time ``by``.
 
-    A worker that has not reported the failure is a suspect. It may just be slow to exit, so it has until ``latest``.
+    A worker that has not reported the failure is a suspect. It may only be slow to exit, so the search waits for it
+    until the time ``latest``.
     """
 
     by: float
@@ -60,15 +61,15 @@ class RootCauseSearch:
             self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
-        """Return whether a new world makes the search obsolete, because all workers that reported are in it and no root
-        cause is known.
+        """Return whether the search is obsolete, because a new world contains all workers that reported the failure,
+        and no root cause is known.
 
-        In this case the script has recovered by its own retry loop, which calls init() again.
+        In this case the script has recovered through its own retry loop, which calls init() again.
         """
         return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
-        """Return at the deadline ``by`` whether to give a suspect more time."""
+        """Decide at the time ``by`` whether a suspect gets more time. Return True if the search continues."""
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False
         self.by = self.latest
@@ -83,13 +84,13 @@ class RootCauseSearch:
 
 @dataclass
 class Mismatches:
-    """The differing calls of ranks that broke the last world."""
+    """The different calls in which the ranks of the last world broke it."""
 
     _generation: int = 0
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and line
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
-        """Record the calls in which the world broke. Return whether the previous world broke in the same calls.
+        """Record the calls that broke the world. Return whether the previous world was broken by the same calls.
 
         A rank that did not receive the calls of the other ranks has reported only its own call.
         """
@@ -108,7 +109,9 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass
 class Exceptions:
-    """Exceptions of members' user code. Commit 0 of a world denotes the state that it started with."""
+    """Exceptions that members' user code has raised. Commit 0 of a world denotes the state from which the world
+    started.
+    """
 
     _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
     _began_with: dict[int, Commit] = field(default_factory=dict)
@@ -120,9 +123,7 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """Record a new checkpoint. After a restart from this checkpoint, earlier exceptions do not count as
-        repeated.
-        """
+        """Record a new checkpoint. Exceptions raised before it do not count as repeated after a restart from it."""
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:
@@ -133,7 +134,7 @@ class Exceptions:
     def repeats(self, event: WorkerRaised) -> Worker | None:
         """Return the worker that raised the same exception before, at the same commit or in the same incident.
 
-        If no worker raised this exception before, record it.
+        If there is none, record the exception and return None.
         """
         places = [self._first_name(event.commit or Commit(event.generation, 0))]
         if event.beginning:

@@ -1,4 +1,4 @@
-"""Records of workers that are missing because of failed scripts, and of workers with a different state.
+"""Records which workers are missing because their script failed, and which have a different state.
 
 Pure: no I/O, no clock.
 
@@ -66,7 +66,12 @@ class ScriptFailures:
             self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
-        """Return the reason why fewer workers returned than started. Return an empty text if no script is to blame."""
+        """Return the script failures because of which fewer workers returned than started. Empty if no script is to
+        blame.
+
+        Args:
+            returned: number of workers that returned.
+        """
         return [*self._of.values()] if returned < self.began else []
 
     def repeats(self, worker: Worker, layout: str, *, member_of: int | None) -> Worker | None:

@@ -1,9 +1,9 @@
-"""Commits that may contain wrong gradients, and the older one to return to. Pure: no I/O, no clock.
+"""Decides which commits may contain wrong gradients, and to which older commit a job returns. Pure: no I/O, no clock.
 
-A worker that is found to compute wrongly may have done so since its first step, and every commit since may contain its
-gradients, except where all gradients are compared before they are used. Workers keep copies of older commits
-(see `elastic.exact.kept_commits`): the next world begins with the newest one from before the worker's first step, else
-with the oldest one. Commits of later worlds are made by the remaining workers, and are not doubted.
+A worker that is found to compute wrongly may have done so since its first step. Every commit since then may contain its
+gradients, except where all gradients are compared before they are used. Workers keep copies of older commits (see
+`elastic.exact.kept_commits`). The next world begins from the newest copy that precedes the worker's first step, or else
+from the oldest copy. Commits of later worlds are made by the remaining workers, and are not doubted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elastic.protocol.messages import Commit, KeptCommit, Worker
 
 @dataclass(frozen=True)
 class Beginning:
-    """The commits with which the next world may begin.
+    """The commits from which the next world may begin.
 
     Attributes:
-        commits: the one that each worker brings, None if it has no copy.
-        older: not None iff it is older than the newest one.
-        whole: whether no commit from before the first doubtful step is missing.
+        commits: for each worker, the commit that it contributes, or None if it has no copy.
+        older: the commit, if it is older than the newest one; otherwise None.
+        whole: whether there is a commit from before the first doubtful step. If False, wrong gradients may remain.
     """
 
     commits: dict[Worker, Commit | None]
@@ -32,14 +32,14 @@ class Beginning:
 
 @dataclass
 class SpoiltCommits:
-    """The doubtful commits of a job: those after ``after``, up to generation ``until``."""
+    """The doubtful commits of a job: those after the commit ``after``, up to generation ``until``."""
 
     after: Commit | None = None
     until: int = 0
     culprit: str = ""  # the last worker that was found
 
     def found(self, record: WorkerRecord, generation: int) -> None:
-        """Doubt all commits since the first step of a worker, which was a member of ``generation``."""
+        """Mark all commits since a worker's first step as doubtful. The worker was a member of ``generation``."""
         since = Commit(record.first_generation, 0)
         known = self.after is not None and self.until == generation
         self.after = min(self.after, since) if known and self.after is not None else since
@@ -49,7 +49,7 @@ class SpoiltCommits:
         return self.after is not None and self.after < commit and commit.generation <= self.until
 
     def begin(self, ready: Iterable[WorkerRecord]) -> Beginning:
-        """Return the commits of ready workers with which the next world may begin."""
+        """Return the commits of the ready workers from which the next world may begin."""
         here = list(ready)
         newest = max((s.commit for s in here if s.commit is not None), default=None)
         own = {s.worker: s.commit for s in here}

@@ -1,7 +1,7 @@
-"""Decisions about the end of a job that is requested to stop. Deterministic.
+"""Decisions about a job that is requested to stop. Deterministic.
 
 The job ends immediately or, if the request leaves time and the job makes checkpoints, once a last checkpoint is
-durable. Until then the world changes only when workers are lost, and a second request ends the job.
+durable. Until then the world changes only when workers are lost. A second request ends the job immediately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stop(Part):
         self._newest: Commit | None = None  # newest durable commit
 
     def heard(self, event: Event) -> None:
-        """Note an event that other parts handle."""
+        """Take note of an event that another part handles."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:
                 if self.worlds.members and worker == self.worlds.members[0]:
@@ -65,7 +65,7 @@ class Stop(Part):
             self.worlds.call_off(because(ReasonKind.TOLD, text=event.reason))
 
     def watch(self) -> None:
-        """Act on the request after every event."""
+        """Continue the handling of a stop request. Called after every event."""
         if self._request is None:
             return
         if self.actions.expired(self._by):
@@ -81,9 +81,10 @@ class Stop(Part):
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
-        """Return whether a checkpoint was written because of this stop.
+        """Return whether the checkpoint of a commit was written because of this stop.
 
-        The writing of a checkpoint of an earlier world, or one older than the last report of rank 0, had already begun.
+        It was not if its writing had begun before: it then belongs to an earlier world, or is older than the last
+        report of rank 0.
         """
         at = (commit.generation, commit.number)
         least = (0, 0) if self._least is None else (self._least.generation, self._least.number)

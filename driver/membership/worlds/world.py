@@ -26,8 +26,8 @@ DIGESTS = 64  # number of commits with stored digests
 
 @dataclass
 class World:
-    """One world. ``members`` are in rank order, and include dead members. Generation 0 means that no world was
-    published.
+    """One published world. ``members`` are in rank order, and include dead members. Generation 0 means that no world
+    has been published yet.
     """
 
     generation: int = 0
@@ -78,8 +78,8 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Compare a digest with the first digest of the same commit. If they differ, return the wrong and the right
-        worker. Otherwise return None.
+        """Compare the digest of a commit with the first reported digest of the same commit. Return the wrong worker and
+        the right worker if the digests differ, otherwise None.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:

@@ -43,11 +43,13 @@ class Phase(enum.Enum):
 
 
 class JobFinished(Exception):
-    """Raised once the outcome is decided. It unwinds to `handle`, so that no action can follow EndJob."""
+    """Raised once the outcome of the job is decided. The exception unwinds to `handle`, so that no action can follow
+    EndJob.
+    """
 
 
 class Worlds:
-    """The sequence of worlds of one job. Its methods add actions to the list."""
+    """The sequence of worlds of one job. Methods add their actions to the list of the current event."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -79,7 +81,7 @@ class Worlds:
 
     @property
     def roster(self) -> Roster:
-        """All live processes."""
+        """Return the records of all live worker processes."""
         return self.staff.roster
 
     @property
@@ -88,12 +90,12 @@ class Worlds:
 
     @property
     def members(self) -> list[Worker]:
-        """Members of the last world in rank order, including dead ones."""
+        """Return the members of the last world in rank order, including dead ones."""
         return self.world.members
 
     @property
     def over(self) -> bool:
-        """Return whether the outcome is decided."""
+        """Return whether the outcome of the job is decided."""
         return self.phase is Phase.DONE
 
     def place_of(self, worker: Worker) -> Place | None:
@@ -370,10 +372,10 @@ class Worlds:
             self.end(0, because(ReasonKind.ALL_RETURNED, **facts))
 
     def finish(self, because: str) -> None:
-        """Release the returned workers, so that they do not wait for other workers.
+        """Release the workers that have returned, so that they do not wait for other workers.
 
         Args:
-            because: the reason for the log, if they did not all return.
+            because: reason for the log if not all workers returned.
         """
         returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
@@ -383,7 +385,7 @@ class Worlds:
         self.actions.add(events.FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
-        """Handle the return of a member, and set a deadline for the other members."""
+        """Handle the return of a member from elastic.run, and set a deadline for the other members."""
         returned = because(ReasonKind.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
@@ -446,7 +448,7 @@ class Worlds:
             self.end(1, reason)
 
     def end(self, code: int, reason: Reason) -> NoReturn:
-        """Decide the outcome. On success, all workers that have not finished are released."""
+        """Decide the outcome of the job. On success, all workers that have not finished are released."""
         self.phase = Phase.DONE
         if code == 0:
             self.staff.release_all(because(ReasonKind.JOB_ENDED))
@@ -457,7 +459,7 @@ class Worlds:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def awaited(self, record: WorkerRecord) -> bool:
-        """Return whether the next world waits for a worker."""
+        """Return whether the formation of the next world waits for a worker."""
         if self.phase is not Phase.GATHERING or not self.members:
             return False
         at_work = record.stage is not WorkerStage.READY

@@ -40,10 +40,10 @@ class LivePage:
     async def serve(
         self, server: PageServer | None, line: Callable[[str], None] | None = None
     ) -> None:
-        """Start to serve the page.
+        """Start to update the page, and to serve it.
 
         Args:
-            server: None to update the model without serving it.
+            server: server of the page, or None to update the model without serving it.
             line: called at regular intervals with the state as one line, and at the end with the empty string.
         """
         self._loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class LivePage:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def whole(self) -> Patch:
-        """Return the whole state of the page."""
+        """Return the patch that contains the whole state of the page."""
         return self.model.full(time.time())
 
     def members(self) -> list[Worker]:
@@ -80,7 +80,7 @@ class LivePage:
         return None
 
     def stack_of(self, worker: Worker) -> str:
-        """Return the stacks that a worker wrote last."""
+        """Return the stacks that a worker wrote most recently."""
         row = self.model.state.tables["stacks"].get(slot_of(worker))
         return row["text"] if row is not None else ""
 
@@ -105,10 +105,13 @@ class LivePage:
         self._in_loop(level, "", text.splitlines() or [""])
 
     def printed(self, worker: Worker, label: str, stream: Stream, pieces: Sequence[bytes]) -> None:
-        """Add lines of a worker's output.
+        """Add lines of a worker's output to the page.
 
         Args:
-            who: the name of the worker, which is shown before them.
+            worker: the worker.
+            label: name of the worker that precedes the lines.
+            stream: stdout or stderr.
+            pieces: the output, split anywhere.
         """
         if stream == "usage":
             for piece in pieces:
@@ -146,7 +149,7 @@ class LivePage:
         self.changed()
 
     def changed(self) -> None:
-        """Send the changes to the viewers."""
+        """Schedule the transmission of the changes to the viewers."""
         if self._server is not None:
             self._server.changed()
 

@@ -56,7 +56,7 @@ REPORTED_S = 60.0  # a rank that has not reported for this long is replaced by t
 
 
 class PageModel(ViewReader):
-    """Page model of one job, for one driver. The times of ``spent`` and its view are seconds since 1970."""
+    """Model of one job's live page, for one driver. All its times are seconds since 1970."""
 
     def __init__(
         self,
@@ -169,7 +169,14 @@ class PageModel(ViewReader):
         self._grid.change(worker, usage=usage)
 
     def line(self, level: str, source: str, text: str, now: float) -> None:
-        """Add a log line of the driver, or of the worker ``who``."""
+        """Add a log line to the page.
+
+        Args:
+            level: level of the line.
+            source: the worker that printed the line. Empty for a line of the driver.
+            text: the line.
+            now: current time, in seconds.
+        """
         self._at(now)
         if not self.has_room(now):
             self.leave_out(1)
@@ -189,14 +196,17 @@ class PageModel(ViewReader):
         return True
 
     def leave_out(self, count: int) -> None:
-        """Count lines that exceed the limit."""
+        """Record the number of log lines that were omitted because they exceed the limit."""
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
-        """Expect the stacks of a worker after a request.
+        """Expect the stacks of a worker in its stderr, after a request.
 
         Args:
-            asked: the request came from an operator.
+            worker: the worker.
+            why: reason for the request.
+            now: current time, in seconds.
+            asked: whether the request came from an operator.
         """
         table = self.state.tables["stacks"]
         while len(table) >= STACKS:
@@ -210,11 +220,11 @@ class PageModel(ViewReader):
         return worker in self._expects_stack
 
     def was_asked(self, worker: Worker) -> bool:
-        """Return whether an operator requested the worker's last stacks."""
+        """Return whether a worker's last stacks were requested by an operator."""
         return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
-        """Add a line of a worker's stderr to its stacks, if these are expected."""
+        """Add a line of a worker's stderr to its stacks, if stacks are expected."""
         until = self._expects_stack.get(worker)
         if until is None:
             return
@@ -230,20 +240,22 @@ class PageModel(ViewReader):
 
     @property
     def changed(self) -> bool:
-        """Return whether there is a patch."""
+        """Return whether anything has changed since the last patch."""
         return self.state.changed
 
     def go_on(self, now: float) -> None:
-        """Update time-dependent values without an event."""
+        """Update the values that depend only on the time."""
         self._look_at_all(now)
 
     def patch(self, now: float) -> Patch:
-        """Return the changes since the last patch."""
+        """Return the changes of the page since the last patch."""
         self._look_at_all(now)
         return self.state.patch(now)
 
     def full(self, now: float) -> Patch:
-        """Return the whole state. Call `patch` before, since pending changes are part of the state."""
+        """Return the whole state of the page as a patch. Call `patch` before, because pending changes are part of the
+        state.
+        """
         self._look_at_all(now)
         return self.state.full(now)
 
@@ -370,7 +382,9 @@ class PageModel(ViewReader):
             self._job(began=now)
 
     def _look_at_all(self, now: float) -> None:
-        """Update the values that depend on all workers. Called at intervals, since times change even without events."""
+        """Update the values that depend on all workers. Called at intervals, because they change with time even without
+        events.
+        """
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
         if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:

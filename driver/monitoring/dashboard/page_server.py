@@ -41,11 +41,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PageServer:
-    """Page server of one job. All methods must be called in the event loop's thread.
+    """Server of one job's live page. All methods must be called in the event loop's thread.
 
     Args:
         model: the state to serve.
-        listening: socket from `bound`; closed with the server.
+        listening: socket from `bound`, which is closed together with the server.
         guard: decides which requests are answered.
         clock: returns seconds since 1970.
     """
@@ -72,18 +72,18 @@ class PageServer:
         self._flushed_at = 0.0
 
     async def open(self) -> None:
-        """Start to serve."""
+        """Begin to accept connections."""
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(lambda: PageVisit(self), sock=self._listening)
         self._wake(IDLE_S)
 
     def changed(self) -> None:
-        """Schedule a patch after a possible change of the model."""
+        """Schedule a patch, because the model may have changed."""
         if self._loop is not None and self._viewers and self.model.changed:
             self._wake(max(0.0, self._flushed_at + FLUSH_S - self._loop.time()))
 
     def close(self) -> None:
-        """Send the remaining changes to viewers, and close."""
+        """Send the remaining changes to the viewers, and close all connections."""
         if self._alarm is not None:
             self._alarm.cancel()
         if self._server is None:
@@ -152,7 +152,7 @@ class PageServer:
 
 
 class PageVisit(asyncio.Protocol):
-    """One connection, from accept to close."""
+    """One HTTP connection of a viewer, from accept to close."""
 
     def __init__(self, server: PageServer) -> None:
         self._server = server
@@ -182,19 +182,19 @@ class PageVisit(asyncio.Protocol):
     def answer(
         self, status: str, kind: str, body: bytes, policy: str = "default-src 'none'"
     ) -> None:
-        """Send a complete response, and close."""
+        """Send a complete HTTP response, and close the connection."""
         self._transport.write(_head(status, kind, policy, f"Content-Length: {len(body)}") + body)
         self.end()
 
     def begin_events(self) -> None:
-        """Begin a stream of events, without a deadline."""
+        """Begin a response that streams events, without a deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._transport.set_write_buffer_limits(high=BACKLOG)
         self._transport.write(_head("200 OK", "text/event-stream", "default-src 'none'"))
 
     def send(self, data: bytes) -> None:
-        """Send data, or disconnect a viewer that is too far behind."""
+        """Send data to a viewer, or disconnect the viewer if too many bytes are pending for it."""
         if self._over or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > BACKLOG:
@@ -203,7 +203,7 @@ class PageVisit(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Close after all data were sent."""
+        """Close the connection after all data were sent."""
         if self._deadline is None or self._deadline.cancelled():
             # A viewer, or any client at the end of a job, has VISIT_S to read the remaining data.
             loop = asyncio.get_running_loop()
@@ -212,7 +212,7 @@ class PageVisit(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close without sending pending data."""
+        """Close the connection without sending pending data."""
         with contextlib.suppress(OSError):
             self._transport.abort()
         self.connection_lost(None)
@@ -227,7 +227,9 @@ class PageVisit(asyncio.Protocol):
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """Return a listening socket. Connections wait until `PageServer.open`. Raises Invalid."""
+    """Return a socket that listens at the address. Connections wait until `PageServer.open` is called. Raises
+    Invalid.
+    """
     try:
         family, kind, number, _, where = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -251,7 +253,9 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def _page() -> tuple[bytes, str]:
-    """Return the page and its content security policy: run this script, connect to this server."""
+    """Return the page and its content security policy, which allows only the page's own script and connections to this
+    server.
+    """
     body = PAGE.read_bytes()
     for mark, kind in ((b"// charts.js\n", ".js"), (b"/* charts.css */\n", ".css")):
         body = body.replace(mark, CHARTS.with_suffix(kind).read_bytes())

@@ -70,7 +70,7 @@ TAILS = {
 
 @dataclass
 class Pending:
-    """Changes since the last patch."""
+    """The changes of a page since the last patch."""
 
     values: set[str] = field(default_factory=set)
     rows: dict[str, set[str]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Pending:
 
 
 class PageState:
-    """All sections of one page, and their changes since the last patch."""
+    """All sections of one live page, and their changes since the last patch."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -97,11 +97,11 @@ class PageState:
 
     @property
     def changed(self) -> bool:
-        """Return whether there is a patch."""
+        """Return whether anything has changed since the last patch."""
         return bool(self._pending)
 
     def set(self, name: str, value: Any) -> None:
-        """Replace a value."""
+        """Replace the value of a section."""
         self.values[name] = value
         self._pending.values.add(name)
 
@@ -129,7 +129,7 @@ class PageState:
         return last, list(self.series[name])[-wanted:] if wanted else []
 
     def patch(self, now: float) -> Patch:
-        """Return the changes since the last patch."""
+        """Return the changes of the page since the last patch."""
         pending, self._pending = self._pending, Pending()
         return {
             "now": now,
@@ -142,7 +142,9 @@ class PageState:
         }
 
     def full(self, now: float) -> Patch:
-        """Return the whole state. Call `patch` before, since pending changes are part of the state."""
+        """Return the whole state of the page as a patch. Call `patch` before, because pending changes are part of the
+        state.
+        """
         return {
             "now": now,
             "set": self.values,
@@ -152,10 +154,11 @@ class PageState:
 
 
 def applied(state: Patch | None, patch: Patch) -> Patch:
-    """Return the state after a patch.
+    """Return the state after a patch. The arguments are not modified.
 
     Args:
-        state: None for the empty state. The arguments are not modified.
+        state: the state before the patch. None means the empty state.
+        patch: the changes.
     """
     before = state or {"set": {}, "rows": {}, "add": {}}
     rows = {table: dict(keys) for table, keys in before["rows"].items()}

@@ -50,7 +50,7 @@ MUCH = 0.05  # difference of shares of time: a worker that waits this much less 
 
 @dataclass
 class Cell:
-    """One slot and its latest worker."""
+    """One slot in the grid, with its latest worker."""
 
     key: str  # note in its row
     worker: Worker
@@ -68,10 +68,10 @@ class Cell:
     stalled: str | None = None  # script line of the worker for which others wait; empty if unknown
 
     def row(self, rank: int | None) -> dict[str, Any]:
-        """Return the row of the table.
+        """Return the row of the slot for the table ``workers``.
 
         Args:
-            rank: rank in the newest world.
+            rank: rank of the worker in the newest world, or None.
         """
         how = None if self.exited else self.process.frozen
         frozen = "" if how is None else how or "it is not able to run"
@@ -117,10 +117,11 @@ class WorkerGrid:
     # ---- workers
 
     def show(self, now: float, *, published: bool = False) -> None:
-        """Show the processes that the view has changed.
+        """Update the rows of all workers that the view has changed.
 
         Args:
-            published: by a new world.
+            now: current time, in seconds.
+            published: whether a new world caused the changes.
         """
         for process in self._view.touched:
             worker, (state, note) = process.worker, _state(process, prepares=self._view.prepares)
@@ -147,8 +148,9 @@ class WorkerGrid:
         cell.state, cell.note = state, note
 
     def change(self, worker: Worker, **fields: Any) -> None:
-        """Set fields of a worker's cell. If only the share changes, the row is not updated, since the share changes
-        often."""
+        """Set fields of a worker's cell. A change of the share of waiting time alone does not update the row, because
+        it changes often.
+        """
         cell = self._of(worker)
         if cell is None:
             return
@@ -163,7 +165,7 @@ class WorkerGrid:
         self._exited(event.worker, why, now, succeeded=event.code == 0)
 
     def lost(self, now: float, why: str) -> None:
-        """Show the processes that exited while their host was unreachable."""
+        """Update the rows of workers that exited while their host was unreachable."""
         for worker in self._view.exited:
             self._exited(worker, why, now)
 
@@ -180,7 +182,7 @@ class WorkerGrid:
         self._show(cell)
 
     def published(self, now: float) -> None:
-        """Show a new world."""
+        """Update the rows for a new world."""
         self.show(now, published=True)
         for worker in self._view.before.keys() - self._view.ranks.keys():
             cell = self._of(worker)
@@ -191,7 +193,7 @@ class WorkerGrid:
     # ---- hosts
 
     def listed(self, hosts: Mapping[str, int]) -> None:
-        """Apply a new list from discovery."""
+        """Apply a new list of hosts from discovery."""
         for order, (host, slots) in enumerate(hosts.items()):
             self.host(host, slots=slots, order=order)
         for host in self.state.tables["hosts"].keys() - hosts.keys():
@@ -227,10 +229,10 @@ class WorkerGrid:
     # ---- workers that are waited for
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
-        """Return the workers that hold up others. See `page_state`.
+        """Return the workers that hold up others, in the format of `page_state`.
 
         Args:
-            awaited: the current stall, if any.
+            awaited: the current stall, or None.
         """
         members = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
         now = []
@@ -254,9 +256,9 @@ class WorkerGrid:
             )
 
     def slowest(self) -> dict[str, Any] | None:
-        """Return the member with the longest time of its own per step. See `page_state`.
+        """Return the member whose own part of a step takes longest, in the format of `page_state`.
 
-        Returns None if fewer than two members have reported.
+        Return None if fewer than two members have reported.
         """
         cells = [cell for cell in self._cells.values() if cell.worker in self._view.ranks]
         ranks = self._view.ranks
@@ -271,7 +273,9 @@ class WorkerGrid:
         return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
-        """Show the workers that hold up the others, their script lines, and the workers that wait for them."""
+        """Update the rows for a stall: the workers that hold up the others, their script lines, and the workers that
+        wait.
+        """
         if stall is None and not self._shows_stall:
             return
         self._shows_stall = stall is not None
@@ -330,5 +334,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def slot_of(worker: Worker) -> str:
-    """Return ``h:2``, the key of a worker's row."""
+    """Return the key of a worker's row, such as ``h:2``."""
     return f"{worker.host}:{worker.slot}"

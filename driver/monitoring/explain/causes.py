@@ -1,4 +1,4 @@
-"""Causes of lost workers as values: why and when a worker was lost. Pure: no I/O, no clock.
+"""The causes of lost workers as values: why and when a worker was lost. Pure: no I/O, no clock.
 
 Most causes follow from the driver's own data: an event, or the reason for a fence. The output of scripts and libraries
 has to be parsed: exceptions are identified by their class name and by the kernel's error number.
@@ -77,10 +77,10 @@ class Death:
 
     Args:
         at: time of the first sign, in seconds on the journal's clock.
-        rank: rank in its last world, or None if it was in none.
-        size: size of the world that lost it, or 0 if it was not a member.
+        rank: rank of the worker in its last world, or None if it was in none.
+        size: size of the world that lost the worker, or 0 if it was not a member.
         what: the last line of an exception, the reason for a fence or a failed start, or the kernel's message.
-        trace: traceback of an exception, or the end of its output.
+        trace: traceback of an exception, or the end of the worker's output.
     """
 
     worker: Worker
@@ -96,12 +96,14 @@ class Death:
 
     @property
     def signal_name(self) -> str:
-        """Name of the signal, such as ``SIGKILL``, or an empty text if no signal ended the process."""
+        """Return the name of the signal that ended the process, such as ``SIGKILL``. Empty if no signal did."""
         return signal_name(self.code)
 
 
 def signal_name(code: int | None) -> str:
-    """Return for example ``SIGKILL`` for -9, or the empty string if ``code`` does not denote a signal."""
+    """Return the name of the signal in an exit code, such as ``SIGKILL`` for -9. Return an empty string if it denotes
+    no signal.
+    """
     if code is None or code >= 0:
         return ""
     try:
@@ -137,10 +139,11 @@ _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
 def kind_of(summary: str, trace: str) -> Cause:
-    """Return the cause for an exception.
+    """Return the cause of a loss that an exception explains.
 
     Args:
-        summary: its last line, such as ``ValueError: wrong``, with or without the module.
+        summary: last line of the exception, such as ``ValueError: wrong``, with or without the module.
+        trace: traceback of the exception.
     """
     named = _LAST_LINE.match(summary)
     name = named["name"].rpartition(".")[2] if named else ""
@@ -204,7 +207,14 @@ def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
 
 
 def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool) -> Death | None:
-    """Return the loss of a worker that exited without an earlier report. Return None if the worker succeeded."""
+    """Return the loss of a worker that exited without an earlier report, or None if the worker succeeded.
+
+    Args:
+        event: the exit.
+        at: time of the exit, in seconds.
+        rank: rank of the worker in its last world, or None.
+        connected: whether the worker had connected to the driver.
+    """
     worker, code, output = event.worker, event.code, event.output.rstrip()
     if not code:
         return None

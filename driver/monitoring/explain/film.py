@@ -50,7 +50,9 @@ BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5
 
 @dataclass(frozen=True)
 class FilmCut:
-    """The interval shown, in seconds on the journal's clock, and the length of the animation in seconds."""
+    """The interval of a job that an animation shows, in seconds on the journal's clock, and the animation's length in
+    seconds.
+    """
 
     begins: float
     ends: float
@@ -67,10 +69,13 @@ class FilmCut:
 
 
 def film(story: JobHistory, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
-    """Return the text of the SVG file.
+    """Return the animation of a job as the text of an SVG file.
 
     Args:
-        film_s: seconds until the animation repeats.
+        story: history of the job.
+        rows: activity of its slots.
+        film_s: length of the animation, in seconds, after which it repeats.
+        title: title of the animation.
     """
     began = story.began or 0.0
     begins = began if story.trained_at is None else story.trained_at

@@ -1,6 +1,6 @@
-"""Findings about a job as values: its outcome and cause, its course, the cost, and advice. Pure: no I/O, no clock.
+"""The findings about a job as values: its outcome and cause, its course, the cost, and advice. Pure: no I/O, no clock.
 
-`sentences` has their text.
+`sentences` expresses the findings in words.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FindingKind(enum.Enum):
 
 
 class Advice(enum.Enum):
-    """Kinds of advice."""
+    """Kinds of advice to the user after a job."""
 
     MORE_MEMORY = "more memory"
     LESS_GPU_MEMORY = "less gpu memory"
@@ -165,11 +165,11 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class JobFinding:
-    """One finding.
+    """One finding about a job.
 
     Args:
-        facts: values of the sentence. Times are seconds since the beginning of the job, and workers have the form
-            ``h:2#1``.
+        facts: values of the finding's sentence. Times are seconds since the beginning of the job, and workers have the
+            form ``h:2#1``.
     """
 
     what: FindingKind
@@ -178,10 +178,10 @@ class JobFinding:
 
 @dataclass(frozen=True)
 class JournalState:
-    """State of the journal file.
+    """State of a journal file.
 
     Args:
-        runs: a driver is writing it, or None if unknown.
+        runs: whether a driver is writing the file, or None if unknown.
     """
 
     settings: Settings | None = None
@@ -206,7 +206,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
 
 
 def root_cause(story: JobHistory) -> Death | None:
-    """Return the first loss of the incident that ended the job or is in progress. Return None without such an
+    """Return the first loss of the incident that ended the job or is in progress, or None if there is no such
     incident.
     """
     if story.after is not None:
@@ -289,7 +289,9 @@ def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterat
 
 
 def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
-    """Return the time since etcd was lost, if the job did not end: later events are consequences, not causes."""
+    """Return the seconds since etcd was lost, if the job did not end. Later events are then consequences of this
+    loss.
+    """
     if story.store_away is None or story.view.end is not None or at < story.store_away.at:
         return {}
     return {"after_store_s": at - story.store_away.at}
@@ -334,15 +336,17 @@ def _trace(story: JobHistory, cause: Death) -> str:
 
 
 def one_line(reason: Reason) -> str:
-    """Return the first line of a reason's sentence, without the worker's output."""
+    """Return the first line of a reason's sentence, without quoted output of a worker."""
     if reason.facts.get("wrote"):
         reason = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
     return str(reason).strip().partition("\n")[0].rstrip(":; ")
 
 
 def named(death: Death) -> str:
-    """Return the name of a worker, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` outside of worlds. A rank
-    alone is ambiguous, because another worker may have the same rank in the next world.
+    """Return the name of a worker for a sentence, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it was in no
+    world.
+
+    A rank alone is ambiguous, because another worker may have the same rank in the next world.
     """
     if death.rank is None:
         return f"worker {death.worker}"
@@ -351,7 +355,7 @@ def named(death: Death) -> str:
 
 
 def death_facts(death: Death, story: JobHistory) -> dict[str, Any]:
-    """Return the facts of a loss for its sentence."""
+    """Return the facts of a loss that its sentence needs."""
     return {
         "cause": death.cause.value,
         "who": named(death),
@@ -564,7 +568,7 @@ def _cost(story: JobHistory) -> Iterator[JobFinding]:
 
 
 def time_facts(story: JobHistory) -> dict[str, Any]:
-    """Return the numbers of the summary in seconds: the job's time by stretch, and the workers' time by part."""
+    """Return the numbers of the time summary, in seconds: the job's time by stretch, and the workers' time by part."""
     total = story.spent.total()
     parts = dict(zip(PARTS, msgspec.structs.astuple(total), strict=True))
     worked = sum(parts.values())

@@ -1,4 +1,4 @@
-"""The course of a job, from the events and decisions in its journal: losses, their causes, and recoveries.
+"""The history of a job, derived from the events and decisions in its journal: losses, their causes, and recoveries.
 
 Pure: no I/O, no clock.
 
@@ -44,13 +44,13 @@ TRACE = 20_000  # characters of a traceback
 
 @dataclass
 class Incident:
-    """One incident.
+    """One incident: a failure of a job and the recovery from it.
 
-    Times are on the journal's clock.
+    Times are seconds on the journal's clock.
 
     Args:
-        size: size of the world before.
-        size_after: size of the next world.
+        size: size of the world before the incident.
+        size_after: size of the world after the incident.
     """
 
     at: float
@@ -69,22 +69,22 @@ class Incident:
 
     @property
     def spoilt(self) -> bool:
-        """True if damaged memory of one worker corrupted the commits of all workers."""
+        """Return whether damaged memory of one worker corrupted the commits of all workers."""
         return self.broke is not None and self.broke.kind is ReasonKind.SPOILT
 
     @property
     def first(self) -> Death | None:
-        """First worker that was not lost because of another worker."""
+        """Return the first loss that was not a consequence of another worker's loss."""
         own = [death for death in self.deaths if death.cause not in FOLLOWS]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
 
 
 @dataclass
 class StoreOutage:
-    """An outage of etcd since ``at``.
+    """An outage of etcd that began at the time ``at``.
 
     Args:
-        back_at: its end, or None if not known to have ended.
+        back_at: end of the outage, or None if it is not known to have ended.
     """
 
     at: float
@@ -94,17 +94,17 @@ class StoreOutage:
 
 @dataclass
 class Planned:
-    """Planned changes of the world, joins and leaves, which cost no step."""
+    """Number of planned changes of the world, joins and leaves. None of them costs a step."""
 
     count: int = 0
     longest_ms: float = 0.0
 
 
 class JobHistory(ViewReader):
-    """Course of one job. ``spent`` has the same numbers as the final summary of elasticrun.
+    """History of one job. ``spent`` contains the same numbers as the final summary of elasticrun.
 
-    Args:
-        begins: the checkpoint from which the job begins, if any.
+    Attributes:
+        begins: the checkpoint from which the job begins, or None.
     """
 
     def __init__(self, spent: TimeSpent, begins: StartCheckpoint | None = None) -> None:
@@ -157,7 +157,7 @@ class JobHistory(ViewReader):
         self.trained_at, self._running = now, True
 
     def trouble(self, reason: Reason, now: float) -> None:
-        """Record trouble outside the job, such as an outage of etcd."""
+        """Record a problem outside the job, such as an outage of etcd."""
         if reason.kind is ReasonKind.STORE_SILENT:
             self.store_away = StoreOutage(now, reason)
             if len(self.silences) < SILENCES:
@@ -169,7 +169,7 @@ class JobHistory(ViewReader):
             self.store_away = None
 
     def bug(self, error: str) -> None:
-        """Record an exception of the driver while it handled an event."""
+        """Record that the driver raised an exception while it handled an event."""
         self.torn_driver = error
 
     def go_on(self, now: float) -> None:
@@ -182,7 +182,7 @@ class JobHistory(ViewReader):
 
     @property
     def code(self) -> int | None:
-        """Exit code of the job. The value is None while the job runs."""
+        """Return the exit code of the job, or None while the job runs."""
         end = self.view.end
         if end is None:
             return None
@@ -191,11 +191,11 @@ class JobHistory(ViewReader):
 
     @property
     def last_incident(self) -> Incident | None:
-        """Incident that ended the job or is in progress. Otherwise the last incident."""
+        """Return the incident that ended the job or is in progress, or else the last incident."""
         return self._open or (self.incidents[-1] if self.incidents else None)
 
     def losses(self) -> list[Death]:
-        """Return all losses in order."""
+        """Return the losses of all incidents, in order."""
         return [death for incident in self.incidents for death in incident.deaths]
 
     def in_trouble(self) -> bool:

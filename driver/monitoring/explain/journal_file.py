@@ -1,4 +1,4 @@
-"""Reader of a job's journal, in any state of the job and of the file. Acts.
+"""Reads the journal of a job, whatever the state of the job and of the file. Acts.
 
 A file that is not a journal is rejected with an error. Everything else is read as far as possible, including an
 incomplete last line, invalid lines, an older format, and a file that is still being written.
@@ -39,10 +39,10 @@ NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a jou
 
 @dataclass
 class JournalReading:
-    """A journal and its readable part.
+    """A journal, as far as it could be read.
 
     Args:
-        offset: offset from its clock to seconds since 1970; None in old journals.
+        offset: seconds to add to the journal's times to obtain seconds since 1970. None in old journals.
     """
 
     header: entries.Header
@@ -69,7 +69,7 @@ def read_journal(path: Path) -> JournalReading:
 class JournalEntries:
     """Iterator over the entries of a journal with their actions. Actions are recomputed if an archive omits them.
 
-    Must be closed. ``reading`` has the data read so far. Raises Invalid, at the latest with the first entry.
+    Must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first entry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,7 +137,7 @@ class JournalEntries:
         self.reading.view.note(entry.event, entry.actions, entry.at)
 
     def _begin_from(self, snapshot: entries.Snapshot) -> None:
-        """Start from a snapshot: the journal is a copy that begins in the middle of a job."""
+        """Start from a snapshot, because the journal is a copy that begins in the middle of a job."""
         settings = self.reading.settings
         self._middle = True
         membership = None if settings is None else _restored(bytes(snapshot.snapshot), settings)

@@ -1,7 +1,7 @@
-"""Report on one job as an HTML page: findings, timeline and reported values. It loads no other files.
+"""Report on one job as an HTML page: findings, timeline and reported values. The page loads no other files.
 
 The page is one file without dependencies. Text from a job is escaped in HTML and in the JSON that the script reads. A
-policy in its head forbids other scripts and all loading, even if the name of a worker contains HTML.
+policy in the page's head forbids other scripts and all loading, even if the name of a worker contains HTML.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class PageJob:
-    """Contents of the page.
+    """Contents of a report page.
 
     Args:
-        offset: offset from the story's times to seconds since 1970, or None if unknown.
+        offset: seconds to add to the times of the history to obtain seconds since 1970, or None if unknown.
     """
 
     story: JobHistory
@@ -65,7 +65,7 @@ class PageJob:
 
 
 def page(job: PageJob) -> str:
-    """Return the text of the whole file."""
+    """Return the report page as the text of an HTML file."""
     script = _text("../charts.js") + _text("report.js")
     grouped = sections(job.findings)
     began = job.story.began or 0.0
@@ -85,7 +85,7 @@ def _text(name: str) -> str:
 
 
 def _embedded(value: Any) -> str:
-    """Return JSON that cannot end the element around it."""
+    """Encode a value as JSON that cannot end the HTML element around it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

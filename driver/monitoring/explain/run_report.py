@@ -22,8 +22,9 @@ BEGINNING = "<!doctype html>"  # of each page
 
 
 class RunReport(ViewReader):
-    """Report of one job, from this driver's observations. The times of ``spent`` and its view are seconds since
-    1970."""
+    """Report on one job, from the observations of this driver. The times of ``spent`` and its view are seconds since
+    1970.
+    """
 
     def __init__(
         self,
@@ -51,8 +52,11 @@ class RunReport(ViewReader):
         self._reported.report(report.rank, report.metrics, report.at)
 
     def write(self) -> bool:
-        """Write the page, and return whether there is anything to report: a refused start leaves an earlier report.
-        Raises Invalid."""
+        """Write the report page. Raises Invalid.
+
+        Returns:
+            False if there is nothing to report, because the start was refused. An earlier report is then kept.
+        """
         if self._story.began is None:
             return False
         state = JournalState(self._settings, runs=False, from_the_middle=self._from_the_middle)
@@ -63,11 +67,12 @@ class RunReport(ViewReader):
 
 
 def check_replaceable(file: Path, beginning: str) -> None:
-    """Raise Invalid if something exists at this path that a page or film must not replace: a device, or a file of
-    another kind, such as a script or a journal.
+    """Raise Invalid if the path is that of a device, or of a file of another kind, such as a script or a journal, which
+    a report or animation must not replace.
 
     Args:
-        beginning: the first characters of the new file.
+        file: path of the new file.
+        beginning: the first characters of the new file, by which an earlier file of the same kind is recognized.
     """
     if file.is_dir() or not file.exists():
         return
@@ -81,7 +86,7 @@ def check_replaceable(file: Path, beginning: str) -> None:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a file atomically; replace only an earlier file of the same kind. Raises Invalid."""
+    """Write a file atomically. Only an earlier file of the same kind is replaced. Raises Invalid."""
     check_replaceable(file, text[: len(BEGINNING)])
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:

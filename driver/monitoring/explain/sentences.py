@@ -1,4 +1,4 @@
-"""Sentences of findings, for display only. They may be reworded at any time. Pure: no I/O, no clock."""
+"""The sentences of findings, for display only. They may be reworded at any time. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, st
 
 
 def sentence(finding: JobFinding) -> str:
-    """Return one or more sentences without a bullet. A traceback has several lines."""
+    """Return the text of a finding: one or more sentences without a bullet. A traceback has several lines."""
     return _SENTENCES[finding.what](finding.facts)
 
 
 def duration(seconds: float) -> str:
-    """Return for example ``3.2 s``, ``4 min 12 s``, ``2 h 3 min``."""
+    """Format a duration, for example ``3.2 s``, ``4 min 12 s``, ``2 h 3 min``."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds < 60:
@@ -96,13 +96,14 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(ms: float) -> str:
-    """Return for example ``58 ms``, ``3.4 s``."""
+    """Format a duration in milliseconds, for example ``58 ms``, ``3.4 s``."""
     return f"{ms:.0f} ms" if ms < 1000 else duration(ms / 1000)
 
 
 def number(value: float) -> str:
-    """Return a number with four significant digits, or all digits of an integer. Only extreme values have an
-    exponent."""
+    """Format a number with four significant digits, or all digits of an integer. Only extreme values have an
+    exponent.
+    """
     size = abs(float(f"{value:.4g}"))
     if size and not 1e-4 <= size < 1e7:
         return f"{value:.4g}"
@@ -112,7 +113,7 @@ def number(value: float) -> str:
 
 
 def shown(text: str, limit: int = LINE) -> str:
-    """Return a text from outside the driver as one line of limited length."""
+    """Return a text from outside the driver as one line with at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[:limit]}..."
 
@@ -535,7 +536,7 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """Return explanations of the parts of the workers' time that are not zero and not self-explanatory."""
+    """Return explanations of those parts of the workers' time that are not zero and not self-explanatory."""
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 

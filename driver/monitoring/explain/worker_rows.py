@@ -1,4 +1,4 @@
-"""The activity of each slot of a job over time: rows of spans for a timeline, sizes of its worlds, recoveries.
+"""What each slot of a job did over time: rows of spans for a timeline, sizes of the job's worlds, recoveries.
 
 Pure: no I/O, no clock.
 
@@ -53,7 +53,7 @@ class _Now:
 
 
 class WorkerRows(ViewReader):
-    """Activity of the slots of one job."""
+    """Records what each slot of one job did over time."""
 
     def __init__(self, view: JobView) -> None:
         self.rows: dict[str, list[Span]] = {}  # by host:slot
@@ -67,9 +67,9 @@ class WorkerRows(ViewReader):
         view.follow(self)
 
     def table(self, until: float, stalls: Iterable[Stall] = ()) -> dict[str, list[Span]]:
-        """Return all rows, with unfinished spans up to ``until``.
+        """Return the spans of each slot. Spans that have not ended yet end at ``until``.
 
-        In a stall, its culprits are shown as stalled, and the other members as waiting.
+        During a stall, its culprits are shown as stalled, and the other members as waiting.
         """
         rows = {row: [*spans] for row, spans in self.rows.items()}
         for worker, now in self._now.items():
