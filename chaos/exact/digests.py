@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.driver.events import Event, WorkerDigested
 from elastic.protocol.messages import Worker
 
-SHOWN = 5  # names of tensors
+SHOWN = 5  # maximum number of tensor names that are shown
 
 
 @dataclass(frozen=True)

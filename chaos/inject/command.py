@@ -106,7 +106,7 @@ def main(options: argparse.Namespace) -> int:
     if plan.chance is not None:
         say(f"drawing faults with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
-    if not job.journal.stat().st_size:  # elasticrun has printed the reason
+    if not job.journal.stat().st_size:  # elasticrun has already printed the reason.
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
         return faulty_job.code or 1
     found = report_of(faulty_job)
@@ -200,7 +200,8 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
     env = checked.settings.env
-    if CHECKPOINT_RUN in env:  # elasticrun claims a run number itself
+    # elasticrun claims a run number of its own, so the variable of an outer job is not passed on.
+    if CHECKPOINT_RUN in env:
         catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
         raise Invalid(

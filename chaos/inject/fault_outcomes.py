@@ -12,7 +12,7 @@ from elastic.driver import events
 from elastic.driver.journal.entries import Entry
 from elastic.protocol.messages import Worker
 
-EARLY_S = 0.02  # the driver may have seen the fault before its time was recorded
+EARLY_S = 0.02  # The driver may have noticed the fault shortly before its time was recorded.
 AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not attributed to it
 
 
@@ -129,7 +129,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     )
     since = each.at - EARLY_S
     if happened.ended is not None:
-        until = min(until, happened.ended[0])  # later exits belong to the end of the job
+        until = min(until, happened.ended[0])  # Later exits belong to the end of the job.
     noticed = [
         (at, what)
         for at, what in happened.noticed.get(each.worker, [])
@@ -146,7 +146,8 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     if exit_at is not None and since <= exit_at <= until:
         _gone(outcome, each, exit_at, code, happened)
     elif each.kind == "leave" and any(each.at <= w[0] and each.worker not in w[2] for w in worlds):
-        _gone(outcome, each, worlds[-1][0], 0, happened)  # its process takes some time to end
+        # The world changes at once, but the process of the victim takes some time to end.
+        _gone(outcome, each, worlds[-1][0], 0, happened)
     elif each.kind == "cut":
         _cut(outcome, each, happened)
     elif until <= (each.until or each.at):

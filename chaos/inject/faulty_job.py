@@ -30,7 +30,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 LOOK_S = 0.02  # seconds between two checks of the journal
-HEED_S = 2.0  # seconds for the job to react to a Ctrl-C that it received too
+HEED_S = 2.0  # seconds for the job to react to a Ctrl-C that the terminal has sent to it too
 END_S = 60.0  # seconds for the job to end after a request, in addition to --leave-timeout
 
 Turn = Callable[[JobProgress, int, float], None]
@@ -90,7 +90,8 @@ def under_fire(
         rules = job.journal.with_suffix(f".{mark}.rules")
         flips = BitFlips(rules, Storage(job.settings.env[DIR]), random.Random(seed))
         environ |= flips.environ
-    job.journal.write_bytes(b"")  # the journal of an earlier job would contain other processes
+    # The journal of an earlier job would contain the process IDs of other processes.
+    job.journal.write_bytes(b"")
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
     except OSError as error:

@@ -24,7 +24,8 @@ from elastic.protocol.messages import Worker
 MARK = "ELASTIC_CHAOS"  # environment variable with a unique value for each job
 # How long a slowed worker runs between pauses: longer than the agent's sampling interval.
 RUN_S = 0.3
-# how long a worker with a flipped bit counts as a victim, since the flip may have no visible effect
+# How long a worker with a flipped bit counts as a victim. A limit is needed, because the flip may have no visible
+# effect.
 FLIPPED_S = 5.0
 REFRESH_S = 0.1  # interval at which a partition checks for new sockets of its victim
 
@@ -139,7 +140,8 @@ class Injector:
     def turn(self, now: float) -> None:
         """Perform the actions that are due."""
         for each in list(self._lasting):
-            alive = each.process.signal(0)  # it may have been fenced
+            # The process may have been killed by the driver meanwhile.
+            alive = each.process.signal(0)
             if alive and now < each.ends_at and now >= each.next_at:
                 alive = self._go_on(each, now)
             if now >= each.ends_at or not alive:

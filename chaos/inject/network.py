@@ -68,7 +68,7 @@ def sockets_of(pid: int) -> list[Socket]:
         raise OSError(f"process {pid} is in another network namespace")
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # The socket may have been closed meanwhile.
             target = os.readlink(f"/proc/{pid}/fd/{name}")
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
@@ -141,7 +141,7 @@ class PacketFilter:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # Ctrl-C must reach only this process, not nft.
         )
         try:
             self._tell([f"add table {self.table} {{ flags owner; }}", *self._rules()])

@@ -30,7 +30,7 @@ LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}
 FACTOR = 3.0
 MEAN_LEAST_S = 0.05  # minimum mean time between drawn faults, since the journal is checked only fifty times a second
 SECONDS_MAX = 1e6
-DRAWN_PER_LOOK = 20  # limits the time of one check
+DRAWN_PER_LOOK = 20  # limits the time of one check of the journal
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Fault:
     at_generation: int | None = None
     for_s: float = 0.0
     factor: float = 0.0
-    drawn: bool = False  # drawn at random, so it spares the last worker
+    drawn: bool = False  # The fault was drawn at random, so it spares the last worker.
 
     def __str__(self) -> str:
         return f"{self.when()}: {self.what()} {self.victim}"
@@ -85,7 +85,7 @@ class Injected:
     size: int  # size of the world at that time
     at: float
     what: str  # description: kind, factor, duration
-    until: float | None = None  # time when it was undone
+    until: float | None = None  # time at which the fault was undone
     note: str = ""
 
 
@@ -101,7 +101,7 @@ class Chance:
     kinds: tuple[str, ...] = ("kill", "freeze")
     seed: int | None = None
     duration_s: float | None = None
-    for_s: tuple[float, float] | None = None  # None selects the default in LASTING
+    for_s: tuple[float, float] | None = None  # None selects the default range in LASTING
     factor: float = FACTOR
     spare: tuple[str, ...] = ()  # host:slot, never a victim of drawn faults
 
@@ -230,6 +230,6 @@ def choose(
             return [w for w in members if f"{w.host}:{w.slot}" == rest]
         case "host":
             return [w for w in members if w.host == rest]
-        case _:  # all, or all but one
+        case _:  # The victim is "all", or "all but one".
             left = dice.choice(list(members)) if rest else None
             return [worker for worker in members if worker != left]

@@ -28,14 +28,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FOR_S = 5.0  # default of a planned fault
+FOR_S = 5.0  # duration of a planned fault that specifies none, in seconds
 FACTOR_MAX = 100.0
-WHOLE_MAX = 2**63 - 1  # the maximum that TOML guarantees
+WHOLE_MAX = 2**63 - 1  # the largest integer that TOML guarantees
 MOMENTS = ("at_s", "after_commits", "at_generation")
 VICTIMS = (
     '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
 )
-_NUMBER = "[0-9]{1,6}"  # not \d, which also matches digits of other scripts
+_NUMBER = "[0-9]{1,6}"  # \d would also match digits of other scripts.
 _VICTIM = re.compile(
     rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
 )
@@ -187,7 +187,7 @@ class _Where:
             self.fail(key, f"{key} is {value!r}: pass a number {which}")
         if value == math.inf:
             self.fail(key, f"{key} is {value!r}: pass a finite number")
-        if value > most:  # the number is not shown, since it may have any number of digits
+        if value > most:  # The number is not shown, because it may have any number of digits.
             self.fail(key, f"{key} is too large: pass at most {most:.0f}")
         return float(value)
 

@@ -107,7 +107,8 @@ class Digests:
     differing: int = 0
     single: int = 0
     examples: list[str] = field(default_factory=list)
-    of_commits: bool = False  # not only of state copies
+    # some compared digests are those of commits, and not only of state copies
+    of_commits: bool = False
 
 
 @dataclass
@@ -195,13 +196,13 @@ def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)
 class _Reading:
     def __init__(self, settings: Settings) -> None:
         self.began_at: float | None = None
-        self.ended = ""  # the reason
+        self.ended = ""  # reason for the end of the job
         self.trained = False
         self.recoveries: list[Recovery] = []
         self.steps = Steps()
         self.goodput = Goodput(workers=settings.np)
         self._digests: dict[Commit, dict[Worker, int]] = {}
-        self._sees_commits = False  # state copies are always compared, as commit 0
+        self._sees_commits = False  # State copies are always compared, and count as commit 0.
         self._history: list[Commit] = []  # current committed history
         self._held: dict[Worker, Commit] = {}  # newest commit that each worker is known to hold
         self._generation = 0

@@ -31,12 +31,13 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # not for Ctrl-C
+            start_new_session=True,  # Ctrl-C must not end the guard.
         )
 
     def close(self) -> None:
         """End the child process."""
-        self._process.kill()  # before the pipe is closed, which would make the guard act
+        # The guard is killed before the pipe is closed, because the end of the pipe would make the guard act.
+        self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

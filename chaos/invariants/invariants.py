@@ -97,7 +97,7 @@ from elastic.protocol.messages import Commit, Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
-EXPLAIN_S = 12.0  # the reason for a gathering that takes longer must have been logged
+EXPLAIN_S = 12.0  # seconds after which the reason for a slow gathering must have been logged
 AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
 # events after which current decisions are repeated
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
@@ -111,7 +111,7 @@ class Summary:
     recoveries: int
     commits_compared: int
     samples_counted: int
-    shards_restored: int = 0  # worlds that restored a commit of a sharded state
+    shards_restored: int = 0  # number of worlds that restored a commit of a sharded state
 
 
 class Invariants:
@@ -242,7 +242,7 @@ class Invariants:
             ) if isinstance(self.job.event, WorkerReconnected) and members == [
                 self.job.event.worker
             ]:
-                pass  # a repeated message
+                pass  # The worker repeated the message after a reconnection.
             case BreakWorld(generation, members):
                 self._concerns(action, generation, members)
                 self._recoveries += 1
@@ -310,7 +310,8 @@ class Invariants:
         event = self.job.event
         for worker in members:
             if isinstance(event, HostReported) and worker.host == event.host:
-                continue  # several hosts were lost at once, and are handled one after the other
+                # Several hosts were lost at once, and their losses are handled one after the other.
+                continue
             if worker not in self.job.members or worker not in self.job.workers:
                 what = f"{type(action).__name__} goes to {worker}, no live member of generation"
                 self.job.broken("ONE GENERATION", f"{what} {generation}")
@@ -323,13 +324,15 @@ class Invariants:
     def _dies_within_s(self, worker: Worker) -> float:
         known = self.job.workers.get(worker)
         if worker in self.job.members and known is not None and not known.going:
-            return self.job.settings.kill_s  # other workers wait for it
+            # The worker must be killed soon, because other workers wait for it.
+            return self.job.settings.kill_s
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
 
     def _quarantines(self, worker: Worker, which: str) -> None:
         event, rank = self.job.event, self.job.members.get(worker)
         reported = isinstance(event, WorkerMiscomputed) and event.rank == rank is not None
-        again = self.job.repeating or self.job.workers[worker].going  # its kill is repeated
+        # The driver may repeat a kill that has not taken effect.
+        again = self.job.repeating or self.job.workers[worker].going
         what = f"{worker} is fenced for wrong gradients, which no member has reported"
         self.job.must(reported or bool(again), "QUARANTINED STAYS EMPTY", what)
         if reported and isinstance(event, WorkerMiscomputed) and not event.complete:
@@ -389,7 +392,8 @@ class Invariants:
     def _nothing_after_the_end(self, actions: list[Action]) -> None:
         for action in actions:
             again = self.job.repeating and action == self.job.end
-            if isinstance(action, FinishWorld):  # repeated to a worker that reconnected
+            # The driver repeats FinishWorld to a worker that has reconnected.
+            if isinstance(action, FinishWorld):
                 known = [self.job.workers.get(worker) for worker in action.members]
                 again = all(each is not None and each.finished for each in known)
             what = f"{describe(action)} after EndJob"

@@ -25,30 +25,33 @@ class LiveWorker:
     """State of a live worker, as known from the journal."""
 
     connected: bool = False
-    first: int = 0  # first generation in which it had a place
-    placed: int = 0  # newest generation in which it had a place
-    before: int = 0  # the previous such generation
-    said: int = 0  # newest generation on which it reported ...
-    said_at_first: int = 0  # ... on its first connection
+    first: int = 0  # first generation in which the worker had a place
+    placed: int = 0  # newest generation in which the worker had a place
+    before: int = 0  # generation before `placed` in which the worker had a place
+    said: int = 0  # newest generation on which the worker reported
+    # newest generation on which the worker reported through its first connection
+    said_at_first: int = 0
     resumed: int = 0
-    readies: int = 0  # number of its latest Ready
+    readies: int = 0  # number in the worker's latest Ready
     # The worker's connection was replaced, so its messages may be repeated in another order.
     reconnected: bool = False
     overtaken_in: int = 0  # newest generation in which messages may be reordered
-    digested: tuple[int, Commit] | None = None  # generation and commit of its newest digest
-    returned: int = 0  # generation in which its function returned
-    finished: bool = False  # and it was notified that all have returned
-    dismissed: bool = False  # the driver does not consider it a member
-    running: bool = False  # inside elastic.run at its last Ready
+    # generation and commit of the worker's newest digest
+    digested: tuple[int, Commit] | None = None
+    returned: int = 0  # generation in which the worker's function returned
+    finished: bool = False  # the worker was notified that all functions have returned
+    dismissed: bool = False  # the driver does not consider the worker a member
+    running: bool = False  # the worker was inside elastic.run at its last Ready
     ready: bool = False  # the worker has reported Ready since its last world
-    commit: Commit | None = None  # commit of its last Ready
-    kept: list[Commit] = field(default_factory=list)  # older commits, from its last Ready
-    trained_in: int = 0  # first world of elastic.run that it was a member of
-    holds: Commit | None = None  # oldest commit that it may hold
-    going: str = ""  # why it must not be in a later world; empty: it may be
-    stranded: bool = False  # its world broke outside elastic.run
+    commit: Commit | None = None  # commit in the worker's last Ready
+    kept: list[Commit] = field(default_factory=list)  # older commits in the worker's last Ready
+    trained_in: int = 0  # first world of elastic.run of which the worker was a member
+    holds: Commit | None = None  # oldest commit that the worker may hold
+    going: str = ""  # why the worker must not be in a later world; empty if it may be
+    stranded: bool = False  # the worker's world broke outside elastic.run
     asked_to_leave: bool = False
-    noticed: bool = False  # the end of its machine was announced during its life
+    # the preemption of the worker's machine was announced while the worker lived
+    noticed: bool = False
     healthy: bool | None = None  # result of the first health check, or None while it is pending
     silent: bool = False  # a sign of life was requested and has not arrived yet
 
@@ -59,7 +62,7 @@ class ObservedJob:
     def __init__(self, settings: Settings, samples: int) -> None:
         self.settings = settings
         self.now = 0.0
-        self.line = 1  # the first line has the settings
+        self.line = 1  # The first line of a journal contains the settings.
         self.event: Event | None = None
         self.workers: dict[Worker, LiveWorker] = {}
         self.slots: dict[tuple[str, int], Worker] = {}
@@ -73,11 +76,11 @@ class ObservedJob:
         self.drained: set[str] = set()  # hosts that an operator has drained
         self.quarantined: set[tuple[str, int]] = set()  # slots that no worker may be started in
         self.workers_max = settings.workers_max  # maximum as last set by an operator
-        self.shrinks = False  # the world shrinks: there may still be more members
+        self.shrinks = False  # The size was reduced, so the world may still have more members.
         self.generation = 0
         self.members: dict[Worker, int] = {}  # members of the current world with their ranks
         self.base: Commit | None = None  # the commit from which the current world began
-        # Commits since the first step of a worker whose gradients were wrong: after, and last generation.
+        # Commits with possibly wrong gradients: those after this commit, up to this generation.
         self.doubted: tuple[Commit, int] | None = None
         self.trained = False
         # The newest commit in the storage, as reported to the driver.

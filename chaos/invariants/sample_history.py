@@ -21,11 +21,12 @@ from elastic.protocol.messages import Commit, Worker
 class Epoch:
     """The samples of one epoch that count in the committed history."""
 
-    seen: dict[int, Commit] = field(default_factory=dict)  # sample -> the first commit with it
-    # Commit -> those of its samples that an earlier commit had already counted.
+    # for each sample, the first commit that contains it
+    seen: dict[int, Commit] = field(default_factory=dict)
+    # for each commit, those of its samples that an earlier commit had already counted
     repeats: dict[Commit, list[int]] = field(default_factory=dict)
     last: Commit | None = None  # the latest commit with samples of this epoch
-    # Generation -> number of samples that were counted first in it.
+    # for each generation, the number of samples that were counted first in it
     fresh: dict[int, int] = field(default_factory=dict)
     # Commits with missing reports: their number, and the maximum length of such a report.
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
@@ -45,9 +46,11 @@ class SampleHistory:
         # Number of samples in the dataset; 0 means the number of reported samples.
         self._samples = samples
         self._sizes: dict[int, int] = {}
-        self._kept: dict[int, int] = {}  # generation -> number of its last commit in the chain
+        # for each generation, the number of its last commit in the chain
+        self._kept: dict[int, int] = {}
         self._settled = 0  # commits of older generations can no longer be undone
-        self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}  # by epoch
+        # samples of each commit and worker, by epoch
+        self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._epochs: dict[int, Epoch] = {}
         # Commits undone by the newest worlds, as long as none of them has committed, and `_kept` before these worlds.
         self._undone: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
@@ -57,7 +60,7 @@ class SampleHistory:
     def reported(self, worker: Worker, commit: Commit, epoch: int, samples: list[int]) -> str:
         """Record a worker's report, which may arrive after a later world has begun."""
         if commit.number > self._kept.get(commit.generation, commit.number):
-            return ""  # commits that were undone
+            return ""  # The commits of this report were undone.
         if commit.number and commit.generation >= max(self._sizes, default=0):
             self._undone, self._kept_before = {}, None
         if commit.generation < self._settled:
@@ -176,7 +179,7 @@ class SampleHistory:
             if epoch.last is not None and commit < epoch.last:
                 return f"{twice}, which is not its last round: that was in {epoch.last}"
             if epoch.unreported > 0 or missing > 0:
-                continue  # the length of the last partition is unknown
+                continue  # The length of the last partition is unknown, so it cannot be checked.
             size = self._sizes.get(commit.generation, 1)
             left = length - sum(n for g, n in epoch.fresh.items() if g < commit.generation)
             if len(repeats) > -left % size:

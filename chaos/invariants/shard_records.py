@@ -74,7 +74,7 @@ class ShardRecords:
         self._here: Commit | None = None  # newest commit sealed in the current world
         self._held: dict[
             Worker, tuple[int, ShardsHeld]
-        ] = {}  # and the generation in which it was trained
+        ] = {}  # for each shard, its holders and the generation in which it was trained
         self._worlds: dict[int, ShardedWorld] = {}
 
     def heard(self, event: events.Event) -> None:
@@ -82,7 +82,7 @@ class ShardRecords:
         match event:
             case events.WorkerReady(worker, generation, shards=ShardsHeld() as shards):
                 if generation < self._held.get(worker, (0, shards))[0]:
-                    return  # the message belongs to a lost connection
+                    return  # The message was sent on a connection that is lost.
                 self._copies = shards.copies
                 self._held[worker] = generation, shards
                 self._sealed(shards.sealed)

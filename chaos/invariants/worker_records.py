@@ -11,7 +11,7 @@ from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
-UNKNOWN_S = 600.0  # assumed time for a machine that has announced its end without a time
+UNKNOWN_S = 600.0  # seconds that are assumed until the end of a machine that announced no time
 
 
 class WorkerRecords:
@@ -131,7 +131,7 @@ class WorkerRecords:
 
     def _note_event_of(self, worker: Worker, known: LiveWorker, event: events.Event) -> None:
         if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
-            return  # this is the answer to an earlier wait
+            return  # This Ready answers an earlier wait.
         generation: int | None = getattr(event, "generation", None)
         if isinstance(event, events.WorkerReconnected) and not known.reconnected:
             known.said_at_first = known.said

@@ -105,7 +105,7 @@ class WorldSequence:
             if known is None or worker in chosen or worker in let_go or known.going:
                 continue
             if known.stranded or not known.running:
-                continue  # outside elastic.run, it returns as a new worker
+                continue  # A worker outside elastic.run returns as a new worker.
             what = f"{worker} of generation {self.job.generation} was not let go, fenced or lost"
             self.job.broken("ONE GENERATION", f"{what}, and is not in the next world")
 

@@ -30,24 +30,24 @@ class SimulatedJob(Protocol):
     clock: Clock
     network: SimulatedNetwork
     settings: Settings
-    weather: Any  # simulated_faults
-    training: Any  # simulated_training
-    driver: Any  # simulated_driver
-    agents: dict[str, Any]  # simulated_agent, by host
+    weather: Any  # class of `simulated_faults`
+    training: Any  # class of `simulated_training`
+    driver: Any  # class of `simulated_driver`
+    agents: dict[str, Any]  # objects of `simulated_agent`, by host
     workers: int
-    processes: dict[Worker, Any]  # simulated_worker: live ones
+    processes: dict[Worker, Any]  # live objects of `simulated_worker`
     hosts: dict[str, int]  # hosts with their slots
     listed: dict[str, int]  # hosts in the current host list
     fixed_hosts: bool  # the list does not grow; see `HostsChanged`
     steps: int
     step_s: float  # If positive, all members make a step in one event at this interval.
-    mild: bool  # faults spare the last holder of the state
+    mild: bool  # the faults spare the last worker that holds the state
     calmed: bool  # the faults have ended
-    aimed: int  # kills to carry out at the next commits
+    aimed: int  # number of workers to kill at the next commits
     going_on: bool
     keep_journal: bool
     reports_samples: bool
-    sharded: Any  # simulated_shards, or None
+    sharded: Any  # object of `simulated_shards`, or None
     seed: int
     verify: float  # share of the shards of a step that two workers compute
     named: set[Worker]  # workers that the driver found to compute wrongly

@@ -34,20 +34,22 @@ class SimulatedAgent:
         self.sim = sim
         self.host = host
         self.identity = messages.AgentId(host, 1)
-        self.alive = not sim.weather.starts_agents  # otherwise it is started together with workers
+        # An agent that the driver does not start runs from the beginning.
+        self.alive = not sim.weather.starts_agents
         self.frozen = False
         self.lost = False  # the machine does not return
-        # End of a short freeze or cut, one of which is harmless.
+        # end of a short freeze or cut, of which a single one is harmless
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
-        self._notice: Notice | None = None  # notice of the end of its machine, with the time
+        self._notice: Notice | None = None  # current preemption notice, with the time of the end
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
         self._checked: dict[Worker, WorkerHealthChecked] = {}  # results of running workers
         self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(sim.settings.lease_s)
         self._watching = False
-        self._mail: list[messages.AgentMessage] = []  # received while frozen
+        # messages that were received while the agent was frozen
+        self._mail: list[messages.AgentMessage] = []
         self._told_frozen: set[Worker] = set()
 
     def _new_link(self) -> SimulatedLink:
@@ -83,7 +85,7 @@ class SimulatedAgent:
 
     def receive(self, connection: Connection, message: messages.AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
-            return  # the order is from an earlier driver or incarnation
+            return  # The order was sent by an earlier driver or to an earlier incarnation.
         if self.frozen:
             self._mail.append(message)
         else:
@@ -230,14 +232,15 @@ class SimulatedAgent:
             process.die(-9)
         self._leases = LivenessTimeouts(self.sim.settings.lease_s)
         self._told_frozen.clear()
-        # a lost machine closes no connection
+        # A lost machine closes no connection.
         if self.link.connection is not None and not self.lost:
             self.link.connection.break_off()
         self.link.closed = True
 
     def restart(self) -> None:
         if not self.alive and not self.lost:
-            if self.link.connection is not None:  # the machine came back without it
+            # The machine came back, and its old connection is gone.
+            if self.link.connection is not None:
                 self.link.connection.break_off()
             self.alive = True
             self.identity = messages.AgentId(self.host, self.identity.incarnation + 1)

@@ -51,7 +51,7 @@ class SimulatedDriver:
         self.membership = Membership(sim.settings)
         self.entries: list[Entry] = []
         self.up = True
-        self.leaves = False  # no worker is left, and the driver is about to end
+        self.leaves = False  # no worker is left, and the driver process is about to end
         self.gone = False  # the driver has ended with the job
         self.paused = False
         self.end: events.EndJob | None = None
@@ -66,7 +66,8 @@ class SimulatedDriver:
         self._term = 0
         self.pool = self._new_pool()
         self._pool_alarm: float | None = None
-        self._backlog: list[Callable[[], None]] = []  # events while frozen
+        # events that were received while the driver was frozen
+        self._backlog: list[Callable[[], None]] = []
         self._alarm: float | None = None
         self._arming = False
         sim.clock.at(0.0, self._meet, pool_events.DriverReady())
@@ -96,7 +97,7 @@ class SimulatedDriver:
         if not self.sim.step_s:
             self._arm()
         elif not self._arming:
-            # As in the real loop: once for all events that arrive together.
+            # As in the real loop, the timer is set once for all events that arrive together.
             self._arming = True
             self.sim.clock.after(ARM_S, self._arm)
 
@@ -217,7 +218,7 @@ class SimulatedDriver:
         worker = connection.worker
         if worker is not None:
             if self._workers.get(worker) is not connection:
-                return  # already replaced
+                return  # The driver was already replaced.
             del self._workers[worker]
             self.hear(events.WorkerDisconnected(worker, silent))
             return
@@ -281,7 +282,7 @@ class SimulatedDriver:
         pool = self.pool
         for action in pool.handle(event, self.sim.clock.now):
             if not self.up or pool is not self.pool:
-                return  # crashed during the previous action
+                return  # The driver crashed during the previous action.
             self._carry_out(action)
         self._arm_pool()
 
@@ -304,7 +305,7 @@ class SimulatedDriver:
 
     def _send_to_agent(self, agent: AgentId | None, message: AgentMessage) -> None:
         if agent is None or isinstance(message, Beat):
-            return  # the simulated network detects missing acknowledgements itself
+            return  # Nothing to do: the simulated network detects missing acknowledgements itself.
         connection = self._agents.get(agent)
         if connection is not None:
             connection.send(OUTWARD, self.sim.agents[agent.host].receive, message)

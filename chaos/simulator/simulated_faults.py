@@ -137,7 +137,7 @@ def stick(sim: SimulatedJob) -> None:
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
         if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
-            return  # undetectable, because no other worker would wait for it
+            return  # No other worker would wait for this one, so the fault could not be detected.
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True
         sim.note(f"{process.trouble} {process.worker}")
@@ -210,7 +210,7 @@ def spoil_all(sim: SimulatedJob) -> None:
     commit = process.recovery.newest
     spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
     driver.hear(spoilt)
-    if driver.entries[-1].event == spoilt:  # the driver did not crash before
+    if driver.entries[-1].event == spoilt:  # Only if the driver did not crash before.
         for each in members:
             sim.training.spoils(each)
 
@@ -434,7 +434,8 @@ WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections,
 MISCOMPUTING: list[Fault] = [miscompute, miscompute, kill_one, leave, change_hosts, crash_driver]
 THROTTLING: list[Fault] = [throttle, throttle, kill_one, leave, change_hosts, crash_driver]
 DAMAGED: list[Fault] = [spoil_all, spoil_all, leave, change_hosts, crash_driver]
-ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]  # in jobs that train on GPUs
+# faults of jobs that train on GPUs
+ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]
 
 
 @dataclass

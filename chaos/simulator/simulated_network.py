@@ -48,8 +48,8 @@ class SimulatedNetwork:
         self.messages = 0
         self.driver: DriverEnd
         self.cuts: set[tuple[str, int]] = set()
-        self.slow: dict[str, float] = {}  # host -> slowdown factor
-        self._of: dict[str, list[Connection]] = {}  # by host
+        self.slow: dict[str, float] = {}  # slowdown factor of each slow host
+        self._of: dict[str, list[Connection]] = {}  # open connections of each host
 
     def open(self, host: str, lost: Callable[[Connection], None]) -> Connection | None:
         """Open a connection from a process on ``host``. Return None if the driver cannot be reached now."""
@@ -121,7 +121,7 @@ class Connection:
         self.network = network
         self.host = host
         self.over = False
-        self.worker: Worker | None = None  # its process, once the driver knows it
+        self.worker: Worker | None = None  # worker at the other end, once the driver knows it
         self._lost = lost
         # Per direction: numbers of messages sent, arrived and to be delivered at most, and the time of the last
         # arrival.
@@ -129,7 +129,8 @@ class Connection:
         self._arrived = [0, 0]
         self._limit: list[float] = [float("inf"), float("inf")]
         self._ahead = [0.0, 0.0]
-        self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())  # in flight, or cut off
+        # messages in flight, or held back by a cut, in each direction
+        self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())
 
     def send(self, way: int, deliver: Deliver, *args: Any) -> None:
         """Send a message.
@@ -141,7 +142,7 @@ class Connection:
         network = self.network
         network.messages += 1
         if self.over:
-            return  # the sender has not detected it yet
+            return  # The sender has not detected the loss yet.
         self._sent[way] += 1
         self._held[way].append((self._sent[way], deliver, args))
         if network.cuts and (self.host, way) in network.cuts:
@@ -229,7 +230,7 @@ class SimulatedLink:
         give_up_s: float,
     ) -> None:
         self.connection: Connection | None = None
-        self.asleep = False  # its process is frozen
+        self.asleep = False  # the process at the other end is frozen
         self.closed = False
         self._network = network
         self._host = host

@@ -32,14 +32,15 @@ class SimulatedReports:
 
     def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
         self.samples: list[int] = []  # samples since the last commit
-        self.idle = False  # it waits outside collectives and uses no processor time
-        self.phase = ""  # the marked long phase
+        self.idle = False  # the worker waits outside collectives and uses no processor time
+        self.phase = ""  # name of the phase that the script marks as long, or empty
         self._sim = sim
         self._worker = worker
         self._said_at = 0.0  # time of the last report of a wait
         self._cpu_s = 0.0
         self._looked_at = sim.clock.now
-        self._paced = (0.0, 0, 0.0)  # start, collectives, and seconds spent in them
+        # start of the measurement, number of collectives, and seconds spent in them
+        self._paced = (0.0, 0, 0.0)
 
     def cpu_s(self) -> float:
         """Return the processor time that the worker has used so far, in seconds."""

@@ -29,9 +29,10 @@ from elastic.sharding.rows import ShardedTensor, ShardLayout, owners
 from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
 
 TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
-LIMIT = 10  # bytes of a move
-SPENT_EVERY = 4  # commits between two reports of rank 0
-Rows = dict[tuple[int, int], int]  # by tensor and row: the history of the state that it belongs to
+LIMIT = 10  # maximum size of a transfer of rows, in bytes
+SPENT_EVERY = 4  # number of commits between two reports of rank 0 on its time
+# for each tensor and row, the history of the state to which the row belongs
+Rows = dict[tuple[int, int], int]
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
@@ -70,8 +71,8 @@ class ShardedJob:
         self.copies = copies
         self.least = least
         self.newest: Sealed | None = None
-        self.restored = 0  # commits restored in another world
-        self.lost = 0  # worlds in which no commit was complete
+        self.restored = 0  # number of commits restored in another world
+        self.lost = 0  # number of worlds in which no commit was complete
 
     @classmethod
     def drawn(cls, seed: int) -> ShardedJob:
@@ -115,15 +116,19 @@ class ShardedWorker(SimulatedWorker):
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
         self._cycle = DoubleBuffer()
-        self._memory: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})  # by shard, of each bank
-        self._kept: list[State] = [self.state, self.state]  # replicated values in each bank
+        # rows of each shard, in each of the two banks
+        self._memory: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})
+        # replicated values, in each of the two banks
+        self._kept: list[State] = [self.state, self.state]
         self._live: Rows = {}
         self._order: list[int] = []
         self._placement: Placement = ()
-        self._placed: ShardsPlaced | None = None  # in this world
-        self._count = 0  # commits of this generation
+        # this worker's report on its part of the state in the current world
+        self._placed: ShardsPlaced | None = None
+        self._count = 0  # number of commits in the current generation
         self._exchanges = 0
-        self._transfer: Mirroring | None = None  # of the newest commit, or None if it is sealed
+        # transfer of the newest commit, or None if the commit is sealed
+        self._transfer: Mirroring | None = None
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 

@@ -16,14 +16,14 @@ from elastic.driver.events import PublishWorld
 from elastic.protocol.messages import GRADIENTS, Commit, Launches, Worker
 from elastic.runtime.recovery import Recovery
 
-LOOK_S = 1.0  # wait in a collective after which it is reported
+LOOK_S = 1.0  # seconds in a collective after which a wait is reported
 
 
 class State(NamedTuple):
     steps: int
     history: int
-    cursor: int = 0  # samples trained, over all epochs
-    spoilt: frozenset[Worker] = frozenset()  # workers whose wrong gradients are in it
+    cursor: int = 0  # number of samples trained, over all epochs
+    spoilt: frozenset[Worker] = frozenset()  # workers whose wrong gradients are part of the state
 
     def sample(self, rank: int, epoch: int) -> int:
         """Return the number of the sample that this rank trains next, counted over all epochs. The last round of an
@@ -65,12 +65,12 @@ class Collective:
         self.ranks = ranks
         self.came: dict[int, Process] = {}
         self.samples: dict[int, int] = {}
-        self.brought: State | None = None  # state of the first rank to arrive
-        self.sent = State(0, 0)  # state of the lowest rank
+        self.brought: State | None = None  # state of the first rank that arrived
+        self.sent = State(0, 0)  # state that the lowest rank sends
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
         self.told: set[int] = set()  # ranks that have reported their wait
-        self.values: dict[int, Any] = {}  # that ranks of a sharded state send to all
+        self.values: dict[int, Any] = {}  # values that each rank of a sharded state sends to all
         self.wrong: frozenset[Worker] = frozenset()  # workers with wrong gradients
 
     @property
@@ -120,12 +120,12 @@ class Training:
         self._stalled: list[Collective] = []
         self._copying: dict[tuple[int, int], tuple[int, ...]] = {}
         self._states: dict[Commit, State] = {}
-        # History -> its predecessor and its samples.
+        # for each history, the previous history and the samples of its last step
         self._made: dict[int, tuple[int, list[int]]] = {}
         self.on_gpus = False
-        self.hung: set[int] = set()  # generations in which NCCL hangs
-        self._spoilt: set[int] = set()  # histories that must not be continued
-        # by generation: workers that detect closed sockets
+        self.hung: set[int] = set()  # generations in which NCCL hangs on all ranks
+        self._spoilt: set[int] = set()  # histories from which training must not continue
+        # for each generation, the workers that detect closed sockets
         self._losing: dict[int, set[Worker]] = {}
 
     def published(self, world: PublishWorld) -> None:
@@ -271,7 +271,7 @@ class Training:
             if worker not in notified and worker != process.worker:
                 apart = worker.host in self.cut_off or process.worker.host in self.cut_off
                 if apart and worker.host != process.worker.host:
-                    continue  # the worker is unreachable, so only the driver can notify it
+                    continue  # The worker is unreachable, so only the driver can notify it.
                 notified.add(worker)
                 peer = self.sim.processes.get(worker)
                 if peer is not None:

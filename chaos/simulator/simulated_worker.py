@@ -34,12 +34,12 @@ from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
-SHARDS = 8  # of a step, where shards are verified
+SHARDS = 8  # number of shards of a step in which shards are verified
 GIVE_UP_S = 40.0  # seconds without a connection to the driver
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
-QUITS = {"a": 0, "b": 3}  # user code calls sys.exit with this code
+QUITS = {"a": 0, "b": 3}  # exit codes with which user code calls sys.exit
 QUITTING_S = 8.0  # maximum time for an interpreter to exit
 
 
@@ -56,31 +56,35 @@ class SimulatedWorker:
         self.worker = worker
         self.recovery = Recovery()
         self.alive = True
-        # Each starts with different weights.
+        # Each worker starts with different weights.
         self.state = State(0, sim.clock.random.getrandbits(32))
         self.saved = self.state
         self.frozen = False
-        self.doomed = False  # an injected fault may cause its kill
+        self.doomed = False  # an injected fault may cause this worker's kill
         self.point = "start"  # name of the place at which its training thread has yielded control
-        # one of a few texts, so that several workers may raise the same exception
+        # The text is one of a few, so that several workers may raise the same exception.
         self.will_raise = ""
-        self.trouble = ""  # trouble in its next step: stuck, spinning, slow, long
+        self.trouble = ""  # fault in the worker's next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
-        self.slowness = 1.0  # factor of the time of its steps
-        self.gpu_hangs = False  # it enters no more collectives
-        self.innocent = False  # slow, or in a long phase, for which it must not be killed
-        # To be killed, or frozen for a time, at the n-th such place or the one of that name.
+        self.slowness = 1.0  # factor by which the worker's steps are slower
+        self.gpu_hangs = False  # the worker's GPU hangs, so it enters no more collectives
+        # the worker is slow or in a long phase, for which it must not be killed
+        self.innocent = False
+        # The process is killed, or frozen for some seconds, at the n-th place of yielding or at the place of this name.
         self.strike: tuple[int | str, float] | None = None
         self.wrong = 0.0  # fraction of passes with wrong gradients
-        self.wrong_passes = 0  # such passes
-        self.wrong_steps = 0  # steps of this world while all of its passes were wrong
-        self.wrong_shards: set[int] = set()  # own shards of the present step with wrong gradients
+        self.wrong_passes = 0  # number of passes with wrong gradients
+        # number of steps of this world in which all of the worker's passes were wrong
+        self.wrong_steps = 0
+        # this worker's shards of the current step with wrong gradients
+        self.wrong_shards: set[int] = set()
         self.older: KeptCommits[State] = KeptCommits()
         self.inside: Collective | None = None
-        self.entered = 0  # collectives of this generation
+        self.entered = 0  # number of collectives entered in this generation
         self._said_hello = False
         self._welcomed = False
-        self._unread: list[tuple[Connection, Message]] = []  # received while frozen
+        # messages that were received while the worker was frozen
+        self._unread: list[tuple[Connection, Message]] = []
         self._failed: set[int] = set()  # generations that have lost a peer
         self._verdict = Verdict.PASS
         self._waits_for: Callable[[], bool] = lambda: False
@@ -264,7 +268,7 @@ class SimulatedWorker:
                 raise_if_broken(self.recovery)
                 return
             except PeerLost:
-                if self.gpu_hangs:  # aborted work on a hung GPU does not end
+                if self.gpu_hangs:  # Aborted work on a hung GPU never ends.
                     yield "drain", DEVICE_S
                     raise DeviceLost("the GPU did not recover") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)
@@ -273,7 +277,8 @@ class SimulatedWorker:
             except WorldChanging:
                 try:
                     yield from self.keep()
-                except PeerLost:  # ranks of a sharded state commit it together
+                # Ranks of a sharded state commit together, so each commit is a collective.
+                except PeerLost:
                     self.state = self.saved
                     self.reports.samples = []
 

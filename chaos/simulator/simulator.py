@@ -40,8 +40,9 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 FAULTS_S = 12.0  # virtual seconds in which faults happen
-LIVENESS_S = 400.0  # virtual seconds after them in which the job and all of its processes must end
-SLOTS = 2  # per host
+# virtual seconds after the faults in which the job and all of its processes must end
+LIVENESS_S = 400.0
+SLOTS = 2  # slots per host
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Outcome:
     generation: int
     virtual_s: float
     faults: list[str] = field(default_factory=list)
-    happened: int = 0  # events of all kinds
+    happened: int = 0  # number of events of all kinds
     messages: int = 0
     crashes: int = 0  # number of crashes of the driver
     # Places at which processes were killed or frozen.
@@ -163,16 +164,16 @@ class Simulation:
         self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
         self.listed = self.hosts  # hosts in the present host list
         self.fixed_hosts = fixed_hosts
-        self.processes: dict[Worker, SimulatedWorker] = {}  # live ones
+        self.processes: dict[Worker, SimulatedWorker] = {}  # live workers
         self.training = Training(self)
         self.driver = SimulatedDriver(self)
         self.network.driver = self.driver
         self.agents = {host: SimulatedAgent(self, host) for host in self.hosts}
         self.invariants: Invariants | None = Invariants(self.settings)
-        self.faults: list[str] = []  # number of injected faults
+        self.faults: list[str] = []  # descriptions of the injected faults
         self.places: Counter[str] = Counter()
         self.calmed = False  # the faults have ended
-        self.aimed = 0  # kills to carry out at the next commits
+        self.aimed = 0  # number of workers to kill at the next commits
         self.going_on = True
         at = self.clock.at
         for agent in self.agents.values():
@@ -285,7 +286,7 @@ class Simulation:
         for agent in self.agents.values():
             self.heal(agent.host)
             if agent.lost:
-                agent.announce(None)  # a replacement machine
+                agent.announce(None)  # The machine was replaced by another one.
             agent.lost = False
             agent.thaw()
             if not self.weather.starts_agents:
@@ -343,7 +344,8 @@ class Simulation:
         if self.invariants is not None:
             self.invariants.saw(self.clock.now, event, actions)
         if not self.step_s:
-            self.driver.membership.check()  # checks every worker
+            # check() examines every worker, which takes long in a large job.
+            self.driver.membership.check()
         for action in actions:
             if isinstance(action, PublishWorld):
                 self.training.published(action)
