@@ -261,13 +261,13 @@ class WorkerRaised(Event):
     commit: Commit | None
     summary: str
     traceback: str
-    hardware: bool = False  # a GPU or NCCL failed, not the script
+    hardware: bool = False  # a GPU or NCCL failed, and not the script
     final: bool = False  # a retry would fail in the same way
     # Training started without a commit: no member of the world had one, and the world has made none.
     beginning: bool = False
     code: int = 1  # exit code of the job, if final
     calls: tuple[Called, ...] = ()  # incompatible calls, which all ranks received
-    shards_lost: bool = False  # some shards of the state are lost, which is final
+    shards_lost: bool = False  # some shards of the state are lost, so a retry would fail too
 
 
 class WorkerQuit(Event):
@@ -305,9 +305,10 @@ class WorkerDisconnected(Event):
 class ExitCause(enum.Enum):
     """Reason for an exit, as reported by the exiting worker."""
 
-    UNKNOWN = "unknown"  # os._exit, a signal, a wrapper script, or a program that is not Python
-    EXCEPTION = "exception"  # uncaught, raised by the script
-    LOST_PEER = "lost peer"  # uncaught, raised because another worker was lost
+    # the worker reported no reason: os._exit, a signal, a wrapper script, or a program that is not Python
+    UNKNOWN = "unknown"
+    EXCEPTION = "exception"  # uncaught exception of the script
+    LOST_PEER = "lost peer"  # uncaught exception because another worker was lost
     LOST_DRIVER = "lost driver"
 
 
@@ -334,7 +335,7 @@ class HealthOutcome(enum.Enum):
     """Outcome of a health check."""
 
     PASSED = "passed"
-    FAILED = "failed"  # it exited with an error, or could not be started
+    FAILED = "failed"  # the check exited with an error, or could not be started
     TIMED_OUT = "timed_out"
     WRONG_RESULT = "wrong_result"  # the built-in check computed other bits than expected
 
@@ -553,7 +554,7 @@ class PublishWorld(Action, omit_defaults=True):
     """
 
     generation: int
-    members: list[Member]  # in rank order
+    members: list[Member]  # members in rank order
     store: Address
     holders: int
     commit: Commit | None

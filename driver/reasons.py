@@ -188,7 +188,7 @@ def because(kind: ReasonKind, **facts: Fact) -> Reason:
 
 
 def as_sentence(text: str) -> Reason:
-    """Return a reason that was received from outside the driver as text."""
+    """Return a reason for a text that was received from outside the driver."""
     return Reason(ReasonKind.TOLD, {"text": text})
 
 
@@ -202,9 +202,10 @@ def brief(reason: Reason | None) -> str:
 
 
 def in_one_line(reason: Reason) -> str:
-    """Return the first line of a reason and the most informative line of the worker's output, which is "" for a
-    one-line reason. This is the line of the worker's exception, or the last line if the worker raised none or exited by
-    itself after catching one.
+    """Return the first line of a reason's sentence, and the most informative line of the worker's output.
+
+    The latter is the line of the worker's exception, or the last line if the worker raised none or exited by itself
+    after catching one. It is "" if the sentence has only one line.
     """
     lines = str(reason).rstrip().splitlines()
     if len(lines) < 2:
@@ -222,18 +223,20 @@ def in_one_line(reason: Reason) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``."""
+    """Return a number with its noun, in the plural if necessary: ``1 worker``, ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def start_checkpoint(facts: Mapping[str, Any]) -> str:
-    """Return for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``. See `StartCheckpoint`."""
+    """Describe a checkpoint, for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``. See
+    `StartCheckpoint`.
+    """
     step = "" if facts["step"] is None else f"step {facts['step']}, "
     return f"{step}checkpoint {facts['name']} in {facts['place']}"
 
 
 def commit_id(fact: object) -> str:
-    """Return ``g2c300`` for the ``2.300`` of a journal. Return other text unchanged."""
+    """Return the commit ID ``g2c300`` for the text ``2.300`` in a journal. Return any other text unchanged."""
     generation, _, number = str(fact).partition(".")
     if generation.isdecimal() and number.isdecimal():
         return str(Commit(int(generation), int(number)))
@@ -244,10 +247,10 @@ def commit_id(fact: object) -> str:
 
 
 class _Words(string.Formatter):
-    """Formatter of sentences, with five more formats.
+    """Formatter of sentences, with five additional formats.
 
-    ``{n:+worker}`` counts a noun, ``{x:brief}`` is the beginning of a reason, ``{x:wrote}`` a worker's last output,
-    ``{x:because}`` why it was killed, if it was, and ``{x:commit}`` a commit's id.
+    ``{n:+worker}`` is a number with its noun, ``{x:brief}`` the beginning of a reason's sentence, ``{x:wrote}`` the
+    last output of a worker, ``{x:because}`` why the worker was killed, if it was, and ``{x:commit}`` a commit's ID.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -300,10 +303,9 @@ def _next_world(facts: Mapping[str, Any]) -> str:
 
 
 def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
-    """Sentence for a hang without a culprit.
+    """Return the function that describes a hang without a culprit, in a sentence that begins with ``begin``.
 
-    Args:
-        before: number of worlds that hung since the last new commit.
+    Its facts contain ``before``, the number of worlds that hung since the last new commit.
     """
 
     def sentence(facts: Mapping[str, Any]) -> str:
@@ -316,7 +318,7 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _ended(facts: Mapping[str, Any]) -> str:
-    """Sentence for a worker's exit that ends the job."""
+    """Describe the exit of a worker that ends the job."""
     text = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
     early = " too early" if facts.get("early") else ""
     outside = f" while others were outside elastic.run. {ADVICE}" if facts.get("outside") else ""
@@ -324,10 +326,11 @@ def _ended(facts: Mapping[str, Any]) -> str:
 
 
 def _layouts_differ(facts: Mapping[str, Any]) -> str:
-    """Sentence for a state that differs.
+    """Describe the rejection of a worker whose state differs.
 
     Args:
-        first: a worker that was rejected earlier for the same state, or None if shards were lost with ``worker``.
+        facts: contains ``first``, a worker that was rejected earlier for the same state, or None if shards were lost
+            with ``worker``.
     """
     again = ", as did that of {first} before" if facts["first"] else ", and its shards are lost"
     said = "the state of {worker} differs from that of {rank_0}" + again
@@ -336,7 +339,7 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
 
 
 def _all_returned(facts: Mapping[str, Any]) -> str:
-    """Format the message for a job that finished successfully.
+    """Describe the end of a job that finished successfully.
 
     Args:
         facts: ``members`` and ``generation`` of the last world. If scripts failed, also ``failed``, the failures as
@@ -357,10 +360,10 @@ def _went_back(facts: Mapping[str, Any]) -> str:
 
 
 def _scaled(facts: Mapping[str, Any]) -> str:
-    """Sentence for a new number of workers.
+    """Describe a new number of workers.
 
     Args:
-        before: the previous number, or None if only the slots limited it.
+        facts: contains ``before``, the previous number, or None if it was limited only by the slots.
     """
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
     was = "one per slot" if before is None else str(before)
@@ -382,11 +385,10 @@ def _scaled(facts: Mapping[str, Any]) -> str:
 
 
 def _unhealthy(facts: Mapping[str, Any]) -> str:
-    """Sentence for a failed health check.
+    """Describe a failed health check.
 
     Args:
-        outcome: value of `HealthOutcome`.
-        code: exit code, if there is one.
+        facts: contains ``outcome``, a value of `HealthOutcome`, and ``code``, the exit code, if there is one.
     """
     how = {"timed_out": "timed out", "wrong_result": "computed a wrong result"}
     text = how.get(str(facts["outcome"]), "failed")
@@ -406,11 +408,11 @@ def _only_slots(slots: int) -> str:
 
 
 def _too_few_slots(facts: Mapping[str, Any]) -> str:
-    """Sentence for too few slots.
+    """Describe a lack of slots.
 
     Args:
-        usable: number of slots that have a worker or may get one.
-        given_up: the first slots that have been given up, as text.
+        facts: contains ``usable``, the number of slots that have a worker or can have one, and ``given_up``, the first
+            slots that were given up, as text.
     """
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
@@ -419,10 +421,10 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
 
 
 def _first_world(facts: Mapping[str, Any]) -> str:
-    """Sentence for the first world.
+    """Describe the first world.
 
     Args:
-        wanted: the value of -np if fewer workers are ready.
+        facts: contains ``wanted``, the value of -np, if fewer workers are ready.
     """
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
@@ -446,7 +448,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
 
 
 def _machine_leaves(facts: Mapping[str, Any]) -> str:
-    """Sentence for the end of a job whose driver's machine is reclaimed, and all workers with it."""
+    """Describe the end of a job because the machines of the driver and of all workers are reclaimed."""
     text = f"this machine will be reclaimed ({facts['notice']})"
     if facts["newest"]:
         return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
@@ -456,7 +458,7 @@ def _machine_leaves(facts: Mapping[str, Any]) -> str:
 
 
 def _stopped(facts: Mapping[str, Any]) -> str:
-    """Sentence for an end requested by an operator or a batch system."""
+    """Describe the end of a job that an operator or a batch system requested."""
     text = f"{facts['why']}"
     if not facts["made"]:
         text += f"; no last checkpoint was written within {facts['within_s']:g} s"
@@ -466,7 +468,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
 
 
 def _awaits_commit(facts: Mapping[str, Any]) -> str:
-    """Sentence of workers that can join or leave only at a commit of the members."""
+    """Describe the wait of workers that can join or leave only at a commit of the members."""
     text = (
         f"{waiting_workers(facts)}: the others have not reached a commit for {facts['for_s']:.0f} s"
     )
@@ -476,7 +478,7 @@ def _awaits_commit(facts: Mapping[str, Any]) -> str:
 
 
 def _awaits_init(facts: Mapping[str, Any]) -> str:
-    """Sentence of workers that have not called init()."""
+    """Describe the wait for workers that have not called init()."""
     have = "has" if facts["late"] == 1 else "have"
     late = f"{facts['late']} of {counted(facts['workers'], 'worker')} {have}"
     text = f"{late} not called init() for {facts['for_s']:.0f} s"
@@ -491,7 +493,9 @@ def _awaits_init(facts: Mapping[str, Any]) -> str:
 
 
 def waiting_workers(facts: Mapping[str, Any], *, past: bool = False) -> str:
-    """Return for example ``2 workers wait to join`` from the numbers ``joining`` and ``leaving``."""
+    """Describe how many workers wait, for example ``2 workers wait to join``, from the numbers ``joining`` and
+    ``leaving``.
+    """
     texts = [
         f"{counted(facts[name], 'worker')} {'waited' if past else 'waits' if facts[name] == 1 else 'wait'} to {verb}"
         for name, verb in (("joining", "join"), ("leaving", "leave"))

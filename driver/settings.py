@@ -46,8 +46,9 @@ class StartCheckpoint(msgspec.Struct, frozen=True):
     """The checkpoint from which a job begins.
 
     Args:
-        name: name of its folder in ``place``, a folder or URL.
-        step: step of the state, if it has one.
+        name: name of the checkpoint's folder in ``place``.
+        place: the folder or URL of the checkpoints.
+        step: step of the state, or None if the state has no step counter.
     """
 
     name: str

@@ -17,13 +17,13 @@ Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") 
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Resources that one worker uses. None means an unknown value.
+    """Resources that one worker uses. None means that a value is unknown.
 
     Args:
-        cores: processors in use, averaged since the last measurement.
-        memory: bytes.
-        gpu: share of time in which its busiest GPU works, for any process.
-        gpu_memory: bytes.
+        cores: number of processors in use, averaged since the last measurement.
+        memory: bytes of memory.
+        gpu: share of time in which the worker's busiest GPU works, for any process.
+        gpu_memory: bytes of GPU memory.
     """
 
     cores: float | None = None

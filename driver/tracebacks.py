@@ -1,4 +1,4 @@
-"""Search for the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
+"""Finds the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
 
 Python prints an uncaught exception, the last of a chain, as:
 
@@ -25,8 +25,8 @@ _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 
 def exception_line(text: str) -> str:
-    """Return ``OSError: the first line``, `shortened`, of the last traceback in ``text``, or an empty result if there
-    is none.
+    """Return ``OSError: the first line``, shortened, of the last traceback in ``text``, or an empty string without a
+    traceback.
 
     An earlier traceback, of an exception that was caught, is ignored.
     """

@@ -67,7 +67,7 @@ from elastic.protocol.messages import Worker
 ARRIVE_S = 30.0  # seconds from the start of an agent to its connection
 CALL_S = 3.0  # connection timeout of a running agent, which retries every second
 RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects immediately
-BEATS = 4  # beats per liveness timeout
+BEATS = 4  # number of heartbeats per liveness timeout
 REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
 # seconds without a message from an agent, since its host's kernel acknowledges data even if the agent is stopped
 STOPPED_S = 10.0
@@ -108,7 +108,7 @@ class AgentPool:
         self._connected: dict[str, int] = {}  # slots of the hosts that were reported last
         self._hosts: dict[str, AgentRecord] = {}
         self._listed: set[str] = set()
-        self._removed: set[str] = set()  # hosts that were on the list and are not any more
+        self._removed: set[str] = set()  # hosts that were removed from the list
         self._due = PoolDeadlines()
         self._reach = PartitionDetector()
         self._heard_of: LivenessTimeouts[str] = LivenessTimeouts(STOPPED_S)
@@ -232,7 +232,7 @@ class AgentPool:
             case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message, caller)
             case _ if agent != host.agent:
-                pass  # the message is from an agent that was replaced
+                pass  # The message was sent by an agent that was replaced.
             case Heard(worker, sent) if worker.host == agent.host:
                 self._actions.add(pool_events.RelayMessage(worker, sent))
             case Seen(event) if event.worker.host == agent.host:
@@ -271,7 +271,7 @@ class AgentPool:
         self, agent: AgentId, host: AgentRecord, message: Registered, caller: str
     ) -> None:
         if host.here and agent != host.agent:
-            return  # it was not attached
+            return  # The agent was not attached yet.
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
             text = "has a new agent; the workers of the previous agent were lost"
@@ -460,7 +460,7 @@ class AgentPool:
             return
         host.starts.append(order)
         if (host.name, DeadlineKind.ARRIVAL) in self._due:
-            return  # a running agent is expected
+            return  # A running agent is expected to reconnect.
         # An attempt to start an agent ends by itself, with a reason if it fails.
         if self._starts_agents:
             self._start_agent(host)

@@ -32,7 +32,7 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 
-BOOTSTRAP_LIMIT = 1 << 20  # bytes
+BOOTSTRAP_LIMIT = 1 << 20  # maximum size of the bootstrap, in bytes
 STDOUT = 1
 
 
@@ -193,7 +193,7 @@ def _end_with_stdin(process: HostAgent) -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # The event loop may be closed already.
             loop.call_soon_threadsafe(process.end, 0, "its parent process is gone")
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()

@@ -33,7 +33,7 @@ class AttachOutcome:
 class AgentState:
     """State of one agent. `HostAgent` reads the fields, and only this class modifies them."""
 
-    job: str = ""  # empty means no current job
+    job: str = ""  # job that the agent serves, or empty
     term: int = 0  # greatest term served in the last job
     generation: int = 0  # greatest generation sent to workers here
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)

@@ -36,7 +36,7 @@ class ForwardingSink:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        if stream == "usage":  # a momentary value, so it is not buffered
+        if stream == "usage":  # A measurement is outdated soon, so it is not buffered.
             if not self._kept and self._backlog() < CONGESTED:
                 self._send(Printed(worker, stream, data))
             return

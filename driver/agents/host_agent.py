@@ -64,10 +64,11 @@ from elastic.rendezvous import nccl_settings
 from elastic.version import __version__
 
 LOOPBACK = "127.0.0.1"
-CLEARED_S = 12.0  # seconds for killed workers to exit; the agent reports the remaining workers
+CLEARED_S = 12.0  # seconds for killed workers to exit; the agent then reports those that remain
 MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
-HERE_S = 2.0  # interval between two answers to beats
-ANOTHER_REASON_S = 3.0  # ... and the interval if the reason changes
+HERE_S = 2.0  # interval between two answers to heartbeats
+# interval between two log lines about a missing driver if the reason changes
+ANOTHER_REASON_S = 3.0
 FIND_S = 120.0  # seconds to find the first driver, if a driver started this agent
 
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]
@@ -97,7 +98,7 @@ class HostAgent:
         self._workers_secret = derived(self._secret, "worker")
         self._state = AgentState()
         self._lease_s = Settings.lease_s
-        self._address = Address("", 0)  # the server to which workers connect
+        self._address = Address("", 0)  # address of the server to which workers connect
         self._bind = ""
         self._addresses: list[str] = []
         self._network: dict[str, str] = {}
@@ -106,7 +107,7 @@ class HostAgent:
         # Results of the running workers' health checks, which are repeated: a driver may have missed one.
         self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._connected: set[Worker] = set()
-        self._workers_of = ""  # job of the workers here
+        self._workers_of = ""  # job to which the workers on this host belong
         self._stale: set[Worker] = set()  # workers of an ended job; their names may be reused
         self._missing_said_at = float("-inf")
         self._missing_said = ""
@@ -134,7 +135,7 @@ class HostAgent:
             self.identity,
             self._secret,
             self._find,
-            opened=lambda: None,  # the driver sends first
+            opened=lambda: None,  # The driver sends the first message.
             heard=self._on_driver_message,
             closed=self._driver_lost,
             missing=self._missing,
@@ -164,7 +165,8 @@ class HostAgent:
             expected=lambda worker: worker in self._agent.alive(),
         )
         end_signals = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored, as under nohup
+        # SIGHUP stays ignored under nohup.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             end_signals.append(signal.SIGHUP)
         for number in end_signals:
             loop.add_signal_handler(number, self._asked_to_end, number)
@@ -246,7 +248,8 @@ class HostAgent:
         try:
             own = interfaces.own_addresses()
             wanted, local = self.bootstrap.interfaces, self._uplink.bound
-            if not self._bind or not self._agent.alive():  # running workers keep their address
+            # Running workers keep the address on which they listen.
+            if not self._bind or not self._agent.alive():
                 self._bind = choose_address.choose_bind(wanted, own, local=local)
             self._network = choose_address.worker_variables(self._bind, own, os.environ)
             self._addresses = [f"{each.address}/{each.prefix_length}" for each in own if each.up]

@@ -37,7 +37,8 @@ class HostPreemption:
         log: Log,
     ) -> None:
         self._host = host
-        self._leave_s = max(grace_s - LAST_S, grace_s / 2)  # seconds from SIGTERM on
+        # seconds from SIGTERM until the workers must have left
+        self._leave_s = max(grace_s - LAST_S, grace_s / 2)
         self._changed = changed
         self._end = end
         self._log = log

@@ -28,7 +28,7 @@ class AgentId(Value):
     """Identity of one agent process of a host. Each restart has a greater ``incarnation``."""
 
     host: str
-    incarnation: int  # nanoseconds since 1970 at its start
+    incarnation: int  # time of the agent's start, in nanoseconds since 1970
 
     def __str__(self) -> str:
         return f"agent {self.host}#{self.incarnation}"
@@ -58,10 +58,10 @@ class Registered(AgentMessage):
     addresses: list[str]  # all addresses of the host, as 10.0.0.5/24
     running: list[Worker]
     exits: list[WorkerExited]  # exits of workers of this job, latest last
-    job: str = ""  # job of its workers; empty means none yet
+    job: str = ""  # job of the agent's workers, or empty
     release: str = ""  # release of this package
-    notice: Notice | None = None  # preemption notice in effect, if any
-    ends: bool = False  # the agent exits when dismissed; otherwise it waits for the next job
+    notice: Notice | None = None  # current preemption notice, or None
+    ends: bool = False  # the agent exits when it is dismissed; otherwise it waits for the next job
 
 
 class Heard(AgentMessage):
@@ -116,19 +116,19 @@ class Here(AgentMessage):
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Attach(AgentMessage, tag="Hire"):  # the name that earlier releases use
+class Attach(AgentMessage, tag="Hire"):  # earlier releases use this name in messages
     """First message of a driver to an agent: identity of the driver. If the agent has served a later driver, it closes
     the connection.
     """
 
-    job: str  # unique for each job, even among jobs with the same name
+    job: str  # ID of the job, unique even among jobs with the same name
     term: int  # grows with every driver of a job
     lease_s: float
-    away_s: float  # how long workers train without a driver
+    away_s: float  # seconds for which workers train without a driver
     # Source of preemption notices of the agent's machine; see `preemption.watch`.
     preemption: str = "off"
     slurm: dict[str, str] = {}  # variables about the allocation in the driver's environment
-    preload: str = ""  # modules that the process for the next worker imports
+    preload: str = ""  # modules that the preloaded process for the next worker imports
 
 
 class Reject(AgentMessage, tag="Refused"):
@@ -144,8 +144,9 @@ class Start(AgentMessage):
 
     worker: Worker
     command: list[str]
-    env: dict[str, str]  # takes precedence over the agent's environment
-    folder: str  # working folder, if it exists on the host
+    # environment of the workers, which takes precedence over the agent's environment
+    env: dict[str, str]
+    folder: str  # working folder of the workers, if it exists on the host
 
 
 class Kill(AgentMessage):

@@ -7,7 +7,7 @@ import resource
 from elastic.errors import Invalid
 
 SPARE = 512  # descriptors for unauthenticated connections and other files
-# Minimum number if hosts connect by themselves, as far as the system permits.
+# Minimum limit if hosts connect by themselves. It is lower if the system does not permit so many files.
 UNKNOWN = 16_384
 
 

@@ -31,7 +31,7 @@ class AgentMessageReceived(msgspec.Struct, frozen=True):
     """
 
     agent: AgentId
-    message: Any  # one of messages.FromAgent
+    message: Any  # one of `messages.FromAgent`
     caller: str = ""
 
 
@@ -138,7 +138,7 @@ class RelayMessage(msgspec.Struct, frozen=True):
     """Action: pass a worker's message to the job's loop."""
 
     worker: Worker
-    message: Any  # one of protocol.FromWorker
+    message: Any  # one of `protocol.FromWorker`
 
 
 class RelayOutput(msgspec.Struct, frozen=True):

@@ -20,25 +20,26 @@ class AgentRecord:
 
     name: str
     agent: AgentId | None = None  # the last agent that registered
-    here: bool = False  # it is connected and has reported its workers
-    ends: bool = False  # it exits when dismissed
-    coming: bool = False  # it was started, may outlive this driver, and has not connected yet
-    starts: list[Start] = field(default_factory=list)  # queued until it connects
+    here: bool = False  # the agent is connected and has reported its workers
+    ends: bool = False  # the agent exits when it is dismissed
+    coming: bool = False  # an agent was started, may outlive this driver, and has not connected yet
+    # orders to start workers, queued until the agent connects
+    starts: list[Start] = field(default_factory=list)
     starting: bool = False  # an agent is being started
     # Workers that were ordered or reported and have not exited.
     running: set[Worker] = field(default_factory=set)
     doomed: set[Worker] = field(default_factory=set)  # workers to kill once the agent is connected
-    overdue_why: str = ""  # reason for its loss if it does not connect in time
-    again_s: float = AGAIN_S[0]  # seconds until the next attempt to start an agent here
-    given_up: bool = False  # the driver disconnected it and does not wait for its return
-    trouble: str = ""  # last error of starting an agent, logged once
+    overdue_why: str = ""  # reason for the loss of the host if its agent does not connect in time
+    again_s: float = AGAIN_S[0]  # seconds until the next attempt to start an agent on this host
+    given_up: bool = False  # the driver gave up the host, and does not wait for the agent's return
+    trouble: str = ""  # last error when an agent was started, to log each error once
 
 
 class DeadlineKind(enum.IntEnum):
     """Purpose of a deadline."""
 
     ARRIVAL = 1  # the host's agent must be connected
-    RETRY = 2  # start an agent there again
+    RETRY = 2  # another agent must be started on the host
     RESIGNATION = 3  # no host was reachable for so long that all hosts are lost
     BEAT = 4
 
@@ -49,7 +50,7 @@ class PoolDeadlines:
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}
         self._first: float | None = None
-        self._known = True  # `_first` is up to date
+        self._known = True  # `_first` has its final value
 
     def __contains__(self, key: tuple[str, DeadlineKind]) -> bool:
         return key in self._at

@@ -68,12 +68,12 @@ class Uplink:
         self.lease_s = lease_s
         self.tls = tls
         self.decoder = messages.to_agent
-        self.open = False  # both sides have authenticated
+        self.open = False  # both sides have authenticated on the current connection
         self.bound = ""  # numeric address of this host in the last connection
         self._connection: Connection[AgentId] | None = None
         self._caller: ClientHandshake
-        self._proved: asyncio.Future[None]  # state of the current attempt
-        self._ended: asyncio.Future[str]  # reason for the end of the open connection
+        self._proved: asyncio.Future[None]  # ends when the current attempt has authenticated
+        self._ended: asyncio.Future[str]  # result: the reason for the end of the open connection
 
     @property
     def backlog(self) -> int:

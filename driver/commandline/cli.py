@@ -72,11 +72,11 @@ _WORKERS_SWITCHES = (
     "HOROVOD_DISABLE_GROUP_FUSION",
 )
 _SAYS_NOTHING = {
-    # Horovod's default, so the user may not have set it.
+    # This is Horovod's default, so the user may not have set it.
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
-    ("HOROVOD_TIMELINE", "DYNAMIC"),  # the script sets the file
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # With this value, the script sets the file later.
 }
 # Level of the line about an option whose flag follows the program. Scripts may have flags of the last names.
 _MISPLACED = {
@@ -89,11 +89,11 @@ PROGRAM_ALIKE = 0.75  # similarity from which a program may be a misspelt comman
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")
-# output may be piped to a reader that exits early, such as `head`
+# The output of these commands may be piped to a reader that exits early, such as `head`.
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
-_SLACK_S = 60.0  # collectives time out long after the driver has decided about the worker
+_SLACK_S = 60.0  # Collectives time out long after the driver has decided about the worker.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -451,7 +451,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
     if rank is not None:
         try:
             behind = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
-        except OSError:  # standard input is another terminal
+        except OSError:  # Standard input is the controlling terminal of another session.
             behind = False
         if behind:
             raise Invalid(

@@ -58,7 +58,7 @@ class EtcdDiscovery:
                             return
                         finally:
                             pending = None
-                    # Queried again, since the first answer shows that etcd is available again.
+                    # Queried a second time, because the first answer may show that etcd is available again.
                     settling = self._etcd.unsettled_s(self._settle_s) > 0
                     kept = {**kept, **now} if settling else dict(now)
                     hosts = self._in_order(kept)

@@ -18,7 +18,7 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import show
 from elastic.errors import Invalid
 
-QUIET = 30  # number of attempts for which other failures are not logged
+QUIET = 30  # number of attempts during which a different failure is not logged
 EMPTY_RUNS = 3  # number of consecutive runs without a host after which the list becomes empty
 OUTPUT_LIMIT = 1 << 20  # maximum number of bytes kept from each of stdout and stderr
 
@@ -59,7 +59,7 @@ class PolledDiscovery:
                 hosts = await self._ask()
             except Invalid as error:
                 empty = 0
-                # Log each failure once, not every second, even if invalid output differs each time.
+                # Each failure is logged once, and not every second, even if invalid output differs each time.
                 tries += 1
                 if not trouble or (str(error) != trouble and tries > QUIET):
                     trouble, tries = str(error), 0
@@ -150,7 +150,7 @@ async def execute(
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # Reaps it. A process that hangs in the kernel is left to the event loop.
+                # This reaps the process. A process that hangs in the kernel is left to the event loop.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(process.wait(), 1.0)
         return code, output.bytes(), errors.bytes()

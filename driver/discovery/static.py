@@ -49,4 +49,4 @@ class OwnSlots:
             await self._grown.wait()
 
 
-GivenHosts = StaticDiscovery | OwnSlots  # their lists do not grow by themselves
+GivenHosts = StaticDiscovery | OwnSlots  # discoveries whose lists do not grow by themselves

@@ -43,7 +43,7 @@ class Unchanged(NamedTuple):
 class Put(NamedTuple):
     key: str
     value: bytes
-    lease: int = 0  # lease with which the key is deleted
+    lease: int = 0  # ID of the lease with which the key is deleted
 
 
 class EtcdClient:
@@ -191,8 +191,8 @@ class EtcdClient:
             yield items
 
     async def _watch(self, key: str, end: bytes) -> AsyncGenerator[dict[str, Item], None]:
-        # After a watch has ended, everything is read again: missed changes do not matter, nor whether etcd still has
-        # it, or whether etcd was restored from a backup.
+        # After a watch has ended, all keys are read again. It is then irrelevant which changes were missed, and whether
+        # etcd was restored from a backup.
         refused = False
         while not self._members.closed:
             connection = None
@@ -223,7 +223,7 @@ class EtcdClient:
     ) -> AsyncGenerator[Any, None]:
         rpc = self._rpc
         create = rpc.WatchCreateRequest(key=key.encode(), range_end=end, start_revision=revision)
-        # Otherwise a member without a leader would be silent forever.
+        # With this metadata, a member without a leader ends the watch. Without it, the member would be silent forever.
         stream = connection.watches.Watch(metadata=(*connection.metadata, ("hasleader", "true")))
         try:
             await connection.outcome(stream.write(rpc.WatchRequest(create_request=create)), CALL_S)
@@ -236,9 +236,10 @@ class EtcdClient:
                 if answer.compact_revision:
                     return
                 if answer.canceled:
-                    # The token may have expired; the next connection gets a new one.
+                    # The token may have expired. The next connection requests a new one.
                     raise Unavailable(answer.cancel_reason or "etcd cancelled the watch")
-                within_s = None  # `_pulse` closes the connection if etcd is unavailable
+                # No deadline is needed: `_pulse` closes the connection if etcd is unavailable.
+                within_s = None
                 if answer.events:
                     yield answer.events
         finally:

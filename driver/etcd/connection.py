@@ -16,7 +16,7 @@ from elastic.errors import ElasticError, Invalid
 Answer = TypeVar("Answer")
 
 OPTIONS = [
-    # a new channel connects immediately, regardless of earlier failures
+    # A new channel then connects immediately, regardless of earlier failures.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
@@ -59,7 +59,7 @@ def load() -> Any:
         raise Invalid(
             f"etcd can't be used ({error.name} is missing): run pip install 'hvd-elastic[etcd]'"
         ) from None
-    finally:  # workers must not inherit these variables
+    finally:  # Workers must not inherit these variables.
         for name, text in before.items():
             if text is None:
                 os.environ.pop(name, None)
@@ -100,7 +100,7 @@ class EtcdConnection:
             answer = await self.outcome(self._auth.Authenticate(request, timeout=within_s))
         except Rejected as error:
             if "authentication is not enabled" in str(error):
-                return  # access is not restricted
+                return  # This etcd does not restrict access.
             raise AccessDenied(
                 f"etcd rejected user {self._access.user!r}: {error}. Check --etcd-user and the password"
             ) from None
@@ -115,7 +115,7 @@ class EtcdConnection:
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
         """Await a call, and convert gRPC's errors to Unavailable and Rejected."""
         task = asyncio.ensure_future(call)
-        # In a separate task, so that closing the channel does not look like a cancellation of the caller.
+        # The call runs in a separate task, so that closing the channel does not look like a cancellation of the caller.
         try:
             done, _ = await asyncio.wait({task}, timeout=within_s)
         except asyncio.CancelledError:
@@ -145,7 +145,8 @@ class EtcdConnection:
         details = str(error.details() or code.name)
         text = details.removeprefix("etcdserver: ")
         if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
-            return Unavailable(text)  # the token has expired: the next connection gets a new one
+            # The token has expired. The next connection requests a new one.
+            return Unavailable(text)
         if "user name is empty" in details:
             return AccessDenied("it requires a user: pass --etcd-user and its password")
         if code is codes.NOT_FOUND and "lease not found" in details:

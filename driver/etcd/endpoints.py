@@ -171,7 +171,7 @@ class Endpoints:
             self._close(connection)
 
     def _report(self, error: Exception, connection: EtcdConnection | None) -> None:
-        # Several calls may fail because of one connection.
+        # Several calls may fail because of one connection, which is closed once.
         if connection is None or connection is self._connection:
             self._failures += 1
         self._leave(connection)

@@ -34,7 +34,7 @@ from elastic.errors import Invalid
 if TYPE_CHECKING:
     from elastic.driver.etcd.client import Listing
 
-DELETES = 100  # maximum number in one transaction; etcd accepts 128 operations
+DELETES = 100  # Maximum number of deletions in one transaction. etcd accepts 128 operations.
 _NUMBER = re.compile(r"\d{12}")
 
 
@@ -65,8 +65,8 @@ class EtcdArchive:
         self._etcd = etcd
         self._leader = leader
         self._folder = f"{root}journal/"
-        self._next: int | None = None  # None if unknown
-        self._obsolete: list[int] = []  # records before the valid ones
+        self._next: int | None = None  # number of the next record, or None if unknown
+        self._obsolete: list[int] = []  # numbers of the records before the valid ones
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
@@ -141,8 +141,8 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         self._folder = folder
         self._header = header
         self._next = 0  # number of the next piece
-        self._counting: list[int] = []  # valid pieces
-        self._obsolete: deque[int] = deque()  # invalid pieces that still exist
+        self._counting: list[int] = []  # numbers of the valid pieces
+        self._obsolete: deque[int] = deque()  # numbers of the invalid pieces that still exist
 
     async def replace(self, obsolete: Iterable[int], number: int) -> None:
         """Replace the journal by that of a new job, whose first piece has the number ``number``."""
@@ -196,7 +196,7 @@ def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
         head, _, body = numbers[number].partition(b"\n")
         index, count = map(int, head.split(b"/"))
         if index == 1:
-            pieces = []  # a driver ended before it had completely written the previous record
+            pieces = []  # A driver ended before it had completely written the previous record.
         if index == len(pieces) + 1:
             pieces.append(body)
             if index == count:

@@ -19,7 +19,7 @@ from elastic.errors import Invalid
 
 ROOT = "/hvd-elastic/"
 NAME_LIMIT = 200
-HOST_LIMIT = 253  # characters, as in DNS
+HOST_LIMIT = 253  # maximum number of characters of a host's name, as in DNS
 
 
 class HostRecord(msgspec.Struct, frozen=True):
@@ -29,14 +29,14 @@ class HostRecord(msgspec.Struct, frozen=True):
 
 class LeaderRecord(msgspec.Struct, frozen=True):
     term: int
-    address: str = ""  # empty means not known yet
+    address: str = ""  # address for operators; empty if it is not known yet
     port: int = 0
 
 
 class LeaderAddress(NamedTuple):
     """Address and term of the driver of a job."""
 
-    address: str  # host:port
+    address: str  # address of the agent, host:port
     term: int
 
 

@@ -21,7 +21,7 @@ from elastic.driver.etcd.keys import LeaderRecord, job_root, read_leader, split_
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 
-RETAKE_S = 1.0  # time for the previous leader to take its seat again once etcd is available
+RETAKE_S = 1.0  # seconds for which the previous leader may lead again once etcd is available
 
 
 class LeadershipLost(ElasticError):
@@ -113,7 +113,8 @@ class Leadership:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            with contextlib.suppress(Unavailable, Rejected):  # the lease expires by itself
+            # Without this call, the lease expires by itself.
+            with contextlib.suppress(Unavailable, Rejected):
                 await self._etcd.revoke(self._lease, within_s=2.0)
         if self._guard is not None:
             self._guard.close()
@@ -160,7 +161,7 @@ class Leadership:
                 taken = read_leader(seat.value)
                 if seat.lease != lease or taken is None:
                     return False
-                # this driver had changed it, but the answer was lost
+                # This driver had changed the key, but the answer was lost.
                 record, revision = taken, seat.changed
             self.term, self._record = record.term, record
             self._guard_condition = Unchanged(self._term, revision)

@@ -69,7 +69,8 @@ class LeaseGuard:
 
     def _write(self, line: bytes) -> None:
         if self._popen is not None and self._popen.stdin is not None:
-            with contextlib.suppress(OSError):  # the process has exited, so the lease expires
+            # The process has exited, so the lease expires instead.
+            with contextlib.suppress(OSError):
                 os.write(self._popen.stdin.fileno(), line + b"\n")
 
 

@@ -30,7 +30,7 @@ from elastic.driver.etcd.keys import (
 from elastic.errors import Invalid
 
 EXPIRY_S = 1.5  # etcd detects an expired lease within this time
-LOOK_S = 0.25  # interval between two checks of a predecessor's lease
+LOOK_S = 0.25  # seconds between two checks of a predecessor's lease
 
 
 class Registration:
@@ -94,7 +94,8 @@ class Registration:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            with contextlib.suppress(Unavailable, Rejected):  # the lease expires by itself
+            # Without this call, the lease expires by itself.
+            with contextlib.suppress(Unavailable, Rejected):
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
     async def watch_driver(self) -> AsyncGenerator[LeaderAddress | None, None]:
@@ -116,7 +117,7 @@ class Registration:
         least_s = 0.0
         while item := await self._etcd.get(self._key):
             if read_host(self._host, item.value) is None:
-                return  # not written by an agent
+                return  # The value was not written by an agent.
             left_s, granted_s = await self._etcd.time_left(item.lease)
             if deadline is None:
                 deadline, least_s = loop.time() + min(granted_s, 60.0) + EXPIRY_S, left_s
@@ -124,7 +125,8 @@ class Registration:
                     "info",
                     f"host {self._host} has an earlier registration; waiting for its lease to expire",
                 )
-            if left_s > least_s or loop.time() > deadline:  # another agent renews it
+            # If the lease does not become shorter, another agent renews it.
+            if left_s > least_s or loop.time() > deadline:
                 raise Invalid(self._taken())
             least_s = left_s
             await asyncio.sleep(LOOK_S)
@@ -185,7 +187,7 @@ class Registration:
             try:
                 await work()
                 return
-            except Unavailable:  # the connection was closed
+            except Unavailable:  # The connection was closed.
                 return
             except Rejected as error:
                 if str(error) != last_error:

@@ -18,7 +18,7 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.reasons import counted, start_checkpoint
 from elastic.driver.settings import StartCheckpoint
 
-QUIET_S = 30.0  # minimum interval between two lines of a kind
+QUIET_S = 30.0  # minimum interval between two lines of one kind, in seconds
 NAMED = 4  # maximum number of workers named per group
 
 

@@ -48,7 +48,7 @@ class CheckpointCompleted:
 
     commit: Commit
     place: str
-    size: int  # bytes
+    size: int  # size in bytes
     took_s: float
     step: int | None = None  # step counter of the state
 
@@ -120,11 +120,11 @@ class CheckpointShares:
     """Tracks which ranks of one job have written their shares of a checkpoint."""
 
     _generation: int = 0
-    _members: list[Worker] = field(default_factory=list)  # by rank
-    # Digests, by request.
+    _members: list[Worker] = field(default_factory=list)  # members of the world by rank
+    # digests of each rank's parts, by request
     _written: dict[int, dict[Worker, dict[str, int]]] = field(default_factory=dict)
     _ever_equal: bool = False  # all replicas were equal at some checkpoint of this job
-    _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # by request
+    _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # dropped checkpoints, by request
     _done: dict[int, Commit] = field(default_factory=dict)
     _not_finite: dict[Worker, NotFinite] = field(default_factory=dict)
     _newest: Commit | None = None  # newest complete checkpoint of all worlds
@@ -163,7 +163,8 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                # this rank has waited for long, so it repeats the request to the other ranks
+                # The rank has waited for long. The request is repeated to the other ranks, which may not have received
+                # it.
                 if again:
                     silent = [each for each in self._members if each not in written]
                     return [SendToRanks(silent, MakeDurable(self._generation, number))]

@@ -62,12 +62,12 @@ class JobDecisions:
         self.running = set(running)  # started workers without a reported exit
         self.members = dict(members or {})  # members of the last world
         self.stop_code: int | None = None  # set by the first request to stop
-        self.ending: Shutdown | None = None  # once the outcome is known
+        self.ending: Shutdown | None = None  # set once the outcome is known
         self.raised = False  # membership raised an exception and is no longer called
         self._membership = membership
         self._leave_s = leave_s
-        self._idle_s = idle_s  # see `Shutdown`
-        self._failed: dict[Worker, Reason] = {}  # see `Shutdown`
+        self._idle_s = idle_s  # see the argument of `Shutdown`
+        self._failed: dict[Worker, Reason] = {}  # see the argument of `Shutdown`
         # released workers with an exit that has not been handled yet
         self._let_go: set[Worker] = set()
 
@@ -91,12 +91,13 @@ class JobDecisions:
         try:
             return self._membership.handle(event, now)
         except Exception:
-            self.raised = True  # its state is unreliable from here on
+            self.raised = True  # The state of membership is unreliable after an exception.
             raise
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
         """Return the actions of ``answer``, followed by the actions that the end of the job adds."""
-        begun = self.ending is not None  # membership handles the exit that causes the end
+        # The exit that causes the end was already handled by membership.
+        begun = self.ending is not None
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None
         if isinstance(event, StopRequested) and self.stop_code is None:
@@ -160,7 +161,7 @@ class JobDecisions:
         """Handle a stop request that arrived after the outcome of the job was known."""
         assert self.ending is not None and self.stop_code is not None
         actions: list[Action] = []
-        if not again or self.ending.code == 0:  # it had succeeded while a stop was pending
+        if not again or self.ending.code == 0:  # The job had succeeded while a stop was pending.
             self.ending.stopped(self.stop_code, now)
             actions.append(EndJob(self.stop_code, as_sentence(event.reason)))
         return actions + self.ending.hurried(now) if again else actions

@@ -61,7 +61,7 @@ from elastic.protocol.report_values import Report as WorkerReport
 
 AT_ONCE = 1000  # maximum number of events decided and written together
 LINE = 79  # columns of a text after the log's prefix of 21 columns
-WAIT_SLACK_S = 60.0  # workers give up waiting for a world only after the driver has
+WAIT_SLACK_S = 60.0  # Workers wait for a world for this much longer than the driver does.
 Line = tuple[str, str]  # level and text for the log
 LAST_CHECKPOINT_S = 6.0  # seconds after SIGTERM; `docker stop` sends SIGKILL after 10 s
 # A process manager may signal all processes of a job, and a wrapper may forward its SIGTERM. Such signals are one
@@ -103,10 +103,10 @@ class JobRuntime:
 
     settings: Settings
     command: Sequence[str]
-    environ: Mapping[str, str]  # inherited by workers
+    environ: Mapping[str, str]  # environment that workers inherit
     by_agents: bool = False
     fixed_hosts: bool = False  # discovery yields a fixed list, which does not grow by itself
-    secret: str = ""  # hexadecimal
+    secret: str = ""  # the job's secret, hexadecimal
     tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address on which the control server listens
     advertised: str = ""  # address that workers connect to, if it differs
@@ -123,7 +123,7 @@ class Adopted:
     """
 
     running: Collection[Worker]
-    places: Mapping[Worker, Place]  # places in the last world
+    places: Mapping[Worker, Place]  # places of the members of the last world
     generation: int
     clock_offset: float
 
@@ -177,7 +177,7 @@ class Driver:
         # Places assigned at the start, used until the first world.
         self._promised: dict[Worker, Place] = {}
         self.generation = past.generation if past else 0
-        self.outcome = ""  # why the job ended
+        self.outcome = ""  # reason for the end of the job
         self._adopts = past is not None
         self._offset = past.clock_offset if past else 0.0
         self._listening = listening
@@ -203,7 +203,7 @@ class Driver:
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
-        self._held: bool | None = None  # whether a member of the latest world held a commit
+        self._held: bool | None = None  # whether a member of the newest world held a commit
         # whether a published world had a commit of the script and not only the initial state; assumed after failover
         self._committed = self.generation > 0
         self._about_checkpoints = CheckpointLines(self._now, self._log)
@@ -212,10 +212,10 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # layout text by digest
-        self._step_input = b""  # last value received
+        self._step_input = b""  # last value that the step input received
         self._exit_barrier = ExitBarrier(server, self._post)
         self._stop_code: int | None = None  # code of the first stop request
-        self._hurried = False  # a second stop request arrived: the journal is no longer awaited
+        self._hurried = False  # A second stop request arrived, so the journal is no longer awaited.
         # The pending write of the journal, if one is awaited.
         self._settling: asyncio.Future[None] | None = None
         self._signalled: int | None = None  # exit code of the last signal
@@ -272,7 +272,7 @@ class Driver:
         assert self._decisions.ending is not None
         heard = self._signalled if self._stop_code is None else self._stop_code
         if self._decisions.stop_code is None and heard is not None:
-            return heard  # it arrived after the loop's last decision
+            return heard  # The event arrived after the loop's last decision.
         return self._decisions.ending.code
 
     async def _run(self) -> None:
@@ -596,7 +596,8 @@ class Driver:
                 return self._end(action)
             case events.Report(level, text, about):
                 if about is not None and about.kind is ReasonKind.SLOT_GIVEN_UP:
-                    text = in_one_line(about) or text  # the output is already on the screen
+                    # The output of the worker is already on the screen.
+                    text = in_one_line(about) or text
                 starting = self.generation == 0
                 return None if self._exits.shares(about, starting=starting) else (level, text)
             case events.AnswerRequest(_, done, reason):
@@ -697,7 +698,7 @@ class Driver:
         if outcome.code != 0:
             self._server.broadcast(self._decisions.running, protocol.End(reason))
         if self.outcome:
-            return None  # a stop request followed
+            return None  # A stop request followed.
         self.outcome = reason
         self._about_checkpoints.ended()
         if outcome.code == 0:

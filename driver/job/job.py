@@ -20,7 +20,7 @@ from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
-WORKERS_PER_CORE = 8  # limit on one machine with an unspecified number of slots
+WORKERS_PER_CORE = 8  # limit on one machine if the number of slots is not specified
 
 
 class Stoppable(Protocol):
@@ -40,9 +40,9 @@ class Job:
 
     command: list[str]  # the program and its arguments
     settings: Settings
-    hosts: dict[str, int] | None  # host -> slots, in order of preference
+    hosts: dict[str, int] | None  # number of slots of each host, in order of preference
     script: list[str] | None  # absolute path of the discovery script, and its arguments
-    allocation: Allocation | None = None  # of Slurm, whose nodes are the hosts
+    allocation: Allocation | None = None  # Slurm allocation whose nodes are the hosts
     # settings for other hosts or driver failover; None: this machine only
     fleet: MultiHostPlan | None = None
     own_slots: bool = False  # the number of slots of this machine was not specified
@@ -59,17 +59,17 @@ class Job:
     # Called with the operators' address and key.
     steered: Callable[[str, bytes], object] | None = None
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
-    output_dir: str | None = None  # an existing writable folder
+    output_dir: str | None = None  # folder for output files, which exists and is writable
     prefix_timestamps: bool = False
     begins: StartCheckpoint | None = None
-    journal: str | None = None  # a writable file
+    journal: str | None = None  # path of the journal, which is writable
     summary: bool = False  # log a summary of the time spent at the end
-    report: str | None = None  # writable file for a page about the job
+    report: str | None = None  # path of a report page, which is writable
     metrics: tuple[str, int] | None = None  # address and port of the metrics server
     dashboard: tuple[str, int] | None = None  # address and port of the live page
     opentelemetry: bool = False  # send traces of recoveries, configured by variables in ``environ``
-    tensorboard: str | None = None  # writable folder for scalars
-    log_level: str = "INFO"  # one of flags.LOG_LEVELS
+    tensorboard: str | None = None  # folder for TensorBoard, which is writable
+    log_level: str = "INFO"  # one of `flags.LOG_LEVELS`
     log_timestamps: bool = True  # prefix the driver's log lines with the time
     # level and text of lines to log once
     notes: list[tuple[str, str]] = field(default_factory=list)

@@ -63,12 +63,12 @@ _LEVELS = {
 class JobIO:
     """Input and output of one driver. ``place_of`` may be set later, once a membership exists."""
 
-    view: JobView  # on a clock of seconds since 1970
+    view: JobView  # view of the job on a clock of seconds since 1970
     console: Console
     output: Output
     tracing: Tracing
     metrics: MetricsServer | None
-    summary: bool  # log a summary at the end
+    summary: bool  # whether to log a summary of the time at the end
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
@@ -79,7 +79,8 @@ class JobIO:
     level: str  # log level of the console
     line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
-    changing: threading.Lock = field(default_factory=threading.Lock)  # held while the view changes
+    # lock that is held while the view changes
+    changing: threading.Lock = field(default_factory=threading.Lock)
     # Difference between the clocks of the view and the journal, or None before the first event.
     epoch: float | None = None
     unreported: bool = False  # the report could not be written
@@ -204,7 +205,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         heard=page.said,
     )
     metrics: MetricsServer | None = None
-    wait_s: float | None = STOPPED_S  # also called after an exception
+    wait_s: float | None = STOPPED_S  # The time limit is also used if an exception was raised.
     try:
         for note_level, line in job.notes:
             console(note_level, line)
@@ -213,7 +214,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             tracing.open(job.settings.timeline)
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
-            # Its import takes a tenth of a second.
+            # Imported only if needed, because the import takes a tenth of a second.
             from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
 
             metrics = MetricsServer(*job.metrics, JobMetrics(spent), changing)

@@ -12,8 +12,9 @@ from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
-SOON_S = 1.0  # a free seat is taken within this time
-LEFT_S = 4.0  # ... and the seat of a killed driver once its lease has expired
+SOON_S = 1.0  # seconds within which a free leadership is acquired
+# seconds within which the leadership of a killed driver is acquired, once its lease has expired
+LEFT_S = 4.0
 
 
 class LeaderLease:

@@ -13,8 +13,9 @@ from elastic.driver.job.provider import Provider
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 
-AWAY_S = 600.0  # how long workers train without a driver if another may take over
-BOUND_AWAY_S = 30.0  # ... and if none will, in case only the connection was lost
+AWAY_S = 600.0  # seconds for which workers train without a driver if another driver may take over
+# seconds for which they train if none will, in case only the connection was lost
+BOUND_AWAY_S = 30.0
 
 # The driver's variables that are forwarded to all hosts. They concern training, not the driver's machine.
 FORWARDED = re.compile(
@@ -32,7 +33,7 @@ class PodSource:
     """
 
     selector: str
-    namespace: str | None  # None: that of this pod
+    namespace: str | None  # namespace of the pods; None means that of this pod
     slots: int | None
     # address of this pod, where the driver listens; empty means the address that other hosts use
     address: str
@@ -54,16 +55,17 @@ class MultiHostPlan:
     ssh: SshOptions
     resume: bool
     standby: bool
-    fresh: bool  # start a new job, even if one could be resumed
+    fresh: bool  # whether to start a new job even if an earlier job could be resumed
     interfaces: list[str]
     port: int
     away_s: float
     forwarded: dict[str, str] = field(repr=False)
     by_etcd: bool  # hosts are the agents registered in etcd
     service: str | None  # headless service whose addresses are the hosts
-    pods: PodSource | None  # hosts are pods listed by the Kubernetes API
-    needed: bool  # hosts that are known to need agents
-    provider: Provider | None = None  # supplies hosts and agents, instead of lists and ssh
+    pods: PodSource | None  # which pods are hosts, or None if hosts are not pods
+    needed: bool  # whether the known hosts need agents
+    # engine that supplies hosts and agents, instead of lists and ssh
+    provider: Provider | None = None
 
     @property
     def outlived(self) -> bool:

@@ -28,7 +28,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         listed: hosts of the new job.
     """
     if plan.etcd or plan.provider or plan.agents_come:
-        return  # these agents find the new driver, and clean up before they serve it
+        return  # These agents find the new driver, and clean up before they serve it.
     archive = FileArchive(Path(path))
     try:
         header = archive.header()
@@ -39,7 +39,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         if past is None or past.over:
             return
         hosts = {worker.host for worker in past.membership.roster}
-    except Invalid:  # the end of the journal is missing, for example after a full disk
+    except Invalid:  # The end of the journal may be missing, for example after a full disk.
         hosts = set(listed)
     finally:
         archive.close()
@@ -71,7 +71,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         while (here or hosts - called) and now() - began < (CLOSE_S if here else CALL_S):
             await asyncio.sleep(0.005)
     except OSError:
-        pass  # another process now listens at the address
+        pass  # Another process now listens at the address.
     finally:
         await server.close()
     if missing := ", ".join(sorted(hosts - called)):

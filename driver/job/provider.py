@@ -19,7 +19,7 @@ class Provider(Protocol):
     outlived: bool  # the job can outlive its driver and be resumed by another driver
     fresh: bool  # this is the first driver of the job
     secret: bytes  # secret of the job
-    lost: asyncio.Event | None  # set once another driver leads the job
+    lost: asyncio.Event | None  # set once another driver leads the job, or None
 
     @property
     def towards(self) -> Sequence[str]:

@@ -126,7 +126,7 @@ class Shutdown:
 
     def _fail(self, now: float) -> None:
         self.code = 1
-        if self._again:  # the others may be waiting for it in a collective
+        if self._again:  # The other workers may be waiting for this one in a collective.
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:

@@ -21,7 +21,8 @@ class StartCleanup:
 
     def remove(self) -> None:
         while self._undo:
-            with contextlib.suppress(OSError):  # at worst, an empty file or folder remains
+            # If the removal fails, an empty file or folder remains.
+            with contextlib.suppress(OSError):
                 self._undo.pop()()
 
     @contextlib.contextmanager

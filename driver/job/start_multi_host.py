@@ -58,7 +58,7 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Report
 
-ASKED = 16  # host names resolved to determine where to listen
+ASKED = 16  # maximum number of host names that are resolved to determine where to listen
 DEPOSED_CODE = 75  # EX_TEMPFAIL. Another driver continues the job.
 
 Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
@@ -111,7 +111,8 @@ async def _past(
             " a new job"
         )
     if begun_alone or (found is not None and found.ended is not None and unawaited):
-        return None  # its workers ended with their driver, or no driver has waited for its outcome
+        # The workers of that job ended with their driver, or no driver has waited for its outcome.
+        return None
     name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
     return to_go_on_with(
         found,
@@ -188,7 +189,7 @@ class _Run:
         job_io.place_of = self.membership.place_of
         self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
         self.id = past.job if past is not None else uuid.uuid4().hex
-        self.lost: asyncio.Event | None = None  # set once another driver leads
+        self.lost: asyncio.Event | None = None  # set once another driver leads the job
         if lead is not None:
             self.lost = lead.leadership.lost
         elif plan.provider is not None:
@@ -321,7 +322,8 @@ class _Run:
         know no other.
         """
         movable = self.plan.etcd is not None or self.plan.provider is not None
-        movable = movable or self.plan.pods is not None  # another pod with the name of a service
+        # A service may lead to a different pod of the same name.
+        movable = movable or self.plan.pods is not None
         if self.past is not None and not movable and self.past.address:
             return parse_address(self.past.address)
         if self.plan.pods is not None and self.plan.pods.address:

@@ -46,8 +46,9 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
     address: str = ""  # host:port
     date: str = ""
     pid: int = 0
-    at: float = 0.0  # time on the clock of the entries, ...
-    offset_s: float = 0.0  # ... which is the machine's monotonic clock plus this offset
+    at: float = 0.0  # time on the clock of the entries at the driver's start
+    # seconds to add to the machine's monotonic clock to obtain the clock of the entries
+    offset_s: float = 0.0
     unix_s: float = 0.0
     boot: str = ""
 
@@ -61,9 +62,10 @@ class Header(msgspec.Struct, frozen=True):
     job: str = ""
     command: list[str] = []
     folder: str = ""
-    outlives: bool = False  # whether its agents and workers continue without a driver
+    outlives: bool = False  # whether the driver's agents and workers continue without a driver
     writer: Writer = Writer()
-    begins: StartCheckpoint | None = None  # None: no checkpoint, or written by an earlier version
+    # start checkpoint; None if there was none, or in a journal of an earlier version
+    begins: StartCheckpoint | None = None
 
     def checked(self) -> Settings:
         """Return the settings in the header, without the values of additional environment variables.
@@ -105,7 +107,7 @@ class Snapshot(msgspec.Struct):
 
     snapshot: msgspec.Raw
     at: float
-    writer: Writer  # the driver that wrote it
+    writer: Writer  # the driver that wrote the snapshot
 
 
 class Resumed(msgspec.Struct):

@@ -39,7 +39,7 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-KEPT = 5  # journals of previous jobs kept beside the file
+KEPT = 5  # maximum number of journals of previous jobs that are kept
 BLOCK = 1 << 20  # bytes per read when searching for the last snapshot
 _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -59,12 +59,13 @@ class FileArchive:
             self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_writable(path, error) from error
-        self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)  # neither a device nor a pipe
+        # The path may be that of a device or a pipe.
+        self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _LACKING:
-                return  # a device, or a file system without locks
+                return  # The file is a device, or its file system has no locks.
             os.close(self.fd)
             if isinstance(error, BlockingIOError):
                 raise _in_use(path) from error
@@ -85,7 +86,7 @@ class FileArchive:
                 first = file.readline()
                 _check(self.path, first)
                 if not end:
-                    return None  # empty, or an incomplete header
+                    return None  # The file is empty, or its header is incomplete.
                 start = _last(file.fileno(), b"\n" + SNAPSHOT, end - 1) + 1 or len(first)
                 file.seek(start)
                 lines = file.read(end - start).split(b"\n")[:-1]
@@ -117,7 +118,7 @@ class FileArchive:
                 return
             for each in kept:
                 _has_journal(each)
-            # With a unique name, and readable by the user only.
+            # The file has a unique name, and only this user can read it.
             handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
             with open(self.path, "rb") as file, open(handle, "wb") as beside:
                 shutil.copyfileobj(file, beside)
@@ -256,7 +257,8 @@ class FileJournal(Journal):
                 if head == BEGINNING:
                     file.write(str(ABANDONED).encode())
         except OSError:
-            return  # workers then reveal this, since the journal does not contain their generation
+            # The workers then reveal this, because the journal does not contain their generation.
+            return
 
 
 def check_own(path: Path) -> None:
@@ -282,7 +284,7 @@ def _check_unwritten(path: Path) -> None:
     except BlockingIOError:
         raise _in_use(path) from None
     except OSError:
-        return  # the file does not exist, or there are no locks
+        return  # The file does not exist, or there are no locks.
 
 
 def _has_journal(path: Path) -> bool:
@@ -327,7 +329,7 @@ def _last(fd: int, what: bytes, end: int) -> int:
         found = os.pread(fd, end - start, start).rfind(what)
         if found >= 0:
             return start + found
-        end = start + len(what) - 1 if start else 0  # a match may span two blocks
+        end = start + len(what) - 1 if start else 0  # A match may span two blocks.
     return -1
 
 
@@ -353,7 +355,7 @@ def _in_use(path: Path) -> Invalid:
             else:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
-        pass  # the other driver has just started
+        pass  # The other driver has just started.
     owner = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
         f"{owner} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"

@@ -45,7 +45,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
 RING = 200  # number of entries kept in memory for the report of a failed assertion
-SNAPSHOT_EVERY = 2000  # entries
+SNAPSHOT_EVERY = 2000  # number of entries between two snapshots
 FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken at any moment
 
 
@@ -116,7 +116,7 @@ class Journal:
         self._bytes += self._keep(entry)
         self._entries += 1
         if error:
-            self.take = None  # the state is unreliable after an exception
+            self.take = None  # The state is unreliable after an exception.
         elif self._due(FORCED):
             self._snapshot()
 
@@ -343,7 +343,7 @@ def main(arguments: Sequence[str]) -> int:
     except Invalid as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader has closed the pipe
+    except BrokenPipeError:  # The reader has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PIECE = 768 * 1024  # bytes; etcd accepts 1.5 MiB per transaction
+PIECE = 768 * 1024  # size of a piece in bytes; etcd accepts 1.5 MiB per transaction
 
 
 @dataclass(eq=False)
@@ -15,9 +15,9 @@ class PendingRecord:
     """A record of which not all pieces have been written yet."""
 
     data: bytearray
-    begins: bool = False  # invalidates everything before it
-    begun: bool = False  # no further line can be added
-    written: int = 0  # number of pieces
+    begins: bool = False  # whether the record invalidates everything before it
+    begun: bool = False  # writing has begun, so no further line can be added
+    written: int = 0  # number of pieces written so far
 
     @property
     def pieces(self) -> int:

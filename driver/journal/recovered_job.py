@@ -16,7 +16,7 @@ class RecoveredJob:
 
     header: Header
     settings: Settings  # settings without the values of additional environment variables
-    writer: Writer  # the last driver
+    writer: Writer  # the last driver that wrote the journal
     membership: Membership
     last_at: float  # time of the latest entry on the last driver's clock
     ended: EndJob | None  # the outcome, once decided; workers may not have been notified

@@ -89,7 +89,7 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
     for field in fields(Settings):
         if field.name == "starting_max":
-            continue  # derived from the machine, not chosen by the user
+            continue  # The setting is derived from the machine, not chosen by the user.
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
             found += [f"workers now receive {name}" for name in now if name not in then]

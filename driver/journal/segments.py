@@ -30,7 +30,7 @@ class Head(msgspec.Struct, omit_defaults=True):
 
     piece: int
     of: int
-    begins: bool = False  # no earlier record is valid
+    begins: bool = False  # whether no earlier record is valid
     after: Place | None = None  # set in the first record of a chapter that continues another
 
 
@@ -98,7 +98,7 @@ def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], 
 
 @dataclass(frozen=True)
 class _Found:
-    head: Head  # head of its first piece
+    head: Head  # head of the record's first piece
     first: int
     data: bytes
 

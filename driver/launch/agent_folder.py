@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-PATH_LIMIT = 107  # bytes of a unix socket's address
+PATH_LIMIT = 107  # maximum number of bytes in the address of a Unix socket
 PREFIX = "hvd-elastic-"
 LOCK = "held-by-actor"
 

@@ -68,7 +68,7 @@ class ChildProcess:
             OSError: the program cannot be started.
         """
         self._loop = asyncio.get_running_loop()
-        # None if it will not become ready
+        # release of the process once it is ready, or None if it will not become ready
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.ended = asyncio.Event()
         self.code: int | None = None
@@ -131,7 +131,7 @@ class ChildProcess:
             self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # the exit is reported separately
+        except BrokenPipeError:  # The exit is reported separately.
             self._unsent = b""
         self._loop.remove_writer(self._input.fileno())
         if self._unsent:
@@ -161,7 +161,8 @@ class ChildProcess:
         *lines, rest = (bytes(self._line) + data).split(b"\n")
         self._line[:] = rest[-KEPT_BYTES:]
         for line in lines:
-            if not line.endswith(b"\r"):  # a message of ssh itself
+            # A line that ends with a carriage return is a message of ssh.
+            if not line.endswith(b"\r"):
                 self.heard(line.decode("utf-8", "replace"))
 
     def _close_output(self) -> None:
@@ -179,7 +180,7 @@ class ChildProcess:
     def _watch(self) -> None:
         try:
             self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # forbidden in some sandboxes: wait in a thread instead
+        except OSError:  # Some sandboxes forbid pidfds. In this case, a thread waits for the exit.
             threading.Thread(target=self._wait_in_thread, daemon=True).start()
         else:
             self._loop.add_reader(self._pidfd, self._on_exit)
@@ -187,11 +188,12 @@ class ChildProcess:
     def _wait_in_thread(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # The event loop was closed meanwhile.
             self._loop.call_soon_threadsafe(self._on_exit)
 
     def _on_exit(self) -> None:
-        if self._popen.returncode is not None:  # released
+        # The process was released, so its exit is not awaited.
+        if self._popen.returncode is not None:
             return
         self.code = self._popen.wait()
         if self._pidfd is not None:
@@ -199,7 +201,8 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         self.hang_up()
-        for _ in range(16):  # limited, since a grandchild may keep writing
+        # The number of reads is limited, because a grandchild may keep writing.
+        for _ in range(16):
             if not self._read():
                 break
         at_its_end = self._output.closed
@@ -301,10 +304,10 @@ class ChildProcesses:
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
-            if process in self._all:  # it has not already moved to the background
+            if process in self._all:  # The process may have moved to the background already.
                 self._left.add(process)
                 process.hang_up()
-        elif process.ended.is_set():  # immediately
+        elif process.ended.is_set():  # The process ended right after it was ready.
             self._lost(host, process)
         else:
             self._serving[host] = process

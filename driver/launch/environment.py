@@ -8,8 +8,8 @@ from elastic.driver.network.credentials import TlsFiles
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.rendezvous import nccl_settings
 
-# Variables with secrets of drivers and agents, with which a worker, or a process that reads its environment, could
-# impersonate them.
+# Variables with secrets of drivers and agents. A worker, or a process that reads its environment, could use them to
+# act as a driver or an agent.
 _KEPT_BACK = {
     "ELASTIC_JOB_SECRET",
     "ELASTIC_SECRET_FILE",
@@ -71,7 +71,7 @@ def defaults(threads: int) -> dict[str, str]:
     return {
         **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),
-        # hides Gloo's messages about dead peers, for which the driver logs one line
+        # This hides Gloo's messages about dead peers, for which the driver logs one line.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONUNBUFFERED": "1",
     }

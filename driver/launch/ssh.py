@@ -62,14 +62,14 @@ class SshOptions:
     """
 
     port: int | None = None
-    identity: str | None = None  # file with a private key
+    identity: str | None = None  # file with a private key, or None for ssh's default
     config: str | None = None  # replaces ~/.ssh/config and the system's configuration
-    python: str | None = None  # runs the agents on all hosts
+    python: str | None = None  # path of the Python that runs the agents on all hosts
     program: str = "ssh"
     connect_s: int = 10  # time limit for connecting
     ready_s: float = 60.0  # time limit for a ready agent, including the login
-    alive_s: int = 5  # interval between keepalives on an idle connection ...
-    alive_count: int = 3  # ... and the number of unanswered ones after which it is lost
+    alive_s: int = 5  # seconds between two keepalives on an idle connection
+    alive_count: int = 3  # number of unanswered keepalives after which the connection is lost
 
     def __post_init__(self) -> None:
         for flag, file in (("--ssh-identity-file", self.identity), ("--ssh-config", self.config)):
@@ -158,12 +158,12 @@ def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
     The command contains no secrets, and ssh cannot mistake the host for an option.
     """
     settings = {
-        "BatchMode": "yes",  # no prompts
+        "BatchMode": "yes",  # ssh must not ask for passwords.
         "ConnectTimeout": options.connect_s,
         "ServerAliveInterval": options.alive_s,
         "ServerAliveCountMax": options.alive_count,
-        "LogLevel": "DEBUG1",  # reports the keys that were tried
-        "ControlMaster": "no",  # may use an existing shared connection but must not create one
+        "LogLevel": "DEBUG1",  # At this level, ssh reports the keys that it tried.
+        "ControlMaster": "no",  # ssh may use an existing shared connection but must not create one.
         "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
     }

@@ -30,21 +30,21 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """
 
     job: str
-    host: str  # name in the list of hosts
+    host: str  # name of the host in the list of hosts
     secret: str  # the job's secret, hexadecimal
-    drivers: list[str] = []  # host:port; names are resolved at each attempt
+    drivers: list[str] = []  # addresses of drivers, host:port; names are resolved at each attempt
     # File with one address per line, read at each attempt; overrides ``drivers``.
     drivers_file: str = ""
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
-    slots: int = 0  # 0: the number of GPUs, or of cores if there are none
+    slots: int = 0  # number of slots; 0 means the number of GPUs, or of cores if there are none
     # Names of interfaces or networks. Workers use the first one that this host has. Empty means any.
     interfaces: list[str] = []
-    outlives: bool = False  # continues after the process that started it has exited
+    outlives: bool = False  # the agent continues after the process that started it has exited
     folder: str = ""  # working directory of workers; empty means the one that the driver specifies
     log_level: str = "info"
     grace_s: float = 30.0  # seconds from SIGTERM to SIGKILL; the default of Kubernetes and Slurm
-    ready_file: str = ""  # exists while the agent serves a driver, or empty if there is none
+    ready_file: str = ""  # path of a file that exists while the agent serves a driver, or empty
 
     def __repr__(self) -> str:
         return f"Bootstrap({self.job!r}, {self.host!r})"

@@ -6,14 +6,14 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 
-# Without the variables of flags. Set by users:
+# Variables that users set, without those of flags.
 _OF_USERS = """
     ELASTIC_CHECKS ELASTIC_COLLECTIVE_TIMEOUT ELASTIC_DIGESTS ELASTIC_ETCD_PASSWORD ELASTIC_FAILPOINTS
     ELASTIC_JOB_SECRET ELASTIC_NATIVE ELASTIC_SECRET_FILE HOROVOD_CONTROLLER
     HOROVOD_CPU_OPERATIONS HOROVOD_DISABLE_GROUP_FUSION HOROVOD_DYNAMIC_PROCESS_SETS
     HOROVOD_FUSION_THRESHOLD HOROVOD_GLOO_IFACE
 """
-# Set by this program for workers, agents and itself; a worker may start a job of its own.
+# Variables that this program sets for workers, agents and itself. A worker may start another job.
 _OURS = """
     ELASTIC_ALLOW_INEXACT ELASTIC_AZURE_METADATA_ENDPOINT ELASTIC_BIND ELASTIC_CALL
     ELASTIC_CALLS ELASTIC_CHECKPOINT_FLOOR ELASTIC_CHECKPOINT_FROM ELASTIC_CHECKPOINT_RUN
@@ -32,8 +32,9 @@ _HOROVODS = re.compile(
     r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK)"
     r"|MPICXX_SHOW|VERSION|REPO)"
 )
-_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")  # similar to a variable of this package
-_ALIKE = 0.8  # similarity, at most 1; allows for one or two letters
+# Variables of Elasticsearch resemble those of this package.
+_OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")
+_ALIKE = 0.8  # minimum similarity, of at most 1, which allows for one or two wrong letters
 
 
 def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:

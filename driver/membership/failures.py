@@ -71,11 +71,11 @@ class Failures(Part):
         if event.differs:
             verdict = because(ReasonKind.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
-            return  # it is already leaving
+            return  # The worker is already leaving.
         if not self.settings.elastic:
             self._record_complaint(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
-            # The workers inside elastic.run continue, and this one is restarted.
+            # Workers inside elastic.run continue, and the worker outside it is restarted.
             self.staff.dismiss(record, because(ReasonKind.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(record, because(ReasonKind.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
@@ -149,7 +149,7 @@ class Failures(Part):
         if event.generation != self.worlds.generation or record.stage not in AT_STAKE:
             return
         if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
-            return  # no worker waits for this worker, so it has time to exit; its exit ends the job
+            return  # No worker waits for this one, so it has time to exit. Its exit ends the job.
         self.staff.dismiss(record, because(ReasonKind.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=ended)
@@ -160,7 +160,7 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def exited(self, event: WorkerExited) -> None:
-        self.worlds.signs.heard(event.worker)  # no worker waits for its answer now
+        self.worlds.signs.heard(event.worker)  # No worker waits for the answer of this one now.
         record = self.roster.remove(event.worker)
         if record is None:
             return
@@ -200,7 +200,7 @@ class Failures(Part):
         elif not self.settings.elastic or self.worlds.root_cause_search is not None:
             self._exit_ends_the_job(record, event, exit_text)
         elif record.leaving and record.stage is WorkerStage.DISMISSED:
-            level = "debug" if record.unchecked else "info"  # a failed check is logged once
+            level = "debug" if record.unchecked else "info"  # A failed check is logged only once.
             self.actions.log(level, f"{event.worker} left with {ended}: {record.leaving}")
         else:
             self._end_if_the_script_is_wrong(record, event, exit_text)
@@ -217,7 +217,7 @@ class Failures(Part):
         worker's script has failed, because it would fail again.
         """
         if self.settings.reset_limit is None:
-            return False  # a script without elastic.run is restarted only on request
+            return False  # A script without elastic.run is restarted only on request.
         failed = self.staff.slots.any_failed() or self.roster.any_at(WorkerStage.DISMISSED)
         return not (self.worlds.trained or self.worlds.completed or failed)
 

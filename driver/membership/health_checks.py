@@ -22,7 +22,7 @@ class HealthChecks(Part):
     def checked(self, event: WorkerHealthChecked) -> None:
         record = self.roster.get(event.worker)
         if record is None or not record.unchecked or record.killed_for:
-            return  # the worker has exited or is already checked, since agents repeat results
+            return  # The worker has exited or is already checked. Agents repeat results.
         if record.stage is WorkerStage.DISMISSED:
             return
         if event.outcome is HealthOutcome.PASSED:
@@ -32,7 +32,8 @@ class HealthChecks(Part):
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times of the next checks."""
-        held = self.roster.first_at(WorkerStage.HELD)  # in the order of their deadlines
+        # The held workers are in the order of their deadlines.
+        held = self.roster.first_at(WorkerStage.HELD)
         yield from (each.check_by for each in held if not each.killed_for)
 
     def overdue(self) -> None:

@@ -50,7 +50,7 @@ class Membership:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.story: deque[events.Event] = deque(maxlen=30)  # the latest events
+        self.story: deque[events.Event] = deque(maxlen=30)  # the latest events, for error messages
         self.worlds = Worlds(settings)
         self.failures = Failures(self.worlds)
         self.reconnections = Reconnects(self.worlds)
@@ -187,7 +187,7 @@ class Membership:
             case events.ScaleRequested() | events.DrainRequested() | events.RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
             case events.TimePassed() | events.WorkerSpent():
-                pass  # deadlines are checked after every event
+                pass  # Nothing to do: deadlines are checked after every event.
             case _:
                 raise IllegalEvent("the event has no handler")
 

@@ -60,7 +60,7 @@ class OperatorRequests(Part):
         self.staff.asked = workers
         for record in self.roster.in_plans():
             if record.leaving is not None and record.leaving.kind is ReasonKind.SCALED_DOWN:
-                record.leaving = None  # some of the workers that have not left yet may stay
+                record.leaving = None  # Some of the workers that have not left yet may stay.
         leave = self._thin_out(workers)
         slots = self.staff.slots.open(self.actions.now)
         had = None if before == UNBOUNDED else before
@@ -115,7 +115,7 @@ class OperatorRequests(Part):
             leaving = record.leaving
             if record.in_plans and leaving is not None and leaving.kind in LEFT_OUT:
                 record.leaving, record.noticed = None, False
-        self._thin_out(self.staff.workers_max)  # the size may have been reduced meanwhile
+        self._thin_out(self.staff.workers_max)  # The size may have been reduced meanwhile.
         return True, because(ReasonKind.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:

@@ -29,8 +29,9 @@ from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit
 
-HURRY_S = 10.0  # seconds before the end
-LAST_CHECKPOINT_S = 20.0  # seconds before the end
+HURRY_S = 10.0  # seconds before the end of a machine at which its workers leave in any case
+# seconds before the end of all machines at which the last checkpoint is requested
+LAST_CHECKPOINT_S = 20.0
 # Minimum interval between the first and the last checkpoint; if less time remains, only one is made.
 APART_S = 1.0
 # Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
@@ -114,7 +115,8 @@ class Notices(Part):
             self._earlier = False
             return
         if self._asked_in is not None and event.commit.generation < self._asked_in:
-            return  # written by an earlier world; a restored checkpoint is reported as well
+            # The checkpoint was written by an earlier world, or is a restored one, which is reported as well.
+            return
         self._asked_in = None
         if self._last_asked and self._end_at is not None:
             self._end()
@@ -134,13 +136,13 @@ class Notices(Part):
             )
             self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
-            by = known.by  # the earlier end of two notices has priority
+            by = known.by  # Of two notices, the one with the earlier end counts.
         departure = self.announced[host] = Departure(notice.text, by, alone)
         self._looked_at = None
         if alone:
             self._end_at = departure.before(LAST_S, now)
         if alone or not self.settings.elastic:
-            return  # no other worker could continue, so it trains until the end
+            return  # No other worker could continue, so this one trains until the end.
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
         hurry_at = departure.before(HURRY_S, now)
         if hurry_at is not None:
@@ -164,7 +166,7 @@ class Notices(Part):
         self.staff.slots.reopen(host)
         for record in self.roster.hosts.get(host, {}).values():
             leaving = record.leaving
-            # An operator may also have asked it to leave.
+            # An operator may also have asked the worker to leave.
             drained = leaving is not None and leaving.kind in LEFT_OUT
             if record.in_plans and not drained and (record.noticed or leaving == why):
                 record.leaving, record.noticed = None, False

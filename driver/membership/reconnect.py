@@ -94,7 +94,7 @@ class Reconnects(Part):
             case Phase.STOPPING if at_work:
                 self.actions.add(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
-                # It may be waiting at a change that was called off while it was disconnected.
+                # The worker may be waiting at a change that was called off while it was disconnected.
                 self.actions.add(
                     CallOffChange(
                         generation, change.number, [worker], because(ReasonKind.RECONNECTED)

@@ -80,7 +80,8 @@ from elastic.protocol.messages import (
     Worker,
 )
 
-OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by identity
+# Objects of these classes are created empty and then filled. They are compared by identity.
+OBJECTS: tuple[type, ...] = (
     *(
         Membership,
         Worlds,
@@ -120,7 +121,8 @@ OBJECTS: tuple[type, ...] = (  # created empty and then filled; compared by iden
         UnresponsiveHosts,
     ),
 )
-CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)  # also compared by identity
+# Containers are also compared by identity.
+CONTAINERS: tuple[type, ...] = (dict, OrderedDict, list, set, deque)
 ENUMS: tuple[type[enum.Enum], ...] = (
     Phase,
     WorkerStage,
@@ -130,15 +132,16 @@ ENUMS: tuple[type[enum.Enum], ...] = (
     ExitCause,
     HealthOutcome,
 )
-STRUCTS: tuple[type[msgspec.Struct], ...] = (  # created from their parts, as are enums and tuples
+# Values of these classes are created from their parts, as are enums and tuples.
+STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *(KeptCommit, OlderCommits),
     *(HeldCommitShards, ShardsHeld, RowBytes, ShardsPlaced, ShardsDivided),
     *Event.__subclasses__(),
     *Action.__subclasses__(),
 )
-METHODS = {(Roster, "_file")}  # bound methods stored in fields
-# Reset with each event; the caller already has the contents.
+METHODS = {(Roster, "_file")}  # fields that hold bound methods
+# Fields that are reset with each event. The caller already has the contents.
 PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
 
 _NAMED: dict[str, type] = {
@@ -213,8 +216,9 @@ class _Taking:
 
     def __init__(self, membership: Membership) -> None:
         self._settings = membership.settings
-        self._places: dict[int, list[int]] = {}  # position in the table, by identity
-        self._values: dict[Value, list[int]] = {}  # equal values are interchangeable
+        self._places: dict[int, list[int]] = {}  # position of each object in the table, by identity
+        # Equal values are interchangeable, so each is stored once.
+        self._values: dict[Value, list[int]] = {}
         self._methods: dict[tuple[int, str], list[int]] = {}
         self._kinds: dict[tuple[str, ...], int] = {}
         self._objects: list[list[Any]] = []
@@ -318,7 +322,8 @@ class _Taking:
             row.append(value.maxlen)
             row.extend(map(part, value))
         elif kind is set:
-            row.extend(map(part, sorted(value)))  # the order of a set is arbitrary
+            # The order of a set is arbitrary, so its items are sorted.
+            row.extend(map(part, sorted(value)))
         elif kind is list:
             row.extend(map(part, value))
 

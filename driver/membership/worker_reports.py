@@ -63,7 +63,7 @@ class WorkerReports(Part):
     def connected(self, event: events.WorkerConnected) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.stage is not WorkerStage.STARTING:
-            return  # a connection that outlived its process
+            return  # The connection has outlived its process.
         record.pid = event.pid
         self.frozen.speaks(record)
         self.worlds.welcome(record)
@@ -76,11 +76,12 @@ class WorkerReports(Part):
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
-            return  # the worker has not received its world yet
+            return  # The worker has not received its world yet.
         if 0 < event.number < record.readies:
-            return  # the message belongs to an earlier wait
+            return  # The message belongs to an earlier wait of the worker.
         record.readies = event.number
-        record.stands_by = False  # repeated in case the message was lost
+        # The notification is repeated, because the earlier message may be lost.
+        record.stands_by = False
         self.frozen.speaks(record)
         if record.stage is WorkerStage.STARTING:
             raise IllegalEvent("the worker reported ready before it connected")
@@ -109,7 +110,7 @@ class WorkerReports(Part):
 
     def _newcomer_ready(self, record: WorkerRecord) -> None:
         if self.worlds.members and not record.running:
-            # It is too late for the world of init().
+            # The worker connects too late for the world of init().
             self.staff.welcome(record, self.worlds.members)
         elif (
             record.layout and self.worlds.world.layout and record.layout != self.worlds.world.layout
@@ -128,7 +129,7 @@ class WorkerReports(Part):
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
-        # the preemption notice of its machine determines when it leaves
+        # The preemption notice of the worker's machine determines when it leaves.
         if record is not None and not record.noticed:
             self.staff.leave(record, as_sentence(event.reason), self.worlds.world.places)
 
@@ -175,7 +176,7 @@ class WorkerReports(Part):
         reason = because(ReasonKind.SPOILT, commit=event.commit.dotted)
         for record in here:
             if record.killed_for:
-                record.stage = WorkerStage.DISMISSED  # its fault was already logged
+                record.stage = WorkerStage.DISMISSED  # The fault of the worker was already logged.
             else:
                 self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)

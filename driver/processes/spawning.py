@@ -1,6 +1,6 @@
-"""Start of a worker process in its own session, and error texts for failed starts. Decides nothing.
+"""Starts a worker process in its own session, and explains failed starts. Decides nothing.
 
-The process dies with the thread that started it (PDEATHSIG).
+The worker dies with the thread that started it (PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def spawn(
 
 
 def why_not_started(program: str, error: Exception) -> str:
-    """Return one sentence with the cause and the remedy."""
+    """Return a sentence with the cause of a failed start and the remedy."""
     match getattr(error, "errno", None):
         case errno.ENOENT | errno.ENOTDIR:
             if os.path.exists(program):

@@ -20,8 +20,12 @@ WIDTH = 80  # default if the terminal does not report its width
 
 
 class StatusLine:
-    """Status line of one terminal. ``write`` writes to the terminal, and ``columns()`` returns its width.
-    Thread-safe."""
+    """Status line of one terminal. Thread-safe.
+
+    Args:
+        write: writes bytes to the terminal.
+        columns: returns the width of the terminal in characters.
+    """
 
     def __init__(self, write: Write, columns: Callable[[], int]) -> None:
         self._write = write

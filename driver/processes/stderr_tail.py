@@ -27,15 +27,16 @@ Raiser = tuple[
 
 
 class DiagnosticLines:
-    """Assembles lines from chunks."""
+    """Assembles the lines of workers' diagnostic streams from chunks."""
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
         self._training: dict[Worker, bytes] = {}  # training thread as named in the worker's stacks
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
-        """Return complete reports, and the lines of stacks without line ends, in which the training thread is
-        marked."""
+        """Add a chunk. Return the reports that are now complete, and the lines of stacks, without line ends. The
+        training thread is marked in the stacks.
+        """
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
         *lines, left = bytes(rest).split(b"\n")
@@ -75,7 +76,7 @@ def _decoded(line: bytes) -> Uncaught | LostDriver | TrainingThread | bytes:
 
 
 class StderrTails:
-    """The end of each worker's stderr, including an exception that the worker has not printed itself."""
+    """The last lines of each worker's stderr, and an exception that the worker has reported but not printed."""
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}
@@ -119,7 +120,7 @@ class TracebackLedger:
     """Shows each exception once, and counts the other workers that raised the same exception or only lost a peer.
 
     Args:
-        verbose: show every frame, and exceptions about lost peers.
+        verbose: whether to show every frame, and also exceptions about lost peers.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -138,6 +139,7 @@ class TracebackLedger:
         Args:
             worker: the worker that raised the exception.
             name: the worker's rank, or ``host:slot``.
+            uncaught: the exception.
         """
         raiser = name, worker
         if uncaught.peer and self.stopped:

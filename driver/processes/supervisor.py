@@ -1,11 +1,11 @@
-"""Start, monitoring and killing of the workers of this host.
+"""Starts, monitors and kills the workers of this host.
 
 Decides nothing: it carries out orders and reports events.
 
-A worker's exit is detected by its pidfd, not by the end of its output, since its children may hold the pipes longer.
-The steps are, in order: read the exit status without reaping, kill the rest of its process group, read its pipes,
-report the exit. Shortly afterwards the whole session is killed. Only then is the worker reaped, so that no other
-process can get its pid before.
+A worker's exit is detected by its pidfd, not by the end of its output, because its children may hold the pipes longer.
+The steps are, in order: read the exit status without reaping, kill the rest of the worker's process group, read its
+pipes, report the exit. Shortly afterwards the whole session is killed. Only then is the worker reaped, so that no other
+process can get its process ID before.
 
 The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds for an imported
 framework, and seconds for a large model. The exit of a worker that was ended by a signal or an error is reported before
@@ -14,8 +14,8 @@ that, as soon as none of its threads can run any more (see `life_lock`), unless 
 The state of all processes is checked four times a second. A process that was not able to run during its whole liveness
 timeout is reported as frozen, and as thawed once it runs again. Resource counters are only read on request.
 
-Each worker is a session of its own and dies with the thread that started it (PDEATHSIG). The orphan reaper
-kills its children if the driver is killed. Everything here runs in the event loop's thread.
+Each worker is a session of its own and dies with the thread that started it (PDEATHSIG). The orphan reaper kills its
+children if the driver is killed. All code here runs in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProcessSupervisor:
         noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed, WorkerHealthChecked.
         sink: receives the workers' output.
         log: called with a level and a text.
-        lease_s: liveness timeout.
+        lease_s: liveness timeout, in seconds.
     """
 
     def __init__(
@@ -122,14 +122,17 @@ class ProcessSupervisor:
         folder: str | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """Start a worker. See `Launcher.start`.
+        """Start a worker. See `elastic.driver.launch.interface.Launcher.start`.
 
         The start waits until the previous process of the slot has exited and has released its ports, locks and memory,
-        but at most DEATH_S.
+        but at most DEATH_S seconds.
 
         Args:
+            worker: the worker.
+            command: program and arguments.
+            env: environment.
             folder: working folder (default: that of this process).
-            stdin: descriptor of its standard input (default: empty). A worker with standard input never uses a
+            stdin: descriptor of the worker's standard input (default: empty). A worker with standard input never uses a
                 preloaded process.
         """
         assert worker not in self.alive(), f"{worker} is already running"
@@ -217,7 +220,7 @@ class ProcessSupervisor:
         )
 
     def kill(self, worker: Worker) -> None:
-        """See `Launcher.kill`."""
+        """Send SIGKILL to a worker and its children. Unknown workers are ignored."""
         if self._held.pop(worker, None):
             self._loop.call_soon(self._exited, WorkerExited(worker, -signal.SIGKILL))
         process = self._processes.get(worker)
@@ -229,7 +232,7 @@ class ProcessSupervisor:
                 process.overdue = self._loop.call_later(DEATH_S, self._report_overdue, process)
 
     def probe(self, workers: Sequence[Worker]) -> None:
-        """See `Launcher.probe`."""
+        """Report the counters of these workers as WorkerProbed events. Unknown workers are ignored."""
         pids = {w: self._processes[w].pid for w in workers if w in self._processes}
         samples = proc_stats.samples_of(set(pids.values())) if pids else {}
         for worker, pid in pids.items():
@@ -240,7 +243,7 @@ class ProcessSupervisor:
             self._noticed(probed)
 
     def dump(self, worker: Worker) -> None:
-        """See `Launcher.dump`."""
+        """Make a worker write the stacks of its threads, if possible. Unknown workers are ignored."""
         process = self._processes.get(worker)
         if process is None:
             return
@@ -264,7 +267,7 @@ class ProcessSupervisor:
         return process.pid if process else None
 
     async def close(self) -> None:
-        """Kill all workers, wait at most DEATH_S for them, read their pipes, and end the orphan reaper."""
+        """Kill all workers, wait for them for at most DEATH_S seconds, read their pipes, and end the orphan reaper."""
         if self._next_look is not None:
             self._next_look.cancel()
         for worker in self.alive():
@@ -307,12 +310,13 @@ class ProcessSupervisor:
             raise
 
     def _has_exited(self, pid: int) -> None:
-        """Remove a process from the orphan reaper, since its pid may be reused from now on."""
+        """Remove an exited process from the orphan reaper, because its process ID may be reused from now on."""
         self._reaper.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
-        """Announce a child from within the child. If its exec fails, the parent can read the pid only from the shared
-        memory."""
+        """Announce a child from within the child. If its exec fails, the parent can read its process ID only from
+        the shared memory.
+        """
         self._born[:] = pid.to_bytes(len(self._born), "little")
         self._reaper.announce(pid)
 
@@ -457,7 +461,9 @@ class ProcessSupervisor:
 
 
 def _reporting_to(pipe: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return additional environment with which a worker sends the exception that ends it. See `uncaught.sending`."""
+    """Return the environment variables that a worker needs to report its uncaught exception through a pipe. See
+    `uncaught.sending`.
+    """
     start = os.path.dirname(sitecustomize.__file__)
     path = os.pathsep.join(filter(None, (start, env.get("PYTHONPATH"))))
     target = f"/proc/{os.getpid()}/fd/{pipe}:{os.fstat(pipe).st_ino}"
@@ -493,7 +499,7 @@ class _Process:
         self.frozen_said_at: float | None = None
 
     def status(self) -> tuple[int, str]:
-        """Return the exit code, or minus the signal, without reaping."""
+        """Return the exit code, or minus the signal, and the state of the process, without reaping it."""
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:

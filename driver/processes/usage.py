@@ -20,7 +20,7 @@ Gpu = tuple[float | None, int]  # share of time in which the busiest GPU works; 
 
 
 class Rates:
-    """Processor time per second between two measurements."""
+    """Measures the processor time that processes use per second, from two consecutive samples."""
 
     def __init__(self) -> None:
         # by pid: time, and seconds of processor time
@@ -29,7 +29,9 @@ class Rates:
     def between(
         self, samples: Mapping[int, ProcSample], gpus: Mapping[int, Gpu], now: float
     ) -> dict[int, Usage]:
-        """Return the usage of each running process. Its first measurement has no ``cores``."""
+        """Return the usage of each running process since the previous call. The first measurement of a process has
+        no ``cores``.
+        """
         found: dict[int, Usage] = {}
         before, self._before = self._before, {}
         for pid, sample in samples.items():
@@ -46,10 +48,10 @@ class Rates:
 
 
 class Gpus:
-    """Use of GPUs.
+    """Measures how processes use the GPUs.
 
     Args:
-        nvml: the module (default: pynvml, if it is installed and works).
+        nvml: the NVML module (default: pynvml, if it is installed and works).
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -101,13 +103,14 @@ def _started(nvml: Any) -> Any:
 
 
 class UsageMeter:
-    """Usage of the workers of one host. Must be called by one thread at a time. A call may wait for the driver of a
-    GPU."""
+    """Measures the resources that the workers of one host use. Must be called by one thread at a time. A call may
+    wait for the driver of a GPU.
+    """
 
     def __init__(self) -> None:
         self._rates = Rates()
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of the running processes among the given ones. Raises OSError."""
+        """Return the usage of those of the given processes that are running. Raises OSError."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

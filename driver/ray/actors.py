@@ -1,4 +1,4 @@
-"""Interface between RayStarter and Ray: creates, finds, calls and kills named actors. Acts, decides nothing.
+"""Operations on named actors of Ray: create, find, call and kill them. Decides nothing.
 
 All methods except `ask` may block while Ray's head does not answer, so call them in a thread.
 """
@@ -13,11 +13,11 @@ MAX_CALLS = 10_000
 
 
 class Taken(Exception):
-    """Another live actor has the name."""
+    """The name belongs to another live actor."""
 
 
 class Actors(Protocol):
-    """Operations on actors. Handles are opaque. Ray's errors are passed on."""
+    """Operations on actors. Handles of actors are opaque. Ray's errors are passed on."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
         """Create an AgentActor on this node and no other. Returns before the actor runs. Raises Taken."""
@@ -29,7 +29,7 @@ class Actors(Protocol):
         """Return the names of all live actors in the job's namespace."""
 
     def ask(self, actor: Any, method: str, *args: Any) -> Future[Any]:
-        """Call a method. The result is a future of its return value."""
+        """Call a method of an actor. Return a future of the method's result."""
 
     def kill(self, actor: Any) -> None:
         """Kill an actor immediately, even if it has not started or is already dead."""

@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class Cluster(Protocol):
-    """Operations on Ray. All may block, and raise RayUnavailable. `discovery_calls.RayCalls` is the implementation."""
+    """Operations on Ray. All may block, and raise RayUnavailable. The implementation is `discovery_calls.RayCalls`."""
 
     def claims(self, prefix: str) -> list[Group]:
         """Return the placement groups of this namespace with this name prefix, including removed ones."""
@@ -60,14 +60,14 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """Resources that a job requests.
+    """Resources that a job requests from a Ray cluster.
 
     Args:
         most: maximum number of slots.
         resources: resources of each slot.
-        group: use only bundles of this group, which is never removed.
+        group: placement group whose bundles are used. It is never removed. None means that the job creates groups.
         in_use: resources of each bundle that the caller uses.
-        per_bundle: slots in each bundle that has room for them.
+        per_bundle: number of slots in each bundle that has room for them.
     """
 
     most: int
@@ -98,12 +98,12 @@ class ClusterRequest:
 
 
 def prefix_of(job: str) -> str:
-    """Return the prefix of the names of a job's claims. The rest of a name is a number."""
+    """Return the prefix of the names of a job's claims. The rest of each name is a number."""
     return f"hvd-elastic:{job}:"
 
 
 def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
-    """Return the claims among these groups, with their numbers."""
+    """Return those of the groups that are claims of the job, with their numbers."""
     matched = (
         (re.fullmatch(re.escape(prefix) + "([0-9]+)", group.name), group) for group in groups
     )
@@ -111,6 +111,6 @@ def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
 
 
 def present(cluster: Cluster, prefix: str) -> list[tuple[int, Group]]:
-    """Return the remaining claims with their numbers."""
+    """Return the claims that still exist in the cluster, with their numbers."""
     found = numbered(cluster.claims(prefix), prefix)
     return [(number, group) for number, group in found if group.state != "REMOVED"]

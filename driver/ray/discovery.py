@@ -57,14 +57,14 @@ T = TypeVar("T")
 
 
 def host_of(address: str, node_id: str) -> str:
-    """Return the host name of a Ray node for the driver."""
+    """Return the name by which the driver knows a Ray node as a host."""
     return f"{address}-{node_id[:8]}"
 
 
 class RayDiscovery:
     """Yields ``{host: slots}`` of the placed claims, and maintains the requested number of claims.
 
-    The names of claims, by which a later driver finds them, contain ``job``. It must therefore be unique in the
+    The names of claims, by which a later driver finds them, contain ``job``, which must therefore be unique in the
     namespace.
     """
 
@@ -114,12 +114,15 @@ class RayDiscovery:
         return self._nodes[host]
 
     def gpus_of(self, host: str) -> list[str]:
-        """Return the GPU IDs of each slot, joined by commas. Return [] if the job requested no GPUs."""
+        """Return the GPU IDs of each slot of a host, joined by commas. The list is empty if the job requested no
+        GPUs.
+        """
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], ResourceDemand]) -> None:
-        """At each check, use the number of slots that the driver needs as the number of claims, instead of
-        ``wanted.most``."""
+        """Set the number of claims at each check to the number of slots that the driver needs, instead of
+        ``wanted.most``.
+        """
         self._need = need
 
     def addresses(self) -> list[str]:
@@ -128,9 +131,9 @@ class RayDiscovery:
         return [node.address for node in nodes.values() if node.alive]
 
     async def place(self, at_least: int, within_s: float) -> None:
-        """Wait until ``at_least`` slots are placed.
+        """Wait until at least ``at_least`` slots are placed.
 
-        Raises Invalid after ``within_s``, and then holds no claims.
+        Raises Invalid after ``within_s`` seconds. All claims are then released.
         """
         begun = self._clock()
         waited = False
@@ -173,7 +176,7 @@ class RayDiscovery:
             await self._pause()
 
     async def close(self) -> None:
-        """Remove the claims of this job, and wait until Ray confirms it, within a limit."""
+        """Remove the claims of this job, and wait until Ray confirms the removal, within a time limit."""
         self._closing = True
         if self._given is not None:
             return
@@ -212,7 +215,7 @@ class RayDiscovery:
             raise RayUnavailable(f"Ray did not respond within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
-        """Query Ray. This runs in a thread, so it must not change this object."""
+        """Query Ray. This method runs in a thread, so it must not change this object."""
         begun = time.thread_time()
         if self._given is None:
             groups = self._cluster.claims(self._prefix)
@@ -246,9 +249,9 @@ class RayDiscovery:
         return _Look(claims, groups, nodes, draining, gpus, problem, cost_s)
 
     def _numbered(self, groups: list[Group]) -> list[tuple[int, int, Group]]:
-        """Return number, bundle index and group of each claim.
+        """Return each claim with its number, the index of its bundle, and its group.
 
-        Raises Invalid if a given group has no suitable bundle.
+        Raises Invalid if a group given by the user has no suitable bundle.
         """
         if self._given is not None:
             wanted = self._wanted
@@ -317,8 +320,7 @@ class RayDiscovery:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _act(self, action: Callable[[], None]) -> None:
-        """Create or remove claims. If an action was not carried out, or possibly not, the next check decides it
-        again."""
+        """Create or remove claims. An action that may not have been carried out is decided again at the next check."""
         if self._closing or not (self._decided.make or self._decided.remove):
             return
         try:

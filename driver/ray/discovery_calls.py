@@ -21,7 +21,7 @@ _untyped: Any = ray
 
 
 class RayCalls:
-    """The cluster that this process is connected to. See `elastic.driver.ray.cluster.Cluster`."""
+    """Implementation of `elastic.driver.ray.cluster.Cluster` for the cluster that this process is connected to."""
 
     def __init__(self) -> None:
         self._ours: dict[str, bool] = {}  # group id -> whether it belongs to this namespace
@@ -96,7 +96,7 @@ class RayCalls:
 
 
 def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
-    """Return the resources of each bundle that this task or actor of the group holds.
+    """Return the resources that this task or actor holds in each bundle of its placement group.
 
     Ray has a public function only for the total of all bundles.
     """
@@ -114,7 +114,7 @@ def remove_claims(job: str) -> int:
 
 
 def _visible() -> list[str]:
-    """Return the GPU ids of a bundle. This function runs in the bundle and briefly reserves all its GPUs."""
+    """Return the GPU IDs of a bundle. This function runs in the bundle and briefly reserves all its GPUs."""
     return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
 

@@ -55,15 +55,16 @@ FORGET_S = 10.0
 
 
 class RayArchive:
-    """The journal of one job. ``lost`` is set when another driver writes the journal, or when the store has lost it.
+    """The journal of one job in Ray's key-value store. ``lost`` is set when another driver writes the journal, or when
+    the store has lost it.
 
-    The turn is taken when the store is read. From then on, the previous driver cannot act.
+    This driver takes its turn when it reads the store. From then on, the previous driver cannot act.
     """
 
     def __init__(
         self, job: str, *, log: Log = lambda level, text: None, kv: RetryingKV | None = None
     ) -> None:
-        """Prepare access. Raises Invalid for an invalid name, or if Ray is not installed."""
+        """Prepare the access to the journal. Raises Invalid for an invalid name, or if Ray is not installed."""
         self._job = job
         self._root = f"journal/{job_root(job).removeprefix(ROOT)}"
         self._log = log
@@ -74,7 +75,7 @@ class RayArchive:
         self.lost = asyncio.Event()
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume. Waits for Ray.
+        """Return the job to resume, or None. Waits until Ray answers.
 
         Raises Invalid, and LeadershipLost if another driver has taken a turn meanwhile.
         """
@@ -130,7 +131,7 @@ class RayArchive:
             )
 
     def close(self) -> None:
-        """Do nothing, because the object owns no resource."""
+        """Do nothing, because the archive owns no resource."""
 
     async def _forget(self) -> None:
         if self._turn is not None:
@@ -165,10 +166,10 @@ class RayArchive:
 
 
 class WriterTerm:
-    """The turn of one driver.
+    """The turn of one driver as the writer of a journal.
 
     Args:
-        number: it follows all smaller ones.
+        number: number of the turn, greater than those of all earlier turns.
     """
 
     def __init__(
@@ -192,8 +193,9 @@ class WriterTerm:
         self._log = log
 
     async def take(self) -> bool:
-        """Return whether this driver has the turn. An earlier attempt may have succeeded although its answer was
-        lost."""
+        """Take the turn. Return whether this driver now has it. An earlier attempt may have succeeded although its
+        answer was lost.
+        """
         if await self._kv.create(self._key, self._own.encode()):
             return True
         return (await self._kv.get([self._key])).get(self._key) == self._own.encode()
@@ -215,12 +217,12 @@ class WriterTerm:
         )
 
     def chapter(self, number: int) -> str:
-        """Return the name of a chapter. Sorting names yields their order."""
+        """Return the name of a chapter. Names of chapters sort in the order of the chapters."""
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece. May be repeated. `check` shows whether the piece is valid. Raises LeadershipLost if this
-        driver is known to be deposed.
+        """Write a piece of a record. May be repeated. `check` shows whether the piece is valid. Raises
+        LeadershipLost if this driver is known to be deposed.
         """
         if self._lost.is_set():
             await self.check()
@@ -231,7 +233,7 @@ class WriterTerm:
 
 
 class RayJournal(RecordJournal[SegmentedRecord]):
-    """An open journal."""
+    """A journal in Ray's key-value store that is open for writing."""
 
     def __init__(
         self,

@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class KVStore(Protocol):
-    """Operations on the store. All may block, and raise RayUnavailable if it is unknown whether they were carried
-    out.
+    """Operations on the key-value store. All may block. They raise RayUnavailable if it is unknown whether the
+    operation was carried out.
     """
 
     def put(self, key: str, value: bytes) -> None:
         """Write a value, replacing any other."""
 
     def create(self, key: str, value: bytes) -> bool:
-        """Write a value if the key does not exist and return whether it was written."""
+        """Write a value if the key does not exist. Return whether the value was written."""
 
     def get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return the existing keys with their values."""
+        """Return the values of those keys that exist."""
 
     def keys(self, prefix: str) -> list[str]: ...
 
@@ -69,7 +69,7 @@ class RetryingKV:
         await self._ask(lambda: self._kv.put(key, value))
 
     async def create(self, key: str, value: bytes) -> bool:
-        """Write a value if the key does not exist.
+        """Write a value if the key does not exist. Return whether the value was written.
 
         False can also mean that an earlier attempt wrote the value but its answer was lost.
         """

@@ -1,9 +1,9 @@
 """Calls of Ray's key-value store. Imported only if Ray is used. All calls may block.
 
-As tested with Ray 2.60, they fail after the timeout or, if the head's process has exited, within a second of
-it, with RpcError ("Deadline Exceeded", "Timed out while waiting for GCS to become available."). A call that
-timed out may still be carried out. Values of 60 MB work. A key of one kilobyte takes 0.4 ms.
-``_internal_kv_put`` and similar functions have no timeout, and wait until Ray ends the process.
+As tested with Ray 2.60, a call fails with RpcError after its timeout ("Deadline Exceeded"), or within a second after
+the exit of the head's process ("Timed out while waiting for GCS to become available."). A call that timed out may still
+be carried out. Values of 60 MB work. A key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and similar functions
+have no timeout, and wait until Ray ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALL_S = 2.0
 
 
 class RayKV:
-    """The store of the cluster that this process is connected to. See `kv.KVStore`."""
+    """The key-value store of the cluster that this process is connected to. See `kv.KVStore`."""
 
     def put(self, key: str, value: bytes) -> None:
         with _answering() as gcs:
@@ -53,7 +53,7 @@ class RayKV:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[Any]:
-    """Provide this process's client of the GCS, and translate its errors."""
+    """Provide this process's client of Ray's head (GCS), and convert its errors to RayUnavailable."""
     gcs = _untyped.internal_kv_get_gcs_client()
     if gcs is None:
         raise RuntimeError("this process is not connected to a Ray cluster")

@@ -54,7 +54,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, as reported by Ray. Numbers are never reused. A claim with a larger number is younger."""
+    """A claim, as reported by Ray. Numbers are never reused, so a claim with a larger number is younger."""
 
     number: int
     stage: ClaimStage
@@ -65,10 +65,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a check.
+    """The result of a check of the claims.
 
     Args:
-        seats: claims of each node in the order of the slots, with nodes in order of preference.
+        seats: for each node, its claims in the order of the slots. Nodes are in order of preference.
     """
 
     seats: dict[str, list[int]] = field(default_factory=dict)
@@ -92,14 +92,14 @@ class SlotTable:
 
     @property
     def all(self) -> Mapping[str, Sequence[int]]:
-        """Claims by node, in the order of its slots."""
+        """Return the claims of each node, in the order of its slots."""
         return self._seats
 
     def want(self, most: int) -> None:
         self._most = most
 
     def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
-        """Assign slots.
+        """Assign usable claims to slots. Return the claims of each node, in the order of its slots.
 
         Args:
             placed: node of each usable claim. If there are too many claims, those that have a slot take precedence.
@@ -117,8 +117,8 @@ class SlotTable:
 
 
 class PlacementGroupPool:
-    """Claims of one job. If ``ours`` is False, the claims are bundles of a given group and are never created or
-    removed here.
+    """Claims of one job. If ``ours`` is False, the claims are bundles of a placement group that the user has
+    created. The pool then neither creates nor removes any.
     """
 
     def __init__(self, most: int, *, ours: bool = True) -> None:
@@ -133,10 +133,12 @@ class PlacementGroupPool:
         self._last = Decision()
 
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
-        """Set the wanted number of slots, besides those on ``emptied`` nodes.
+        """Set the number of slots that the driver needs, in addition to those on ``emptied`` nodes.
 
         Args:
-            used: number of slots of each node up to the last one with a worker. These are always kept.
+            most: the number of slots.
+            used: for each node, the number of slots up to the last one with a worker. These slots are always kept.
+            emptied: nodes that an operator drains.
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
@@ -145,13 +147,13 @@ class PlacementGroupPool:
         self._seats.want(self._most)
 
     def decide(self, found: Sequence[Claim], nodes: Mapping[str, Condition]) -> Decision:
-        """Decide after a check.
+        """Decide which claims have slots, and which to create and remove, after a check.
+
+        A check without nodes, or without any of the earlier claims, is considered invalid and changes nothing.
 
         Args:
             found: every claim that Ray knows, including removed ones.
             nodes: every node that Ray knows.
-
-        An answer without nodes, or without any of the earlier claims, is considered invalid and changes nothing.
         """
         if not nodes or (self._some and not found):
             self._last = Decision(seats=self._last.seats)
@@ -199,8 +201,9 @@ class PlacementGroupPool:
         return kept[:most]
 
     def _in_use(self, claim: Claim) -> bool:
-        """Return whether a claim has a worker, or has a lower slot than a claim with a worker, which would otherwise
-        move to another slot."""
+        """Return whether removing a claim would affect a worker: it has a worker, or a lower slot than a claim with
+        a worker, which would then move to another slot.
+        """
         if self._used is None:
             return True
         seats = self._seats.all.get(claim.node, ())
@@ -247,6 +250,8 @@ def suitable(
     """Return the bundles of a given group that have room for a worker. Raises Invalid if there is none.
 
     Args:
+        bundles: resources of each bundle of the group.
+        resources: resources that a worker needs.
         in_use: resources of each bundle that the caller uses.
     """
     left = {index: dict(bundle) for index, bundle in sorted(bundles.items())}
@@ -281,7 +286,7 @@ def held(
 
 
 def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:
-    """Return the GPUs of a bundle for one of its slots. Several slots may share a GPU."""
+    """Return those of a bundle's GPUs that one of its slots uses. Several slots may share a GPU."""
     if len(ids) >= slots:
         each = len(ids) // slots
         return ids[slot * each : (slot + 1) * each]
@@ -295,7 +300,7 @@ def has_room(bundle: Mapping[str, float], resources: Mapping[str, float]) -> boo
 
 
 def show(resources: Mapping[str, float]) -> str:
-    """Return a text such as ``CPU 1, GPU 0.5``. Memory is given in GB."""
+    """Describe resources, for example ``CPU 1, GPU 0.5``. Memory is given in GB."""
     return ", ".join(
         f"{name} {amount / 1e9:.3g} GB" if "memory" in name else f"{name} {amount:g}"
         for name, amount in sorted(resources.items())
@@ -317,7 +322,11 @@ def shortage(
     """Return the reason why a job cannot start, and the remedy.
 
     Args:
-        free: unused resources of all nodes together, besides placed claims.
+        at_least: number of slots that the job needs.
+        placed: number of slots that Ray has placed.
+        within_s: seconds for which the job has waited.
+        resources: resources of each slot.
+        free: unused resources of all nodes together, in addition to placed claims.
     """
     one = at_least == 1
     each = show(resources)

@@ -1,4 +1,4 @@
-"""Messages that explain, from Ray's error, why Ray could not start an agent on a node. Pure: no I/O, no clock."""
+"""Explains, from Ray's error, why Ray could not start an agent on a node. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _INSTALL = (
 
 
 def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) -> str:
-    """Return the message for an exception of Ray.
+    """Return the reason why Ray could not start an agent.
 
     Args:
-        kind: its class name, TimeoutError after a timeout.
-        text: its message.
+        host: host of the agent.
+        node: Ray node of the agent.
+        kind: class name of Ray's exception, or TimeoutError after a timeout.
+        text: message of the exception.
+        limit_s: time limit of the start, in seconds.
     """
     message = _COLOUR.sub("", text)
     node = node[:8]
@@ -44,7 +47,7 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
 
 
 def exit_cause(host: str, text: str) -> str:
-    """Return the message for an actor that ended although its agent was ready."""
+    """Return the reason why an actor ended although its agent was ready."""
     return f"the agent on {host} is gone with its actor: {_cause(_COLOUR.sub('', text))}"
 
 

@@ -1,8 +1,8 @@
 """Starter of agents on the nodes of a Ray cluster. Each agent belongs to an actor on its node (see `agent_actor`).
 
 Ray may take long, for example to call an actor on a node whose death it has not noticed, or to answer any call while
-its head is unavailable. Nothing here waits for Ray in the event loop, and every wait has a limit. The bootstrap with
-the job's secret is sent in a call to the actor, never in its constructor, whose arguments Ray stores.
+its head is unavailable. The starter never waits for Ray in the event loop, and every wait has a limit. The bootstrap
+with the job's secret is sent in a call to the actor, never in its constructor, whose arguments Ray stores.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class RayStarter:
         call: pickled function of the workers.
         log: called with a level and a text.
         job: name of the job.
-        detached: all agents outlive this driver, not only those whose bootstrap requests it.
+        detached: whether all agents outlive this driver, instead of only those whose bootstrap requests it.
         actors: operations on actors.
-        start_s: limit for a start.
-        close_s: limit for the end of an agent.
-        at_once: concurrent starts.
+        start_s: time limit for a start, in seconds.
+        close_s: time limit for the end of an agent, in seconds.
+        at_once: maximum number of concurrent starts.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class RayStarter:
     # ---- interface of a starter --------------------------------------------------------------------------------------
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """Start an agent. An existing agent is ended, since its workers belong to no driver."""
+        """Start the agent of a host. An agent that already runs there is ended first, because its workers belong to
+        no driver.
+        """
         host = bootstrap.host
         try:
             node = self._node_of(host)
@@ -121,7 +123,7 @@ class RayStarter:
     # ---- only for agents in Ray --------------------------------------------------------------------------------------
 
     async def redirect(self, addresses: list[str]) -> None:
-        """Send this driver's addresses to the agents of the previous one, within a limit."""
+        """Send this driver's addresses to the agents of the previous driver, within a time limit."""
         prefix = name_of(self._job, "")
         try:
             names = await to_thread(self._actors.names, within_s=self._start_s)
@@ -143,7 +145,7 @@ class RayStarter:
         return len({rank for held in self._held.values() for rank in held.ranks})
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call the persistent worker of this rank and return its answer. Raises CallFailed."""
+        """Call the persistent worker of this rank, and return its answer. Raises CallFailed."""
         held = self._with(rank)
         if held is None:
             await self.present()

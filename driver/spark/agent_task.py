@@ -1,8 +1,8 @@
-"""Spark task that holds an agent: runs it as a child process until it ends. Acts; decides nothing.
+"""Spark task that holds an agent: it runs the agent as a child process until the agent ends. Acts; decides nothing.
 
 The tasks of a barrier stage elect one agent for each executor, with a slot for each of its tasks. An ordinary task
-holds an agent with one slot, as executors come and go. The agent reads its bootstrap from standard input, which stays
-open while the task lives. It therefore ends with the task, and the workers end with the agent.
+holds an agent with one slot, because executors come and go. The agent reads its bootstrap from standard input, which
+stays open while the task lives. The agent therefore ends with the task, and the workers end with the agent.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ LINES_KEPT = 20
 
 
 class AgentEnded(ElasticError, RuntimeError):
-    """The agent of a task failed; the message has its last line."""
+    """The agent of a Spark task failed. The message contains the agent's last line of output."""
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The function of a task. ``call``: a broadcast of the pickled function of the workers."""
+    """The function that a Spark task executes. ``call`` is a broadcast of the workers' pickled function."""
 
     bootstrap: bytes  # without the host
     call: Any
@@ -71,7 +71,7 @@ class AgentTask:
         return iter(())
 
     def _hold(self, context: Any, tasks: list[str]) -> None:
-        """Run the agent of these tasks to its end. Raises AgentEnded, OSError, SubprocessError."""
+        """Run the agent of these tasks until it ends. Raises AgentEnded, OSError, SubprocessError."""
         lists = [gpus for _, gpus in map(json.loads, tasks)]
         gpus = None if lists[0] is None else [address for each in lists for address in each]
         host = host_of(socket.gethostname(), _executor(), context.taskAttemptId())
@@ -134,7 +134,7 @@ def _run_agent(command: list[str], environ: dict[str, str], config: Bootstrap) -
 
 
 def _lines(fd: int) -> Iterator[str]:
-    """Yield the lines of a pipe until its end, or until Spark's process above this one is gone."""
+    """Yield the lines of a pipe until its end, or until the process of Spark that started this one has exited."""
     parent, rest = os.getppid(), b""
     while os.getppid() == parent:
         if not select.select([fd], [], [], LOOK_S)[0]:
@@ -156,7 +156,9 @@ def _same_executor(left: str, right: str) -> bool:
 
 
 def _executor() -> str:
-    """Return the id of this executor, which Spark tells only its JVM: the parent of this process, or of its daemon."""
+    """Return the ID of this executor. Only its JVM knows the ID: the parent of this process, or of this process's
+    daemon.
+    """
     pid, command = os.getppid(), b""
     with contextlib.suppress(OSError, ValueError, IndexError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

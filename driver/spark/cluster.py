@@ -1,7 +1,7 @@
 """Queries of a Spark application through its JVM. Acts, decides nothing. All methods may block.
 
 Spark has no public function for the number of tasks that can run at the same time, and for executors that are being
-decommissioned. The ones used here are public in the JVM, and exist in 3.5 and 4.0.
+decommissioned. The functions used here are public in the JVM, and exist in Spark 3.5 and 4.0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SparkCluster:
-    """The application of a SparkContext."""
+    """Queries of the Spark application that a SparkContext belongs to."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -19,29 +19,29 @@ class SparkCluster:
 
     @property
     def local(self) -> bool:
-        """Whether tasks run in the process of the driver, with a fixed number of slots."""
+        """Return whether tasks run in the process of Spark's driver, with a fixed number of slots."""
         master = str(self._context.master)
         return master == "local" or master.startswith("local[")
 
     @property
     def dynamic(self) -> bool:
-        """Whether the number of executors follows the number of tasks."""
+        """Return whether the number of executors follows the number of tasks."""
         return bool(self._scala.executorAllocationManager().isDefined())
 
     def slots(self) -> int:
-        """Return the number of tasks that the present executors can run at the same time."""
+        """Return the number of tasks that the current executors can run at the same time."""
         profile = self._scala.resourceProfileManager().defaultResourceProfile()
         return int(self._scala.maxNumConcurrentTasks(profile))
 
     def addresses(self) -> list[str]:
-        """Return names or addresses of executors, the driver's last."""
+        """Return the names or addresses of all executors, followed by that of Spark's driver."""
         status: Any = self._scala.getExecutorMemoryStatus().keySet().toSeq()
         names = [str(status.apply(i)).rpartition(":")[0] for i in range(status.size())]
         own = str(self._context._conf.get("spark.driver.host", ""))
         return sorted(dict.fromkeys(names), key=lambda name: name == own)
 
     def leaving(self, executors: Collection[str]) -> set[str]:
-        """Return those of the executors that run no new tasks: decommissioned, or lost."""
+        """Return those of the executors that accept no new tasks, because they are being decommissioned or lost."""
         if self.local:
             return set()
         backend = self._scala.schedulerBackend()

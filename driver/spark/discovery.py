@@ -1,7 +1,7 @@
 """Discovery of hosts as the agents that Spark's tasks hold. Makes no decisions.
 
-Agents connect by themselves, so the list follows the driver's connections. Executors that Spark decommissions are left
-out: their workers leave at the next commit, and Spark can end them.
+Agents connect by themselves, so the list follows the driver's connections. Executors that Spark decommissions are
+omitted. Their workers leave at the next commit, and Spark can then end them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SparkDiscovery:
     """Yields ``{host: slots}`` of the connected agents.
 
     Args:
-        wanted: number of slots to begin with.
-        least: number that is sufficient, if no more are coming.
-        start_s: seconds until so many have connected.
-        expired: called with the reason if they have not.
-        leaving: returns those of the executors that are being decommissioned; called in a thread, and may block.
+        wanted: number of slots with which the job begins.
+        least: number of slots that suffices if no more are expected.
+        start_s: seconds to wait for these slots.
+        expired: called with the reason if they did not connect in time.
+        leaving: returns those of the executors that are being decommissioned. Called in a thread, and may block.
         log: called with a level and a text.
     """
 
@@ -80,7 +80,7 @@ class SparkDiscovery:
             over.set()
 
     async def _enough(self) -> bool:
-        """Wait for the slots to begin with. Return False after the time limit."""
+        """Wait for the slots with which the job begins. Return False after the time limit."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         said = False

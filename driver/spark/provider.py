@@ -25,11 +25,13 @@ class SparkProvider:
         name: name of the job, unique in the application.
         call: pickled function of the workers.
         secret: secret of the job.
-        np: workers to begin with, in tasks of a barrier stage if ``barrier``.
-        least, most: numbers of workers of an elastic job.
-        start_s: seconds for the first tasks to start.
+        np: number of workers at the start of the job.
+        barrier: whether these workers are tasks of one barrier stage.
+        least: minimum number of workers of an elastic job.
+        most: maximum number of workers of an elastic job.
+        start_s: seconds to wait for the first tasks to start.
         interfaces: names of interfaces or networks for the workers.
-        threads: set the workers' number of threads to the cores of a task.
+        threads: whether to set the workers' number of threads to the cores of a task.
     """
 
     outlived = False
@@ -104,7 +106,7 @@ class SparkProvider:
         self._discovery.connected(hosts)
 
     async def listening(self, address: str) -> None:
-        """Submit the tasks."""
+        """Submit the tasks, whose agents connect to the driver's ``address``."""
         self._loop = asyncio.get_running_loop()
         np, _, most = self._sizes
         self._tasks = SparkTasks(
@@ -132,7 +134,7 @@ class SparkProvider:
         self._driver = driver
 
     def close(self) -> None:
-        """End all tasks, within a limit. Called after the job."""
+        """End all tasks, within a time limit. Called after the end of the job."""
         if self._tasks is not None:
             self._tasks.close()
 

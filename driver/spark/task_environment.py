@@ -32,8 +32,8 @@ def agents_environ(
         environ: environment of Spark's Python worker process.
         programs: folder of the Python to run.
         modules: folders of modules in addition to Python's default path.
-        gpus: addresses of the GPUs that Spark assigned; None if Spark assigns no GPUs.
-        threads: cores of a task; None to keep the environment's number.
+        gpus: addresses of the GPUs that Spark assigned. None means that Spark assigns no GPUs.
+        threads: number of cores of a task. None keeps the number in ``environ``.
         call: path of the file with the workers' function.
         folder: working folder.
     """
@@ -51,17 +51,19 @@ def agents_environ(
 
 
 def executor_of_command(command: bytes) -> str:
-    """Return the executor's id from the content of its ``/proc/PID/cmdline``; `LOCAL` if it has none."""
+    """Return the ID of an executor from the content of its ``/proc/PID/cmdline``, or `LOCAL` if it contains none."""
     words = command.decode("utf-8", "replace").split("\0")
     at = words.index("--executor-id") + 1 if "--executor-id" in words else len(words)
     return words[at] if at < len(words) else LOCAL
 
 
 def host_of(machine: str, executor: str, attempt: int) -> str:
-    """Return the name of a host for the driver. ``attempt``: id of the task attempt, which Spark never uses twice."""
+    """Return the name of a host for the driver. ``attempt`` is the ID of the task attempt, which Spark never uses
+    twice.
+    """
     return f"{machine}-{executor}-{attempt}"
 
 
 def executor_of(host: str) -> str:
-    """Return the executor's id from the name of a host."""
+    """Return the ID of the executor that the name of a host contains."""
     return host.rsplit("-", 2)[1]

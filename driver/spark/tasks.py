@@ -1,8 +1,8 @@
-"""Spark jobs whose tasks hold agents. Acts, decides nothing. Jobs run in threads, one for each job.
+"""Spark jobs whose tasks hold agents. Acts, decides nothing. Each job runs in a thread of its own.
 
-A barrier stage starts all of its tasks together, and ends them together. Ordinary tasks are a Spark job each, since
-Spark ends a job, with all of its tasks, once one of them has failed a few times, even through the loss of executors. A
-task that ends before the training job is started again.
+A barrier stage starts all of its tasks together, and ends them together. Each ordinary task is a Spark job of its own,
+because Spark ends a job with all its tasks once one of them has failed a few times, even through the loss of executors.
+A task that ends before the training job is started again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TRIES = 4  # failures of a task before the first agent has connected, as Spark's
 
 
 class SparkTasks:
-    """The tasks of one training job.
+    """The Spark tasks of one training job.
 
     Args:
         context: the SparkContext.
         group: name of the Spark job group, unique in the application.
         number: number of tasks.
-        barrier: run them in one barrier stage.
-        log: called with a level and a text, in any thread.
+        barrier: whether to run the tasks in one barrier stage.
+        log: called in any thread with a level and a text.
         failed: called in any thread with the reason if the tasks cannot hold agents.
     """
 
@@ -56,7 +56,13 @@ class SparkTasks:
         self.held = False  # some agent has connected
 
     def begin(self, bootstrap: bytes, call: bytes, *, threads: bool) -> None:
-        """Submit the tasks. ``bootstrap``: see `AgentTask`."""
+        """Submit the tasks.
+
+        Args:
+            bootstrap: encoded parameters of the agents.
+            call: pickled function of the workers.
+            threads: whether to set the workers' number of threads to the cores of a task.
+        """
         from pyspark import InheritableThread
 
         self._call = self._context.broadcast(call)
@@ -68,7 +74,7 @@ class SparkTasks:
             thread.start()
 
     def close(self) -> None:
-        """End the tasks, within a limit. Their agents have been dismissed."""
+        """End the tasks, within a time limit. Their agents must have been dismissed before."""
         self._closing.set()
         if not self._joined(RETURNS_S):
             try:
@@ -92,7 +98,9 @@ class SparkTasks:
         return not any(thread.is_alive() for thread in self._running)
 
     def _keep(self, partitions: Sequence[int], task: AgentTask) -> None:
-        """Run the tasks of one Spark job, again and again unless they are a barrier stage."""
+        """Run the tasks of one Spark job. Unless they are a barrier stage, run them again whenever they end, until
+        the training job ends.
+        """
         pause_s, tries = AGAIN_S[0], 0
         while not self._closing.is_set():
             try:
@@ -125,12 +133,12 @@ class SparkTasks:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).splitlines()), type(error).__name__)[:300]
 
 
 def cause(error: BaseException) -> str:
-    """Return the reason of a failed Spark job: the last line of the Python traceback of a task, if there is one."""
+    """Return the reason why a Spark job failed: the last line of a task's Python traceback, if there is one."""
     java: Any = getattr(error, "java_exception", None)
     text = str(error) if java is None else str(java.getMessage())
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -37,13 +37,13 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
        elasticrun k8s scale [flags] NAME PODS"""
 
 RUN = "run"
-MOST_PODS = 100_000  # the same limit as in the chart's schema
+MOST_PODS = 100_000  # the limit in the chart's schema
 # The chart derives names of pods and services from it.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 IMAGE = re.compile(
     r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
 )
-VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of words that follow
+VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of words that follow each command
 
 
 @dataclass
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     own, words = made.split(rest)
     if verb != RUN:
         count = VERBS[verb]
-        more, after = made.split(words[count:])  # flags may follow the name
+        more, after = made.split(words[count:])  # Flags may follow the name.
         own, words = [*own, *more], [*words[:count], *after]
     made.parse_args(own, namespace=options)
     try:
@@ -194,10 +194,11 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         _uninstall(release, if_there=True)
         _say(f"interrupted: job {release.name} was removed")
         return 130
-    except NameTaken:  # a job that was started at the same time has taken the name
+    except NameTaken:  # A job that was started at the same time has taken the name.
         raise
     except Invalid:
-        _uninstall(release, if_there=True)  # helm does not remove the objects that it has created
+        # helm does not remove the objects that it has created before an error.
+        _uninstall(release, if_there=True)
         raise
     _say(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
@@ -210,7 +211,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         code = release.follow(_write, _say)
     except KeyboardInterrupt:
         code = 130
-    except (Invalid, BrokenPipeError):  # the reader of the output may have exited
+    except (Invalid, BrokenPipeError):  # The reader of the output may have exited.
         _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)

@@ -100,7 +100,7 @@ class ChartRelease:
     def _chart(self) -> str | None:
         """Return the name and version of the release's chart, or None if there is no release."""
         states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
-        flags = [f"--{state}" for state in states]  # Helm 4 has no --all
+        flags = [f"--{state}" for state in states]  # Helm 4 has no flag --all.
         name = f"^{re.escape(self.name)}$"
         found = self._helm("list", "--output", "json", "--filter", name, *flags)
         return next((str(each["chart"]) for each in json.loads(found)), None)
@@ -147,7 +147,7 @@ class ChartRelease:
         read = self._core.list_namespaced_event
         try:
             found = self._json(read, self.namespace, field_selector="type=Warning")
-        except Invalid as error:  # events require a permission of their own
+        except Invalid as error:  # Reading events requires a permission of its own.
             return [f"warnings of Kubernetes are not available: {error}"]
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 

@@ -32,8 +32,8 @@ class PodState:
     ready: bool
     restarts: int
     leaving: bool
-    started: bool  # it has a log
-    code: int | None  # exit code of its container, if it has ended
+    started: bool  # the container has started, so it has a log
+    code: int | None  # exit code of the pod's container, if the container has ended
     trouble: str
 
 

@@ -31,7 +31,7 @@ List the checkpoints of a folder, oldest first, and show which of them are compl
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
 ATTEMPTS = 5  # attempts to export a checkpoint while a running job removes checkpoints
-EXPORT = "export"  # first word of the command line
+EXPORT = "export"  # first word of the command line `elasticrun checkpoints export`
 EXPORT_DESCRIPTION = """\
 Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. No job is needed."""
 
@@ -158,7 +158,7 @@ def _export(arguments: Sequence[str]) -> int:
     storage, which = Storage(given), ""
     try:
         url, at, commit = given.rpartition("@")
-        if at and url and commit and not storage.exists():  # a folder may have an @ in its name
+        if at and url and commit and not storage.exists():  # A folder may have an @ in its name.
             storage, which = Storage(url), commit
         found, out, left_out = _exported(storage, which, options)
     except OSError as error:

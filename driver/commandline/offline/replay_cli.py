@@ -153,7 +153,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         over = asyncio.Event()
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, over.set)
-        print(  # Ctrl-C works from here on
+        print(  # From here on, Ctrl-C ends the replay.
             f"replaying the job at {options.speed:g} times its speed:"
             f" http://{LOOPBACK}:{port}/#{token} (stop with Ctrl-C)",
             flush=True,

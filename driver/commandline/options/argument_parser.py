@@ -18,7 +18,7 @@ from elastic.protocol.islands import parse_islands
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
-Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a `Group`
+Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call of `Group`
 
 LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
 
@@ -97,10 +97,12 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **rest: Any) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
         self.actions: list[argparse.Action] = []
-        self.variables: dict[str, str] = {}  # flag with the same value, by environment variable
-        self.switches: dict[str, str] = {}  # environment variable: switch that a value of 1 sets
-        # flag with the same value, by ``section.key`` of the configuration file; a switch has one flag each for true
-        # and false
+        # for each environment variable, the flag that has the same value
+        self.variables: dict[str, str] = {}
+        # for each environment variable, the switch that the value 1 stands for
+        self.switches: dict[str, str] = {}
+        # For each ``section.key`` of the configuration file, the flag that has the same value. A switch has a flag each
+        # for true and false.
         self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
@@ -148,7 +150,8 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         own, rest = self.split(arguments)
         words = []
-        while rest:  # flags may also follow the word, which is not the start of a program
+        # Flags may also follow the word, because the word is not the start of a program.
+        while rest:
             words.append(rest[0])
             more, rest = self.split(rest[1:])
             own = [*own, *more]
@@ -162,7 +165,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
         The program starts at the first word that is neither a flag nor a flag's value.
         """
-        # Unlike argparse.REMAINDER, which first searches the arguments of the user's program for our flags.
+        # argparse.REMAINDER is not used, because it would first search the arguments of the user's program for our
+        # flags.
         takes: dict[str, int] = {}
         for action in self.actions:
             values = action.nargs if isinstance(action.nargs, int) else 1

@@ -115,7 +115,7 @@ def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand
     drivers = options.kubernetes or options.slurm or options.resume or options.standby
     if options.checkpoint_dir is None or elsewhere or drivers or _other_hosts(options.hosts):
         return None
-    # Flags for one start are not part of the command.
+    # Flags that apply to one start are not part of the command's identity.
     relevant = asdict(replace(options, fresh=False, begin_from=None))
     return same_command(
         options.checkpoint_dir, repr(sorted(relevant.items())), options.command, environ

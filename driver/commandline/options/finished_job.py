@@ -29,7 +29,7 @@ from elastic.checkpoints.files.storage import Storage
 FINISHED = "finished.json"
 # Files next to a script that may determine how long it trains.
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-# Maximum number of examined files; a folder with more is not the folder of a script.
+# Maximum number of examined files. A folder with more files is not the folder of a script.
 MOST_FILES = 5000
 MOST_READ = 64 << 20  # maximum total size in bytes, since all files are read at each start
 _SEPARATORS = re.compile("[=,:;@]")
@@ -210,7 +210,7 @@ def _paths(argument: str) -> Iterator[str]:
     """Yield the possible paths in an argument of a command, such as ``--data=a,b:c``, ``@file``, or a quoted shell
     command."""
     parts = {argument}
-    with contextlib.suppress(ValueError):  # unbalanced quotes
+    with contextlib.suppress(ValueError):  # The argument may contain unbalanced quotes.
         parts.update(shlex.split(argument))
     for part in parts:
         yield from filter(None, {part, *_SEPARATORS.split(part)})
@@ -220,7 +220,7 @@ def _paths(argument: str) -> Iterator[str]:
 
 def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[str]:
     """Yield all files below a folder, without hidden folders, caches and environments."""
-    visited: set[str] = set()  # links may form cycles
+    visited: set[str] = set()  # Links may form cycles.
     for folder, folders, files in os.walk(root, followlinks=followlinks):
         folders[:] = [
             each

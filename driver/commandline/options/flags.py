@@ -217,7 +217,7 @@ class HostFlags:
 class CommunicationFlags:
     """Flags for the communication between workers."""
 
-    controller: str = choice(  # two of these only raise an error
+    controller: str = choice(  # For two of these, an error is raised.
         "gloo",
         given("--gloo", "gloo", "Start workers without MPI (always the case)."),
         given("--mpi", "mpi", "Rejected: workers are not started with MPI."),
@@ -582,7 +582,8 @@ class Options(
     """
 
     command: list[str] = field(default_factory=list)
-    without_meaning: dict[str, bool] = field(default_factory=dict)  # flag -> switched on
+    # for each given flag without effect, whether it switches something on
+    without_meaning: dict[str, bool] = field(default_factory=dict)
 
 
 # Title and text of each group of --help-all, and its classes of flags.

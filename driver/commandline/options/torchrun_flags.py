@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from elastic.driver.commandline.options.argument_parser import Group, flag, switch, whole
 from elastic.errors import Invalid
 
-Options = TypeVar("Options", bound=Any)  # the class in `flags`, which includes these
+# the class `Options` in `flags`, which includes these flags
+Options = TypeVar("Options", bound=Any)
 
 _ELSEWHERE = (
     "elasticrun is started once, not on every host: omit it, and list the hosts with -H "

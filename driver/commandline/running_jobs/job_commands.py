@@ -57,7 +57,7 @@ class Verb:
     usage: str
     text: str
     words: tuple[int, int]
-    flags: tuple[str, ...] = ()  # its fields of `CommandOptions`
+    flags: tuple[str, ...] = ()  # fields of `CommandOptions` that are flags of this command
     named: bool = True
 
 
@@ -318,7 +318,7 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
         except JobUnreachable:
             if after < 0:
                 raise
-            return 0  # the job has ended
+            return 0  # The job has ended.
         if not answer.done:
             return _print_answer(client, answer)
         after, lines = json.loads(answer.data)

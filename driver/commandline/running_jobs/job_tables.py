@@ -24,13 +24,14 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         f"job {job['name']}: {job['phase']}, {counted(job['size'], 'worker')} ({_limits(job)}),"
         f" generation {job['generation']}, for {span(now - (job['began'] or now))}"
     ]
-    begins = values.get("begins")  # a driver of an earlier version does not report it
+    begins = values.get("begins")  # A driver of an earlier version does not report the checkpoint.
     if begins is not None:
         lines.append(f"  resumed from {start_checkpoint(begins)}")
     stall = values["stall"]
     if stall is not None:
         lines.append(f"  stalled for {span(now - stall['since'])}: {as_sentence(stall)}")
-    wait = values.get("change_wait")  # a driver of an earlier version does not report it
+    # A driver of an earlier version does not report waits for a commit.
+    wait = values.get("change_wait")
     if wait is not None:
         facts = {**wait, "for_s": now - wait["since"]}
         lines.append(f"  {because(ReasonKind.AWAITS_COMMIT, **facts)}")
@@ -41,7 +42,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")
-    if values.get("shards"):  # drivers of earlier versions do not report it
+    if values.get("shards"):  # A driver of an earlier version does not report shards.
         lines.append(f"  {values['shards']['text']}")
     last = [each for each in state["add"]["recoveries"] if each["kind"] == "recovery"][-1:]
     lines += [
@@ -60,7 +61,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     for host, row in rows["hosts"].items():
         if row["state"] != "up":
             lines.append(f"  host {host} is {row['state']}{row['note'] and ': '}{row['note']}")
-    # drivers of earlier versions report none
+    # A driver of an earlier version reports no slots that failed.
     lines += [
         f"  {because(ReasonKind.UNHEALTHY, **each)}; no worker is admitted there until one passes"
         for each in values.get("unhealthy", ())
@@ -156,7 +157,7 @@ def _progress(state: State) -> list[str]:
     parts = []
     if values["commit"] is not None:
         commit = values["commit"]
-        ago = span(now - commit["at"])  # workers report the newest commit every few seconds
+        ago = span(now - commit["at"])  # Workers report their newest commit only every few seconds.
         step = "" if commit.get("step") is None else f"step {commit['step']}, "
         parts.append(
             f"last commit {_commit(commit)} ({step}{commit['total']} in all), reported {ago} ago"

@@ -42,7 +42,7 @@ class Build:
     nccl_version: str = ""  # empty without a GPU
     gpus: int = 0
     shared: str = ""  # why ranks of this host cannot share memory, or empty if they can
-    tensorflow: str = ""  # version, as for the following
+    tensorflow: str = ""  # version, or empty; the same applies to the following fields
     keras: str = ""
     mxnet: str = ""
     trouble: str = ""
@@ -142,7 +142,8 @@ def describe(build: Build) -> str:
 
 
 def _version_of(distribution: str) -> str | None:
-    from importlib import metadata  # slow to import: loads the mail parser and sockets
+    # The import is slow, because it loads the mail parser and sockets.
+    from importlib import metadata
 
     try:
         return metadata.version(distribution)

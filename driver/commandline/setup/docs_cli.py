@@ -68,7 +68,7 @@ def pages() -> dict[str, Path]:
 def by_section(text: str) -> dict[str, str]:
     """Return the sections of a page, including subsections, by the anchors of their headings."""
     lines = text.splitlines()
-    starts: list[tuple[int, int, str]] = []  # line, depth, anchor
+    starts: list[tuple[int, int, str]] = []  # line, depth and anchor of each heading
     in_code = False
     for number, line in enumerate(lines):
         in_code ^= line.startswith("```")

@@ -30,7 +30,7 @@ from elastic.version import __version__
 MODULE = "elastic.driver.commandline.setup.host_facts"
 # seconds from the login to the facts, including an import of torch, possibly from a cold disk
 ANSWER_S = 120.0
-AT_ONCE = 32  # hosts
+AT_ONCE = 32  # maximum number of hosts that are queried at the same time
 DESCRIPTION = """\
 Check this host, and the hosts of -H over ssh: torch, the C++ library, GPUs, NCCL, arithmetic, ports, network,
 shared memory, clocks and conflicting packages. Exit with 1 if a check failed."""

@@ -34,8 +34,8 @@ class HostFacts(msgspec.Struct, frozen=True):
     # Files in the installed folders of this package that are foreign or modified.
     foreign: list[str]
     health_code: int  # exit code of the built-in health check: 0, 1, or 3 for a wrong result
-    health: str  # its output
-    others: list[str]  # packages known to install files into these folders
+    health: str  # output of the built-in health check
+    others: list[str]  # packages known to install files into the folders of this package
 
 
 class Level(enum.Enum):

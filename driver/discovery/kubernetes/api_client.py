@@ -17,8 +17,9 @@ from elastic.errors import Invalid
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0  # seconds for a list, or for the start of a watch
-WATCH_S = 60  # the API server then ends a watch, so that dead connections are noticed
-PAGE = 500  # objects per answer
+# The API server ends a watch after this many seconds, so that dead connections are noticed.
+WATCH_S = 60
+PAGE = 500  # number of objects per answer
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
@@ -93,7 +94,7 @@ def connection() -> tuple[Any, str]:
 
     try:
         of_pod(settings)
-        # The client would use a token for a minute, even if it is rejected.
+        # The client would use a token for a minute, even after the token was rejected.
         settings.refresh_api_key_hook = of_pod
         with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
             found = file.read().strip()
@@ -102,7 +103,7 @@ def connection() -> tuple[Any, str]:
             config.load_kube_config(client_configuration=settings)
             _, active = config.list_kube_config_contexts()
             found = active["context"].get("namespace", "")
-        except Exception as error:  # the file may contain anything
+        except Exception as error:  # The configuration file may contain anything.
             why = " ".join(str(error).split())[:300]
             raise Invalid(
                 "no cluster found: this is not a pod with a service account, and no kubeconfig selects one"
@@ -217,7 +218,7 @@ def _answering(refused: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         raise _refusal(int(getattr(error, "status", 0) or 0), error) from None
-    except ConfigException as error:  # while the token file is missing or empty
+    except ConfigException as error:  # The token file may be missing or empty for a moment.
         raise ApiError(ApiErrorKind.UNAUTHORIZED, _short(error)) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ApiError(ApiErrorKind.UNREACHABLE, _short(error)) from None

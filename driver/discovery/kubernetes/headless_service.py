@@ -18,7 +18,7 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.hosts import show
 from elastic.driver.network.resolver import Found, resolved
 
-INTERVAL_S = 5.0  # cluster name servers cache an answer for 5 s by default
+INTERVAL_S = 5.0  # By default, cluster name servers cache an answer for 5 s.
 TIMEOUT_S = 5.0
 
 
@@ -54,7 +54,7 @@ class HeadlessServiceDiscovery:
             try:
                 addresses = await self._ask()
             except OSError as error:
-                # Only one line for each kind of failure.
+                # Each kind of failure is logged in only one line.
                 if str(error) != trouble:
                     trouble = str(error)
                     kept = f"keeping {show(hosts)}" if hosts else "waiting for hosts"

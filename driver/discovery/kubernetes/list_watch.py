@@ -23,8 +23,8 @@ from elastic.driver.discovery.kubernetes.objects import Json
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-REFUSED_PAUSE_S = 30.0  # permissions and tokens rarely change
-SHORT_S = 1.0  # a watch that ends sooner is not restarted immediately
+REFUSED_PAUSE_S = 30.0  # Permissions and tokens rarely change.
+SHORT_S = 1.0  # A watch that ends within this time is not restarted immediately.
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ListWatch:
                 self._follow()
             except ApiError as error:
                 self._pause(self._trouble(error))
-            # The client runs programs and reads files to get its tokens.
+            # The client may run programs and read files to obtain its tokens, so any exception is possible.
             except Exception as error:
                 self._pause(self._trouble(ApiError(ApiErrorKind.OTHER, repr(error)[:200])))
             else:
@@ -141,7 +141,7 @@ class ListWatch:
             self._version = ""
             return FIRST_PAUSE_S
         if error.why is ApiErrorKind.FORBIDDEN:
-            self._version = ""  # an account that may list but not watch has to list repeatedly
+            self._version = ""  # An account that may list but not watch has to list repeatedly.
         if error.why is not self._failed:
             self._failed = error.why
             self._report(WatchFailed(self._kind, error))

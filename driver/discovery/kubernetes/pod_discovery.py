@@ -69,7 +69,8 @@ class PodDiscovery:
         self._updates: asyncio.Queue[Told] = asyncio.Queue()
         self._hosts: dict[str, int] | None = None
         self._endings: dict[str, PodEnding] = {}
-        self._tried: dict[str, float] = {}  # uid -> time of the last attempt to delete it
+        # for each pod's uid, the time of the last attempt to delete the pod
+        self._tried: dict[str, float] = {}
         self._deletes = True  # False once the API server has refused to delete pods
         self._listed = False
         self._refused = False
@@ -110,7 +111,7 @@ class PodDiscovery:
             self._take(await within(self._updates.get(), due_s))
         except asyncio.TimeoutError:
             return
-        while not self._updates.empty():  # many simultaneous changes result in one list
+        while not self._updates.empty():  # Many simultaneous changes result in one list.
             self._take(self._updates.get_nowait())
 
     def _take(self, update: Told) -> None:
@@ -161,7 +162,7 @@ class PodDiscovery:
             if ending is not None:
                 left_s = None if ending.at is None else max(0.0, ending.at - now)
                 self._noticed(HostLeaving(host, Notice(ending.text, left_s)))
-            elif host in hosts:  # otherwise the pod is missing from the list
+            elif host in hosts:  # If the host is not listed, its end needs no notice.
                 self._noticed(HostStaying(host))
         self._endings = endings
 

@@ -24,7 +24,7 @@ from elastic.driver.discovery.kubernetes.objects import (
     pod_of,
 )
 
-OVERDUE_S = 2.0  # delay after the grace period, within which a pod should be gone
+OVERDUE_S = 2.0  # seconds after the grace period within which a pod should have ended
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Pods:
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots
-        self._pods: dict[str, Pod] = {}  # by uid
-        self._nodes: dict[str, KubernetesNode] = {}  # by name
-        # (node, taint) -> time when it was first seen
+        self._pods: dict[str, Pod] = {}  # pods by uid
+        self._nodes: dict[str, KubernetesNode] = {}  # nodes by name
+        # for each node and taint, the time at which the taint was first seen
         self._tainted: dict[tuple[str, str], float] = {}
         self._order: list[str] = []  # last order of the hosts
 

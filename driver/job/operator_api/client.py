@@ -188,7 +188,7 @@ def _user() -> str:
 def _name_of(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:  # a container may not have a name for the user ID
+    except KeyError:  # A container may not have a name for the user ID.
         return str(uid)
 
 

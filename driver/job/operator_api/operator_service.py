@@ -42,9 +42,9 @@ from elastic.protocol.messages import Address, Worker
 
 ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
 STACKS_S = 3.0  # seconds for stacks to be written
-QUIET_S = 0.25  # ... and seconds without further lines after which the stacks are complete
-AT_ONCE = 64  # concurrent requests
-STOP_CODE = 143  # the same exit code as after SIGTERM
+QUIET_S = 0.25  # seconds without further lines after which stacks are complete
+AT_ONCE = 64  # maximum number of concurrent requests
+STOP_CODE = 143  # exit code of a job that was stopped, as after SIGTERM
 
 OPERATORS: Callers[str] = Callers(
     "operator", messages.from_operator, OperatorAnswer, lambda answer: answer.name
@@ -272,5 +272,6 @@ class OperatorService:
 
     def _unknown(self, name: str) -> str:
         size = len(self._page.model.view.ranks)
-        rank = f"a rank, 0 to {size - 1}, or " if size else ""  # no worker trains yet
+        # No worker trains yet, so there are no ranks.
+        rank = f"a rank, 0 to {size - 1}, or " if size else ""
         return f"{name} is not a worker of this job: pass {rank}host:slot"

@@ -25,12 +25,12 @@ class JobRecord(msgspec.Struct, frozen=True):
     """Record with the address and key of a running job."""
 
     name: str
-    pid: int  # pid of its driver
-    address: str  # host:port
-    key: str  # hexadecimal
+    pid: int  # process ID of the driver
+    address: str  # address for operators, host:port
+    key: str  # key of operators, hexadecimal
     command: list[str] = []
     journal: str = ""
-    began: float = 0.0  # seconds since 1970
+    began: float = 0.0  # start of the driver in seconds since 1970
 
     def __repr__(self) -> str:
         return f"JobRecord({self.name!r}, pid={self.pid}, address={self.address!r})"
@@ -46,7 +46,7 @@ class PublishedRecord:
         checked_folder(folder)
         self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # record of an earlier process with the same pid
+            self.path.unlink()  # The record belongs to an earlier process with the same process ID.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -83,7 +83,7 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
     try:
         if not folder.exists():
             return []
-    except PermissionError:  # XDG_RUNTIME_DIR is another user's, for example after su
+    except PermissionError:  # XDG_RUNTIME_DIR may be another user's, for example after su.
         raise Invalid(
             f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to your own folder, or unset it"
         ) from None
@@ -95,7 +95,7 @@ def _read(path: Path) -> JobRecord | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return None  # removed meanwhile
+        return None  # The record was removed meanwhile.
     with os.fdopen(fd, "rb") as file:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -29,7 +29,8 @@ class Frozen(Part):
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
         self._alone_said: set[Worker] = set()
-        self._hosts_awaited: dict[str, tuple[float, Reason]] = {}  # deadline and reason
+        # for each lost host that is awaited, the deadline and the reason
+        self._hosts_awaited: dict[str, tuple[float, Reason]] = {}
 
     def handle(self, event: Event) -> bool:
         """Handle an event about an agent or a host. Return False for other events."""
@@ -59,7 +60,7 @@ class Frozen(Part):
         if record is None or record.killed_for:
             return
         if record.frozen:
-            return  # a repeated report
+            return  # The report is a repetition.
         record.frozen = event.how or "not able to run"
         if record.stage not in AT_STAKE:
             text = (

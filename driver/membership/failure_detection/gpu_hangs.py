@@ -27,7 +27,7 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Launches, Worker
 
-DOUBT = 3  # multiple of the time if the evidence is weaker
+DOUBT = 3  # factor by which the time limit is longer if the evidence is weaker
 
 
 class Hang(enum.Enum):
@@ -76,7 +76,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
     """
     launches = [witness.launches for witness in witnesses]
     if not launches or len(launches) < launches[0].size or settings.gpu_hang_s <= 0:
-        return None  # a rank is missing, or waits for something else
+        return None  # A rank is missing, or waits for something else.
     number = min(each.done for each in launches) + 1
     if any(each.launched < number for each in launches):
         return None
@@ -93,7 +93,8 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
             patience_s *= DOUBT
     else:
         hang, blamed = Hang.NETWORK, _left_behind(witnesses, number) if before else []
-        patience_s = DOUBT * settings.gpu_hang_s * 2**before  # a slow network may take long
+        # A slow network may take long, so the limit doubles with each hang.
+        patience_s = DOUBT * settings.gpu_hang_s * 2**before
     # Measured from the arrival of the last of the other ranks.
     since = max(witness.since for witness in witnesses)
     for_s = min(witness.said_at for witness in blamed or witnesses) - since

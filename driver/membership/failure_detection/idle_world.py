@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-LEAST_S = 90.0  # three reports
-TIMES = 20.0  # multiple of the usual interval
+LEAST_S = 90.0  # three intervals between reports, in seconds
+TIMES = 20.0  # number of usual intervals without a step that count as a lack of progress
 LOCATE_S = 2.0  # seconds in which members report their lines
 INTERVALS = 9  # number of reports that determine the usual interval
 NAMED = 8
@@ -28,7 +28,7 @@ class IdleWorld:
     """
 
     due: float | None = None
-    asked: bool = False  # members were asked for their lines
+    asked: bool = False  # the members were asked for their script lines
     told: bool = False
     _since: float = 0.0
     _intervals: list[float] = field(default_factory=list)

@@ -19,8 +19,8 @@ from elastic.protocol.messages import Worker
 
 # A straggler waits less than this share of its time. Reports of the other workers may be older.
 LITTLE = 0.1
-RECOVERS = 1.25  # times the factor: speed from which a straggler is none any more
-LASTING = 2  # consecutive reports after which a straggler may be replaced
+RECOVERS = 1.25  # A straggler is no longer one above this multiple of the factor.
+LASTING = 2  # number of consecutive reports after which a straggler may be replaced
 
 
 @dataclass
@@ -32,13 +32,14 @@ class Stragglers:
             no worker is.
     """
 
-    size: int = 0  # members of the world
+    size: int = 0  # number of members of the world
     factor: float = STRAGGLER_FACTOR
     named: frozenset[Worker] = frozenset()  # stragglers as of the last report
     _busy: dict[Worker, float] = field(default_factory=dict)
-    # The same in ascending order.
+    # the busy shares of all workers, in ascending order
     _sorted: list[tuple[float, Worker]] = field(default_factory=list)
-    _reports: dict[Worker, int] = field(default_factory=dict)  # consecutive ones of stragglers
+    # number of consecutive reports of each straggler
+    _reports: dict[Worker, int] = field(default_factory=dict)
 
     def paced(self, worker: Worker, waited_s: float, over_s: float) -> bool:
         """Record the latest report of a worker. Return whether the set of stragglers has changed.
@@ -73,7 +74,7 @@ class Stragglers:
             return None
         middle = (others - 1) // 2
         if bisect_left(self._sorted, (own, worker)) <= middle:
-            middle += 1  # its own value is one of the lower ones, and does not count
+            middle += 1  # The worker's own value is in the lower half, and does not count.
         return self._sorted[middle][0] / own if own else 1.0
 
     def _is_slow(self, worker: Worker) -> bool:

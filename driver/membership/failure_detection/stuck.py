@@ -41,8 +41,8 @@ from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, 
 SOON_S = 0.001
 # Seconds for which all remaining members must wait before the cause is examined.
 ALL_INSIDE_S = 30.0
-SILENT_S = 15.0  # three times the interval at which a waiting worker reports
-NAMED = 4  # workers that get their own log line at a time
+SILENT_S = 15.0  # Three times the interval at which a waiting worker reports.
+NAMED = 4  # maximum number of workers that get their own log line at a time
 
 
 class Stuck(Part):
@@ -54,9 +54,9 @@ class Stuck(Part):
         self._stragglers = Stragglers(factor=self.settings.straggler_factor)
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
-        self._look_at: float | None = None  # None if no worker waits
+        self._look_at: float | None = None  # time of the next check, or None if no worker waits
         self._repeated_at = 0.0  # time of the last repeated report of a wait
-        self._watched = 0  # generation of the data
+        self._watched = 0  # generation of the collected data
         self._where = ""  # place at which the other workers wait
         self._lines = NAMED  # log lines left until the next check
         self._unnamed = 0  # number of suspects without a log line
@@ -144,11 +144,11 @@ class Stuck(Part):
             if idle_s is not None:
                 self.actions.log("info", f"training continued after {idle_s:.0f} s without a step")
         if self._stalled_at is not None and since < self._stalled_at:
-            return  # explained by the stall
+            return  # The stall explains this wait.
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
         if record.phase:
-            return  # a long phase, in which the others wait on purpose
+            return  # In a long phase, the other workers wait on purpose.
         before = self._stragglers.named
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
             level = "warning" if self._stragglers.named else "info"
@@ -223,7 +223,7 @@ class Stuck(Part):
             self._look_at = since + self._probe_s
         if self._look_at <= self.actions.now:
             self._look()
-            if not self._must_watch():  # the world was broken
+            if not self._must_watch():  # The world was broken meanwhile.
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
@@ -439,7 +439,7 @@ class Stuck(Part):
             return
         inside = [s for s in waiters if s.inside]
         if not inside or any(s.killed_for for s in self.worlds.live()):
-            return  # the missing worker is already being killed
+            return  # The missing worker is already being killed.
         due = max(s.waits_since for s in waiters) + limit_s
         if self.actions.now < due:
             self._look_at = min(self.actions.now + self._probe_s, due)
@@ -476,7 +476,7 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                return  # different counts alone are not sufficient evidence
+                return  # Different counts alone are not sufficient evidence.
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
             calls = [Called(0, s.inside, s.line) for s in inside]

@@ -25,10 +25,11 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-PROBE_S = 5.0  # seconds between two probes; a sixth of the shortest limit, if that is less
-BUSY_CPU = 0.1  # fraction of one processor; a process with a lower usage ...
-BUSY_IO = 64 * 1024  # ... and moves fewer bytes per second is idle
-TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process
+PROBE_S = 5.0  # Seconds between two probes. If a sixth of the shortest limit is less, that is used.
+# A process that uses a smaller share of one processor, and moves fewer bytes than BUSY_IO, is idle.
+BUSY_CPU = 0.1
+BUSY_IO = 64 * 1024  # bytes moved per second
+TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process in /proc/PID/stat
 
 
 def probe_every_s(settings: Settings) -> float:
@@ -51,8 +52,8 @@ class Next(enum.Enum):
     """The result of judging a suspect."""
 
     NOTHING = "nothing"
-    NAME = "name"  # name it in a warning
-    CONDEMN = "condemn"  # dump the stacks of the worker, then fence the worker
+    NAME = "name"  # log a warning that names the worker
+    CONDEMN = "condemn"  # write the stacks of the worker, then fence it
 
 
 @dataclass
@@ -67,12 +68,12 @@ class Suspicion:
     verdict: Verdict = Verdict.UNKNOWN
     idle_since: float = 0.0
     traced: bool = False
-    cpu: float = 0.0  # share of one processor, between the last two probes
-    io: float = 0.0  # bytes per second
-    fence_at: float | None = None  # set once condemned
+    cpu: float = 0.0  # share of one processor that the worker used between the last two probes
+    io: float = 0.0  # bytes per second that the worker moved between the last two probes
+    fence_at: float | None = None  # time of the fence, set once the worker is condemned
     _probe: WorkerProbed | None = None
     _probed_at: float = 0.0
-    # How long the others had waited at its last log line, by verdict.
+    # For each verdict, how many seconds the others had waited at the last log line about it.
     _named: dict[Verdict, float] | None = None
 
     def wait_since(self, since: float) -> None:
@@ -120,7 +121,7 @@ class Suspicion:
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
-        self.fence_at = None  # it made progress before it was fenced
+        self.fence_at = None  # The worker made progress before it was fenced.
         if self.verdict is Verdict.UNKNOWN:
             return Next.NOTHING
         waited = now - self.since
@@ -177,7 +178,8 @@ class Suspicions:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._all: dict[Worker, Suspicion] = {}
-        self._condemned: dict[Worker, Suspicion] = {}  # in the order of the fences
+        # condemned workers, in the order of their fences
+        self._condemned: dict[Worker, Suspicion] = {}
 
     def get(self, worker: Worker) -> Suspicion | None:
         return self._all.get(worker)

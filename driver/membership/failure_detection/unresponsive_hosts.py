@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 # Answers may have arrived but not been read yet, so the last check is this time after their deadline.
 READ_S = 0.05
-LATE_S = 0.5  # if a check is this late, the driver itself was paused and has missed answers
+LATE_S = 0.5  # If a check is this late, the driver itself was paused and has missed answers.
 
 
 @dataclass
@@ -24,7 +24,7 @@ class UnresponsiveHosts:
     """The hosts that do not answer during one wait. Times are seconds on the caller's clock."""
 
     silence_s: float
-    look_at: float | None = None  # None if no worker waits
+    look_at: float | None = None  # time of the next check, or None if no worker waits
     _unanswered: set[str] = field(default_factory=set)
     _asked_at: float | None = None
     _last_look: bool = False  # answers were due at the previous check

@@ -19,15 +19,17 @@ class WorkerStage(enum.Enum):
     """Stage of a live worker process, from its start to its exit."""
 
     STARTING = "starting"  # the process runs but has not called init() yet
-    HELD = "held"  # it is in init(), which is answered once the health check of its slot has passed
-    CONNECTED = "connected"  # it is in init(), or in user code before elastic.run
-    READY = "ready"  # waits for a world
-    MEMBER = "member"  # member of the current world
+    # the worker is in init(), which is answered once the health check of its slot has passed
+    HELD = "held"
+    CONNECTED = "connected"  # the worker is in init(), or in user code before elastic.run
+    READY = "ready"  # the worker waits for a world
+    MEMBER = "member"  # the worker is a member of the current world
     # the function has returned; the worker keeps its sockets open until all functions have returned
     RETURNED = "returned"
     # the worker was notified that all functions have returned; user code after elastic.run may still run
     FINISHED = "finished"
-    DISMISSED = "dismissed"  # asked to leave, or about to die: not part of any plan
+    # the worker was asked to leave, or is about to die, and is not part of any plan
+    DISMISSED = "dismissed"
 
     # The roster looks up stages many times in each event, and an enum's own hash is computed in Python.
     __hash__ = object.__hash__
@@ -45,40 +47,47 @@ class WorkerRecord:
 
     worker: Worker
     started_at: float
-    first_place: Place  # assigned when it starts
+    first_place: Place  # place that the worker received when it was started
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
-    unchecked: bool = False  # the health check of its slot has not passed
+    unchecked: bool = False  # the health check of the worker's slot has not passed yet
     held_until: float = 0.0  # time until which the first world waits for a HELD worker
     check_by: float = 0.0  # time at which the health check of a HELD worker times out
     commit: Commit | None = None
-    kept: tuple[KeptCommit, ...] = ()  # older commits of which it has copies
-    first_generation: int = 0  # first world in which it trained; 0: none yet
+    kept: tuple[KeptCommit, ...] = ()  # older commits of which the worker has copies
+    # first world in which the worker trained; 0 if it has not trained yet
+    first_generation: int = 0
     store: Address | None = None
     layout: str = ""
-    running: bool = False  # it is inside elastic.run
-    resumed_at: float | None = None  # its first collective completed
-    leaving: Reason | None = None  # reason for leaving, or None
+    running: bool = False  # the worker is inside elastic.run
+    # time at which the worker's first collective of the generation completed
+    resumed_at: float | None = None
+    leaving: Reason | None = None  # reason why the worker is to leave, or None
     unlisted: bool = False  # the worker leaves because its host left the list, which is not urgent
-    # It leaves because its machine will be reclaimed, and there is still time.
+    # The worker is to leave because its machine will be reclaimed, and there is still time.
     noticed: bool = False
-    exit_by: float | None = None  # time at which the worker is killed unless it has exited
-    exit_why: Reason | None = None  # reason for that kill
-    killed_for: Reason | None = None  # reason for an ordered kill, or None
-    stands_by: bool = False  # it was notified that it has to wait for a place
-    rejected: str = ""  # digest of the layout that it should have
-    readies: int = 0  # number of its latest Ready message
+    exit_by: float | None = None  # time at which the worker is killed unless it has exited before
+    exit_why: Reason | None = None  # reason for the kill at `exit_by`
+    killed_for: Reason | None = None  # reason why the worker is being killed, or None
+    stands_by: bool = False  # the worker was notified that it has to wait for a place
+    rejected: str = ""  # digest of the layout that the rejected worker should have
+    readies: int = 0  # number in the worker's latest Ready message
     frozen: str = ""  # reason why the agent reports the worker as frozen, or empty
-    inside: str = ""  # the collective of the current generation in which it waits
-    last_inside: str = ""  # ... or the last generation in which the worker waited
-    line: str = ""  # script line at which it was last reported
-    said_at: float = 0.0  # time of its last report
-    gpu: list[Launches] = field(default_factory=list)  # progress of its GPU at that time
+    # name of the collective of the current generation in which the worker waits, or empty
+    inside: str = ""
+    # name of the collective in which the worker last waited, in any generation
+    last_inside: str = ""
+    line: str = ""  # script line of the worker, as last reported
+    said_at: float = 0.0  # time of the worker's last report
+    # progress of the worker's GPU at the last report
+    gpu: list[Launches] = field(default_factory=list)
     gpu_since: float = 0.0  # time since which the GPU's progress is unchanged
-    entered: int = 0  # number of collectives of the current generation, from its last report
-    phase: str = ""  # phase that the script marks as long
-    waits_since: float = 0.0  # time since which it is inside a collective, ready, or returned
-    moved_at: float = 0.0  # its last known progress
+    # number of collectives that the worker has entered in the current generation, as last reported
+    entered: int = 0
+    phase: str = ""  # name of the phase that the script marks as long, or empty
+    # time since which the worker is inside a collective, ready, or returned
+    waits_since: float = 0.0
+    moved_at: float = 0.0  # time of the worker's last known progress
 
     _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)
 
@@ -126,7 +135,8 @@ class Roster(dict[Worker, WorkerRecord]):
         self._exits: list[tuple[float, int, Worker]] = []
         self._filed_exits = 0
         self.inside: dict[Worker, WorkerRecord] = {}  # members that are waiting in a collective
-        self.frozen: dict[Worker, WorkerRecord] = {}  # ready or members, and not being killed
+        # frozen workers that are ready or members, and not being killed
+        self.frozen: dict[Worker, WorkerRecord] = {}
         self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
         # Ordered: finding the first item of a plain dict is slow after many removals.
         self._stages: dict[WorkerStage, OrderedDict[Worker, WorkerRecord]] = {

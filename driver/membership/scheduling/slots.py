@@ -20,7 +20,7 @@ class Slots:
     """All slots that discovery lists, and the history of their workers."""
 
     def __init__(self, settings: Settings) -> None:
-        self.known = False  # whether discovery has returned a list
+        self.known = False  # whether discovery has yielded a list yet
         self.fixed = False  # whether the list cannot grow by itself
         self.version = 0  # incremented when a slot may have become usable
         # Slots with a program that exited with code 0 outside elastic.run.
@@ -39,8 +39,9 @@ class Slots:
         self._hosts: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
-        self._left: set[Slot] = set()  # slots with a worker that left on request
-        self._failures: dict[Slot, int] = {}  # number of consecutive exits with a nonzero code
+        self._left: set[Slot] = set()  # slots whose worker left on request
+        # number of consecutive exits of the slot's workers with a nonzero code
+        self._failures: dict[Slot, int] = {}
         # Hosts that will be reclaimed. No worker is started on such a host before this time.
         self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts drained by an operator
@@ -55,7 +56,7 @@ class Slots:
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
-            self._drained.discard(host)  # if the host returns, it is another machine
+            self._drained.discard(host)  # If the host returns, it is a different machine.
             self.unhealthy = {s: why for s, why in self.unhealthy.items() if s[0] != host}
             self._release(host)
         # The host is listed again or has more slots: vacated slots may be used again.

@@ -33,8 +33,8 @@ class WorkerPool:
         self.roster = Roster()
         self.slots = Slots(settings)
         self.last_output = ""
-        self.spare = 0  # number of standbys
-        self.asked: int | None = None  # size requested by an operator instead of workers_max
+        self.spare = 0  # number of standbys to start
+        self.asked: int | None = None  # size requested by an operator, which replaces workers_max
         # Time since which a worker may have been waiting for others to start.
         self._first_ready_at: float | None = None
         # State at the last check of the slots, and the time before which their state cannot change.
@@ -63,7 +63,8 @@ class WorkerPool:
         if members and self.settings.starting_max is not None and not self._short():
             room = self.settings.starting_max - self.roster.count(WorkerStage.STARTING)
             if room <= 0:
-                return  # checked again when one of them calls init() or exits
+                # The slots are checked again when one of these workers calls init() or exits.
+                return
         # Checking every slot after each event would take too long if nothing has changed.
         most = self.workers_max + self.spare
         state = (self.roster.version, self.slots.version, self.roster.staying(), most, room)
@@ -72,8 +73,9 @@ class WorkerPool:
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
         free = self.slots.free(self._taken(), self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
-        needed = max(0, wanted - self.spare)  # any workers beyond this number are standbys
-        order = [*members, *started]  # never rank 0, since the members are already training
+        needed = max(0, wanted - self.spare)  # All workers beyond this number are standbys.
+        # The new worker never gets rank 0, because the members are already training.
+        order = [*members, *started]
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
         places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
@@ -173,7 +175,7 @@ class WorkerPool:
             self.dismiss(record, reason, self.settings.leave_s)
             self.kill(record, reason)
         elif record.worker not in members:
-            self.release(record, reason)  # a member is released at a planned change
+            self.release(record, reason)  # A member is released at a planned change.
 
     def release(self, record: WorkerRecord, reason: Reason) -> None:
         if record.stage is not WorkerStage.DISMISSED:
@@ -322,7 +324,8 @@ class WorkerPool:
         for stage in (
             (WorkerStage.STARTING, WorkerStage.CONNECTED) if first else (WorkerStage.STARTING,)
         ):
-            for record in self.roster.first_at(stage):  # in the order in which they were started
+            # The workers are in the order in which they were started.
+            for record in self.roster.first_at(stage):
                 start_by = self._start_by(record)
                 if start_by is None:
                     break
@@ -361,7 +364,7 @@ class WorkerPool:
         """Kill workers whose deadline has passed. Return the workers that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
-                break  # the workers after it were started later
+                break  # All following workers were started later.
             if not record.killed_for:
                 late = because(ReasonKind.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)

@@ -23,7 +23,7 @@ class Composition:
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
     leaving: list[WorkerRecord] = field(default_factory=list)  # workers that may leave now
-    # Workers with a state that has a different layout.
+    # Workers whose state has a different layout.
     rejected: list[WorkerRecord] = field(default_factory=list)
     layout: str = ""
 

@@ -47,7 +47,7 @@ Line = tuple[str, str]  # level and text
 
 @dataclass(frozen=True)
 class RayProcess:
-    """Ray's information about the actor's process.
+    """What Ray knows about the process of the actor.
 
     Args:
         given: the ``env_vars`` of its runtime_env.
@@ -101,7 +101,9 @@ class RayEngine:
 
 
 class AgentActor:
-    """One agent, from start to end. ``python`` runs it, and is first in its workers' PATH."""
+    """Actor that runs one agent from start to end. ``python`` runs the agent, and its folder is first in the PATH of
+    workers.
+    """
 
     def __init__(
         self,
@@ -134,14 +136,14 @@ class AgentActor:
     # ---- called by the starter ---------------------------------------------------------------------------------------
 
     async def hello(self) -> str:
-        """Return the installed release."""
+        """Return the release of this package that is installed on the node."""
         return __version__
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def start(self, bootstrap: bytes, call: bytes, ready_s: float) -> str:
-        """Start the agent and return "" once it is ready, otherwise the reason."""
+        """Start the agent. Return "" once the agent is ready, or the reason why it could not be started."""
         config = msgspec.json.decode(bootstrap, type=Bootstrap)
         self._host = config.host
         self._news = asyncio.Event()
@@ -159,9 +161,10 @@ class AgentActor:
         return why
 
     async def news(self, after: int) -> tuple[int, list[Line], Line | None]:
-        """Wait for log lines after number ``after``, or for the end of the agent.
+        """Wait for log lines after the line with number ``after``, or for the end of the agent.
 
-        Return the last number, the lines, and why it ended.
+        Returns:
+            number of the last line, the lines, and the reason for the end of the agent, or None while it runs.
         """
         while self._number <= after and self._ended is None:
             assert self._news is not None, "call start() first"
@@ -179,13 +182,15 @@ class AgentActor:
             new.rename(self._folder / "drivers")
 
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
-        """Wait for ``count`` persistent workers on this node, or until the time limit. Return their ranks."""
+        """Wait until ``count`` persistent workers on this node are connected, or until the time limit. Return their
+        ranks.
+        """
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
     async def call(
         self, rank: int, blob: bytes, timeout_s: float | None = None
     ) -> tuple[bytes, str]:
-        """Call a worker and return its answer and "", or b"" and the reason for the failure."""
+        """Call a worker. Return its answer and "", or b"" and the reason for the failure."""
         if self._calls is None:
             return b"", f"the worker of rank {rank} has exited together with the agent of its host"
         try:
@@ -194,7 +199,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """End the agent, which kills its workers. Afterwards no process and no file is left."""
+        """End the agent, which kills its workers. Afterwards none of its processes and files is left."""
         self._fetched = True
         await self._clear()
 
@@ -258,8 +263,9 @@ class AgentActor:
         return ""
 
     def _follow(self, raylet: int) -> None:
-        """Watch the raylet. If it ends, Ray considers the node lost, but the processes of Ray's workers notice only
-        that they are orphans."""
+        """Watch the raylet. If the raylet ends, Ray considers the node lost, but the processes of Ray's workers
+        continue as orphans.
+        """
         if not raylet:
             return
         # Forbidden in some sandboxes, in which case Ray has to notice.
@@ -280,9 +286,9 @@ class AgentActor:
         self._engine.die()
 
     def _on_output_line(self, line: str) -> None:
-        """Store a line of the agent.
+        """Store a line that the agent has printed.
 
-        Lines that the agent sends to its driver are not among these, so many lines indicate a problem.
+        Lines that the agent sends to its driver are not among these lines, so many lines indicate a problem.
         """
         level, text = as_logged(line)
         if level != "debug":

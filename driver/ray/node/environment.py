@@ -31,11 +31,12 @@ BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which belongs to the actor's 
 def without_rays_own(
     environ: Mapping[str, str], given: Mapping[str, str], above: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a Ray worker process, without the variables set by Ray for that process alone.
+    """Return the environment of a Ray worker process, without the variables that Ray sets for that process alone.
 
     Args:
+        environ: environment of the process.
         given: ``env_vars`` of the user's runtime_env.
-        above: environment of the raylet.
+        above: environment of the raylet, the parent of the process.
     """
 
     def stays(name: str, value: str) -> bool:
@@ -67,6 +68,8 @@ def workers_environ(
 ) -> dict[str, str]:
     """Return the environment that the workers of a node inherit. See `without_rays_own`.
 
+    A worker sees no GPUs unless the user or the driver assigns it some.
+
     Args:
         environ: environment of the actor's process.
         given: ``env_vars`` of the user's runtime_env.
@@ -74,11 +77,9 @@ def workers_environ(
         programs: folder of the Python to run.
         modules: folders of modules in addition to Python's default path.
         address: address of the cluster that ``ray.init()`` in a worker joins.
-        namespace: namespace for ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``, since Ray has no variable for it.
+        namespace: namespace for ``ray.init(namespace=os.environ["RAY_NAMESPACE"])``. Ray has no variable for it.
         call: path of the file with the workers' function.
         folder: working folder.
-
-    A worker sees no GPUs unless the user or the driver assigns it some.
     """
     clean = without_rays_own(environ, given, above)
     path = [each for each in clean.get("PATH", "").split(":") if each and each != programs]

@@ -27,7 +27,7 @@ class CallFailed(ElasticError, RuntimeError):
 
 
 class _Caller:
-    """Connection of one worker.
+    """Connection of one persistent worker.
 
     Args:
         waiting: futures of pending answers, in the order of the calls.
@@ -49,7 +49,7 @@ class _Caller:
 
 
 class WorkerCalls:
-    """Server for calls.
+    """Server to which the persistent workers of one host connect, and through which they are called.
 
     Create it in the event loop, then `open` it. A new connection of a rank replaces the earlier one.
     """
@@ -69,15 +69,17 @@ class WorkerCalls:
         os.chmod(self._path, 0o600)
 
     async def present(self, count: int, within_s: float) -> list[int]:
-        """Wait until ``count`` workers are connected or the time limit is reached and return their ranks."""
+        """Wait until ``count`` workers are connected, or until the time limit. Return the ranks of the connected
+        workers.
+        """
         with contextlib.suppress(asyncio.TimeoutError):
             await within(self._await_count(count), within_s)
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call a worker and return its answer. Calls to the same worker run one after the other.
+        """Call a worker, and return its answer. Calls to the same worker run one after the other.
 
-        A call that exceeds ``timeout_s`` continues in the worker, and the next call waits for its end. Raises
+        A call that exceeds ``timeout_s`` seconds continues in the worker, and the next call waits for its end. Raises
         CallFailed.
         """
         if len(blob) > FRAME_LIMIT:
@@ -150,7 +152,7 @@ class WorkerCalls:
 
 
 def _rank_of(line: bytes) -> int:
-    """Parse the first line of a worker. Raises ValueError."""
+    """Parse the rank in the first line that a worker sends. Raises ValueError."""
     hello = json.loads(line)
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:
