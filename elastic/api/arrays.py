@@ -1,4 +1,4 @@
-"""Convert numpy arrays to torch tensors and back, to send tensors of other frameworks."""
+"""Converts numpy arrays to torch tensors and back, so that tensors of other frameworks can be sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Array = np.ndarray[Any, Any]
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """Convert an array to a tensor. The result is a view, or a copy if the array is read-only or not contiguous.
+    """Convert an array to a CPU tensor of the same shape and dtype. The result is a view, or a copy if the array is
+    read-only or not contiguous.
 
     Raises:
         UnsupportedType: torch has no such dtype.

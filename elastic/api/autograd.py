@@ -4,7 +4,7 @@ The backward pass runs collectives among the same ranks and is itself differenti
 names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched
 by their order. Integer tensors have no gradient and are skipped.
 
-``members`` are the ranks of a process set, None for the world. Roots are world ranks.
+The argument ``members`` contains the ranks of a process set, or is None for the world. Roots are world ranks.
 """
 
 from __future__ import annotations
@@ -153,10 +153,11 @@ def _backward(name: str | None) -> str | None:
 def _average(
     how: tuple[str | None, Members], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Average gradients over ranks.
+    """Average gradients over ranks. Complex gradients are averaged as pairs of real numbers.
 
     Args:
-        how: name and members. Complex gradients are averaged as pairs of reals.
+        how: name of the collective, and its members.
+        gradients: gradients of any shapes.
     """
     parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     averages = allreduce(*how, Op.AVERAGE, 1.0, 1.0, *parts)

@@ -250,7 +250,7 @@ class _TensorOutline:
 
 
 class _Outline:
-    """Options and state entries of an optimizer without tensor values, by position of parameters and groups."""
+    """Options of an optimizer and the shapes and dtypes of its state entries, by position of parameters and groups."""
 
     def __init__(self, options: list[dict[str, Any]], entries: list[dict[str, Any]]) -> None:
         self.options = options
@@ -306,7 +306,9 @@ def _adopt(
 
 
 def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    """Overwrite tensors in place, several per broadcast. Shapes and dtypes are the same on all ranks."""
+    """Overwrite tensors in place with those of the root, several per broadcast. Shapes and dtypes are the same on
+    all ranks.
+    """
     chunk: list[torch.Tensor] = []
     chunk_bytes = 0
     for tensor in tensors:

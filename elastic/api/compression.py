@@ -1,4 +1,6 @@
-"""Compression of tensors before they are sent: any class with these two static methods works."""
+"""Compression of tensors before they are sent. Any class with the static methods ``compress`` and ``decompress``
+works.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 
 
 class NoneCompressor:
-    """Send tensors unchanged."""
+    """Sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -20,7 +22,9 @@ class NoneCompressor:
 
 
 class _CastCompressor:
-    """Send floating-point tensors in a smaller dtype, others unchanged. The context is the original dtype."""
+    """Sends floating-point tensors in a smaller dtype, and all other tensors unchanged. The context is the original
+    dtype.
+    """
 
     dtype: torch.dtype
 
@@ -36,19 +40,21 @@ class _CastCompressor:
 
 
 class FP16Compressor(_CastCompressor):
-    """Compressor to float16, which has 11 significant bits. Sums above 65504 overflow."""
+    """Sends floating-point tensors as float16, which has 11 significant bits. Sums above 65504 overflow."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
-    """bfloat16: 8 significant bits, the range of float32."""
+    """Sends floating-point tensors as bfloat16, which has 8 significant bits and the range of float32."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """Values of ``compression=``. Any class with static methods ``compress`` and ``decompress`` is accepted as well."""
+    """Values for the argument ``compression``. Any class with static methods ``compress`` and ``decompress`` is
+    accepted as well.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -129,7 +129,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor in place, as `allreduce`, and return it. Not differentiable."""
+    """Reduce a tensor in place over all ranks, and return it. Not differentiable.
+
+    Arguments and errors are those of `allreduce`.
+    """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
@@ -148,7 +151,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `allreduce`. Do not access the tensor before `synchronize`, which returns the tensor."""
+    """Start an in-place `allreduce`, and return a handle. Do not access the tensor before `synchronize`, which
+    returns it.
+    """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(
@@ -166,7 +171,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors. Small tensors of one dtype are packed into one buffer. Differentiable.
+    """Reduce several tensors over all ranks. Small tensors of one dtype are packed into one buffer. Differentiable.
 
     Args:
         tensors: a list of tensors on one device, of any shapes and of reducible dtypes.
@@ -199,7 +204,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce`. `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allreduce`, and return a handle. `synchronize` returns the list of new tensors."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, as_op(op, average), *scales, members=members)
@@ -214,7 +219,10 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in place, as `grouped_allreduce`, and return them. Not differentiable."""
+    """Reduce several tensors in place over all ranks, and return them. Not differentiable.
+
+    Arguments and errors are those of `grouped_allreduce`.
+    """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     handle = start_allreduce(
@@ -233,7 +241,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `grouped_allreduce`. Do not touch the tensors before `synchronize`."""
+    """Start an in-place `grouped_allreduce`, and return a handle. Do not access the tensors before `synchronize`,
+    which returns them.
+    """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, reduction, *scales, members=members, into=tensors)
@@ -311,7 +321,7 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an `allgather`. `synchronize` returns the new tensor."""
+    """Start an `allgather`, and return a handle. `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_allgather([tensor], name, members=members, pick=lambda gathered: gathered[0][0])
 
@@ -319,14 +329,14 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Gather several tensors on one device, like `allgather`. Returns a list in the same order. Differentiable."""
+    """Gather several tensors on one device, each as by `allgather`. Return a list in the same order. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a `grouped_allgather`. `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allgather`, and return a handle. `synchronize` returns the list of new tensors."""
     members = resolve(process_set)
     return start_allgather(tensors, name, members=members, pick=lambda gathered: gathered[0])
 
@@ -369,7 +379,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `broadcast`. `synchronize` returns the new tensor."""
+    """Start a `broadcast`, and return a handle. `synchronize` returns the new tensor."""
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=False)
 
@@ -380,7 +390,10 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Broadcast into the tensor itself, and return the tensor. Not differentiable."""
+    """Overwrite a tensor in place with that of rank ``root_rank``, and return it. Not differentiable.
+
+    Arguments and errors are those of `broadcast`.
+    """
     members = resolve(process_set)
     handle = start_broadcast(tensor, root_rank, name, members=members, in_place=True, soon=True)
     result: torch.Tensor = synchronize(handle)
@@ -393,8 +406,8 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `broadcast` into the tensor itself. Do not access the tensor before `synchronize`, which returns the
-    tensor.
+    """Start an in-place `broadcast`, and return a handle. Do not access the tensor before `synchronize`, which
+    returns it.
     """
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
@@ -439,7 +452,9 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `alltoall`. `synchronize` returns (rows, rows per rank)."""
+    """Start an `alltoall`, and return a handle. `synchronize` returns the rows received, and the number of rows from
+    each rank.
+    """
     return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
 
@@ -455,15 +470,15 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce a tensor over all ranks, and return a part of its rows to each. Differentiable.
+    """Reduce a tensor over all ranks, and give each rank a part of the result's rows. Differentiable.
 
     Args:
-        tensor: tensor of shape ``[rows, ...]`` and a reducible dtype.
+        tensor: tensor of shape ``[rows, ...]`` and a reducible dtype, the same on all ranks.
         op: Average or Sum.
         name, compression, process_set, prescale_factor, postscale_factor: see the module.
 
     Returns:
-        This rank's rows, in rank order: ``rows // size`` of them, and one more on the first ``rows % size`` ranks.
+        This rank's rows of the result: ``rows // size`` of them, and one more on the first ``rows % size`` ranks.
 
     Raises:
         Unsupported: (a ValueError) for another ``op``.
@@ -483,7 +498,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `reducescatter`. `synchronize` returns this rank's rows."""
+    """Start a `reducescatter`, and return a handle. `synchronize` returns this rank's rows of the result."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(
@@ -500,7 +515,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce and scatter several tensors on one device, as `reducescatter`. Returns a list. Differentiable."""
+    """Reduce and scatter several tensors on one device, each as by `reducescatter`. Return a list in the same order.
+    Differentiable.
+    """
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
@@ -521,7 +538,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `grouped_reducescatter`. `synchronize` returns the list of this rank's rows."""
+    """Start a `grouped_reducescatter`, and return a handle. `synchronize` returns the list of this rank's rows."""
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(tensors, name, as_op(op, None), *scales, members=members)

@@ -1,9 +1,9 @@
-"""`SyncBatchNorm`: batch normalization with the statistics of all ranks' batches together.
+"""`SyncBatchNorm`: batch normalization with statistics over the batches of all ranks.
 
-In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them:
-sums and sums of squares per channel in float64, and the number of values. Backward reduces two more sums per
-channel. Sums instead of per-rank statistics allow batches of different sizes, including empty ones. A rank that
-has joined contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them: sums and
+sums of squares per channel in float64, and the number of values. Backward reduces two more sums per channel. Sums
+instead of per-rank statistics allow batches of different sizes, including empty ones. A rank that has joined
+contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 
 Communicates only through `elastic.api.ops`. Uses only torch operations, so it runs on any device.
 """
@@ -23,26 +23,27 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A batch norm layer for inputs of shape (values, ``num_features``, ...), as ``torch.nn.BatchNorm1d`` to ``3d``.
+    """A batch norm layer with statistics over all ranks, for inputs of shape (values, ``num_features``, ...), as for
+    ``torch.nn.BatchNorm1d`` to ``3d``.
 
     Arguments, parameters, buffers and ``state_dict`` are those of torch's layers, so state dicts can be exchanged with
     them. ``process_set`` selects the ranks that share their statistics. Float16 and bfloat16 inputs are normalized in
     float32.
 
-    In training mode all ranks must call it, and its backward, equally often and in the same order; otherwise the others
-    wait for the missing rank.
+    In training mode all ranks must call the layer, and its backward, equally often and in the same order. Otherwise the
+    other ranks wait for the missing rank.
 
     As in Horovod, the loss of a rank is its share of the average loss. The gradient of the input is that of the sum of
     all ranks' losses, because each input affects every output through the statistics. The gradients of weight and bias
     are those of this rank's loss alone; `DistributedOptimizer` averages them like all others. With ``op=Average``, all
     parameters of the model then receive the gradient of the average loss.
 
-    In evaluation mode, and in a world of one rank, it behaves like torch's layer.
+    In evaluation mode, and in a world of one rank, the layer behaves like torch's layer.
 
     Raises:
-        ValueError: the input has less than two dimensions or another number of channels.
+        ValueError: the input has less than two dimensions or a different number of channels.
         NotInitialized: ``init()`` was not called.
-        PeerLost: the world broke; also raised by backward.
+        PeerLost: the world broke. Also raised by backward.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalized(torch.autograd.Function):
-    """Return the normalized input, and the mean, variance and number of values per channel over all ranks."""
+    """Autograd function. Returns the normalized input, and the mean, variance and number of values per channel over
+    all ranks.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""List and verify the checkpoints in a folder, and choose the one to resume from. Does not import torch."""
+"""Lists and verifies the checkpoints in a folder, and chooses the one from which to resume. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 1 << 20  # bytes read at once
 
 
 class IncompleteCommit(UnreadableCommit):
-    """An incomplete commit, whose manifest was never written."""
+    """The commit is incomplete: its manifest was never written."""
 
 
 CLAIMS_READ = 8  # number of newest claims to read when looking for running jobs
@@ -32,14 +32,14 @@ CLAIM = re.compile(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """The folder of a commit.
+    """The folder of a commit, and whether the commit is usable.
 
     Args:
         name: name of the commit.
-        manifest: None if the commit cannot be used.
-        trouble: why it cannot be used, or an empty result if it can.
-        torn: whether it is incomplete: its manifest was never written.
-        newer: whether it was written by a newer version of this package.
+        manifest: manifest of the commit, or None if the commit cannot be used.
+        trouble: why the commit cannot be used. Empty if it can.
+        torn: whether the commit is incomplete: its manifest was never written.
+        newer: whether the commit was written by a newer version of this package.
     """
 
     name: CommitName
@@ -60,7 +60,7 @@ def names(storage: Storage) -> list[CommitName]:
 
 
 def claim_run(storage: Storage) -> int:
-    """Return a run number that neither a checkpoint in the folder nor another job uses.
+    """Return a run number that is used neither by a checkpoint in the folder nor by another job, and reserve it.
 
     Object stores cannot create a file exclusively. Two jobs that start at the same moment on an object store may
     therefore receive the same number.
@@ -77,10 +77,10 @@ def claim_run(storage: Storage) -> int:
 
 
 class RunOwner(msgspec.Struct, frozen=True):
-    """Process that a run belongs to.
+    """The process that has claimed a run.
 
     Args:
-        began_at: its start time in seconds since 1970.
+        began_at: start time of the process in seconds since 1970.
     """
 
     host: str
@@ -89,10 +89,11 @@ class RunOwner(msgspec.Struct, frozen=True):
 
 
 def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
-    """Return a running process of this machine, other than this one, that has claimed a run, or None if there is none.
+    """Return a running process of this machine, other than this one, that has claimed a run. Return None if there is
+    none.
 
     Args:
-        storage: the folder.
+        storage: the folder of checkpoints.
         before: consider only runs with a smaller number.
 
     Raises:
@@ -160,7 +161,8 @@ def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
-    """Refuse a commit of a newer version. A job that skipped such a commit would eventually prune it.
+    """Raise Invalid if a commit was written by a newer version. A job that skipped such a commit would eventually
+    remove it.
 
     Raises:
         Invalid: the commit was written by a newer version.
@@ -174,7 +176,7 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
 
 
 def verify(storage: Storage, found: Manifest) -> str:
-    """Read all files and compare their checksums. Return a description of the damage, empty if there is none.
+    """Read all files of a commit and compare their checksums. Return a description of the damage, or an empty string.
 
     Raises:
         OSError: the storage failed.
@@ -193,9 +195,11 @@ def verify(storage: Storage, found: Manifest) -> str:
 
 
 def chosen(storage: Storage, which: str) -> Manifest:
-    """Return the manifest of a commit, given by folder (``r0002-g0003-c00000450``) or unique commit ID (``g3c450``).
+    """Return the manifest of a commit that a user has named.
 
-    The earlier notation ``3.450`` is accepted as well.
+    Args:
+        storage: the folder of checkpoints.
+        which: the commit's folder (``r0002-g0003-c00000450``), or its ID if unique (``g3c450``, or formerly ``3.450``).
 
     Raises:
         Invalid: the commit is missing, ambiguous or unusable. The message lists the existing commits.

@@ -1,4 +1,4 @@
-"""`elastic.Checkpoints`: choose in the script which commits become durable. Acts."""
+"""`elastic.Checkpoints`, by which a script chooses which commits become durable. Acts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Checkpoints:
     """
 
     def save(self) -> bool:
-        """Request that the next commit be made durable, and return immediately.
+        """Request that the next commit becomes durable, and return immediately.
 
-        Call it on all ranks, before the same commit.
+        Call this method on all ranks, before the same commit.
 
-        If a checkpoint is still being written at that commit, a later commit is used instead. Outside a function under
-        ``elastic.run``, and without ``--checkpoint-dir``, this does nothing.
+        If the previous checkpoint is still being written at that commit, a later commit becomes durable instead.
+        Outside a function under ``elastic.run``, and without ``--checkpoint-dir``, this method does nothing.
 
         Returns:
             Whether a checkpoint will be written.
@@ -43,9 +43,10 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """Newest commit that this rank knows to be durable, in the form ``g3c450`` of ``elasticrun checkpoints``.
+        """ID of the newest commit that this rank knows to be durable, such as ``g3c450``, as in ``elasticrun
+        checkpoints``.
 
-        The value is None if no checkpoint was written since this worker started training.
+        None if no checkpoint was written since this worker started training.
         """
         rt = lifecycle.active()
         if rt is None or rt.commits.durable is None:

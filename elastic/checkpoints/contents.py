@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: the tensors and objects of a held commit by name, and the rank that writes each.
+"""Contents of a checkpoint: the tensors and objects of a commit in memory by name, and the rank that writes each.
 
 The names are those of the state dict ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}``,
 flattened as by torch.distributed.checkpoint. Tensors that are not in such a state dict, for example buffers registered
@@ -22,15 +22,15 @@ LEAVES = 1000  # a value with more leaves is stored as a single object
 
 @dataclass(frozen=True)
 class StateItem:
-    """One tensor of a commit.
+    """One tensor of a commit, and its places in the state dict.
 
     Args:
-        part: part of the state.
-        key: name within that part.
-        tensor: the tensor; for a sharded one, the whole tensor on the meta device.
+        part: part of the state to which the tensor belongs.
+        key: name of the tensor within that part.
+        tensor: the tensor. For a sharded tensor, the whole tensor on the meta device.
         paths: all its places in the state dict. Tied parameters have several.
-        by_rank0: see the field.
-        rows: this rank's rows of a sharded tensor, else None.
+        by_rank0: whether rank 0 writes the tensor.
+        rows: this rank's rows of a sharded tensor, or None.
     """
 
     part: str
@@ -43,7 +43,7 @@ class StateItem:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything a checkpoint stores.
+    """All contents of a checkpoint.
 
     Args:
         objects: leaves of the state dict other than the commit's tensors, by path.
@@ -53,7 +53,7 @@ class Contents:
     objects: dict[Path, Any]
 
     def flat(self) -> tuple[dict[str, Any], dict[str, Path]]:
-        """Return the state dict flattened as by torch.distributed.checkpoint, and the path of each name.
+        """Return the state dict, flattened as by torch.distributed.checkpoint, and the path of each name.
 
         Tensors of the commit are replaced by tensors on the meta device.
         """
@@ -67,12 +67,12 @@ class Contents:
 
 
 def dotted(path: Path) -> str:
-    """Return the name of a path in torch.distributed.checkpoint."""
+    """Return the name that torch.distributed.checkpoint gives to a path in a state dict."""
     return ".".join(map(str, path))
 
 
 def contents(held: HeldCommit) -> Contents:
-    """Return the contents of a commit with complete copies."""
+    """Return the contents of the checkpoint of a commit in memory, of which this rank has a complete copy."""
     items: list[StateItem] = []
     objects: dict[Path, Any] = {}
     for name, value in held.values.items():
@@ -98,9 +98,9 @@ def contents(held: HeldCommit) -> Contents:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
-    """Flatten a value as torch.distributed.checkpoint does.
+    """Flatten a value in the same way as torch.distributed.checkpoint.
 
-    A value that it cannot flatten, such as {1: ..., "1": ...}, is yielded whole.
+    A value that it cannot flatten, such as {1: ..., "1": ...}, is yielded as a whole.
     """
     try:
         flat, paths = flatten_state_dict({name: value})

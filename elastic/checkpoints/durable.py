@@ -1,4 +1,4 @@
-"""Checkpoints of a training function: start and stop the writer, and resume from the newest one.
+"""Checkpoints of a training function: starts and stops the writer, and resumes from the newest checkpoint.
 
 Acts, in the training thread.
 """
@@ -68,7 +68,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
 
 
 def entered(rt: WorkerRuntime, world: World) -> None:
-    """Use the run number of the world. All members then use the same number, even after a driver failover.
+    """Adopt the run number of a new world. All members then use the same number, even after a driver failover.
 
     Observations about non-finite gradients are discarded if this worker receives another state.
     """
@@ -81,7 +81,7 @@ def entered(rt: WorkerRuntime, world: World) -> None:
 
 
 def finish(rt: WorkerRuntime, state: State) -> None:
-    """Make the last commit durable after the training function has returned, before the job ends."""
+    """Make the last commit durable after the training function has returned and before the job ends."""
     if rt.commits.durable is None:
         return
     # A rank that returns later than the others, or has more to write, must not be reported as stuck meanwhile.
@@ -91,7 +91,7 @@ def finish(rt: WorkerRuntime, state: State) -> None:
 
 
 def returned(rt: WorkerRuntime) -> None:
-    """Record on each rank that the training function has returned, after `finish`."""
+    """Record on each rank that the training function has returned. Called after `finish`."""
     commit = rt.session.recovery.agreed()
     if rt.commits.durable is not None and not rt.alone and commit is not None:
         rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
@@ -117,9 +117,10 @@ def resume(rt: WorkerRuntime, state: State) -> None:
 
 
 class TransferOutcome(NamedTuple):
-    """Outcome of bringing a sharded state to all ranks.
+    """Outcome of the transfer of a sharded state to all ranks.
 
-    Bytes received from other ranks, whether it is a checkpoint's, and this rank's part.
+    The fields are the number of bytes received from other ranks, whether the state is a checkpoint's, and this rank's
+    part.
     """
 
     copied_bytes: int
@@ -171,7 +172,7 @@ def _resume_shards(
 
 
 def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
-    """Report the error to the driver, which ends the job, since every worker would fail in the same way."""
+    """Report the error to the driver, which ends the job, because every worker would fail in the same way."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint to one file of whole tensors that torch reads without this package. Needs no job.
+"""Exports a checkpoint to one file of whole tensors that torch reads without this package. Needs no job.
 
 Nothing is unpickled. Values that were stored by pickle, and values that ``torch.load`` refuses by default, are omitted.
 """
@@ -32,10 +32,10 @@ Key = tuple[str, str]  # part, tensor
 
 
 class SkippedValue(NamedTuple):
-    """A value that was not exported.
+    """A value that was not exported, or only in part.
 
     Args:
-        but_tensors: its tensors were exported, but its other contents were not.
+        but_tensors: whether its tensors were exported, but not its other contents.
     """
 
     name: str
@@ -44,10 +44,10 @@ class SkippedValue(NamedTuple):
 
 @dataclass
 class ExportedState:
-    """State dicts of models, and other values, by their names in the state.
+    """The state dicts of models, and other values, by their names in the state.
 
     Args:
-        left_out: values in neither.
+        left_out: values that were omitted.
     """
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -60,10 +60,11 @@ def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
 
     If the name ends in ``.safetensors``, the file contains only the tensors of the models, named as in their state
     dicts. With several models, the names are prefixed with the model's name in the state. With a suffix of
-    ``torch.save`` it contains ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10, ...}``.
+    ``torch.save``, the file contains ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 10,
+    ...}``.
 
     Raises:
-        Invalid: another suffix, the package safetensors is missing, or there is no model to write.
+        Invalid: the suffix is not supported, the package safetensors is missing, or the checkpoint has no model.
         UnreadableCommit: the checkpoint is damaged.
         OSError: reading or writing failed.
     """

@@ -29,7 +29,7 @@ BLOCK = 1 << 20  # bytes read at once
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
-    """Written by rank 0.
+    """Record of rank 0 that the training function has returned.
 
     Args:
         modules: signatures of the modules that rank 0 imported, by path. See `signature`.
@@ -41,10 +41,10 @@ class TrainingReturned(msgspec.Struct, frozen=True):
 
 
 class PathsRead(msgspec.Struct, frozen=True):
-    """Paths that one rank has read, with their signatures.
+    """The paths that one rank has read, with their signatures.
 
     Args:
-        unseen: why this list may be incomplete.
+        unseen: reason why the list may be incomplete, or an empty string.
     """
 
     commit: CommitName
@@ -55,7 +55,7 @@ class PathsRead(msgspec.Struct, frozen=True):
 def note_returned(storage: Storage, commit: CommitName, began_at: float, ranks: int) -> None:
     """Record that the training function has returned.
 
-    Nothing is recorded if a module file has changed since this process started, since the code that ran is then
+    Nothing is recorded if a module file has changed since this process started, because the code that ran is then
     unknown.
 
     Raises:
@@ -77,7 +77,9 @@ def note_read(storage: Storage, commit: CommitName, rank: int, began_at: float) 
 
 
 def paths_read(commit: CommitName, began_at: float) -> PathsRead:
-    """Return the paths read so far. A path that changed since the process started is listed in ``unseen``."""
+    """Return the paths that this process has read so far. A path that changed since the process started is named in
+    ``unseen``.
+    """
     observed = read_paths.observed()
     if observed is None:
         return PathsRead(commit, {}, ["not observed"])
@@ -94,8 +96,9 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether the path belongs to an installed package or to the kernel, and changes only when these are
-    updated."""
+    """Return whether a path belongs to an installed package or to the kernel, so that it changes only when these are
+    updated.
+    """
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
@@ -124,7 +127,7 @@ def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, s
 
 
 def read_returned(storage: Storage) -> TrainingReturned | None:
-    """Return the record, or None if the record is missing or not readable.
+    """Return the record that the training function has returned, or None if it is missing or not readable.
 
     Raises:
         OSError: the storage failed.
@@ -135,9 +138,9 @@ def read_returned(storage: Storage) -> TrainingReturned | None:
 
 
 def imported(began_at: float) -> dict[str, str] | None:
-    """Return the signatures of all module files of this process; by size and time for installed modules.
+    """Return the signatures of all module files of this process. Those of installed modules consist of size and time.
 
-    Returns None if a file has changed since ``began_at``, in seconds since 1970.
+    Return None if a file has changed since ``began_at``, in seconds since 1970.
     """
     installed = tuple(f"{os.path.realpath(p)}{os.sep}" for p in {sys.prefix, sys.base_prefix})
     found: dict[str, str] = {}
@@ -168,9 +171,11 @@ def is_large(path: str) -> bool:
 
 
 def signature(path: str, *, by_time: bool = False) -> str:
-    """Return a hash of a file's content, or its size and modification time if ``by_time``; of a folder's listing.
+    """Return a signature of a file's content, or of a folder's listing. Empty if the path cannot be read.
 
-    The signature is empty if the path cannot be read.
+    Args:
+        path: the file or folder.
+        by_time: use size and modification time of a file instead of a hash of its content.
     """
     try:
         if os.path.isdir(path):

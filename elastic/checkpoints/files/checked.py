@@ -63,7 +63,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Check of a file's bytes, given in order, against its recorded checksum."""
+    """Compares a file's bytes, which are passed in order, with its recorded checksum."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks
@@ -75,7 +75,9 @@ class Check:
 
 
 class CheckedFile:
-    """File that forwards writes to a stream. Each ``write`` can raise OSError and any exception of ``alive``."""
+    """File that counts and checksums its content while it passes writes on to a stream. Each ``write`` can raise
+    OSError, and any exception of ``alive``.
+    """
 
     def __init__(self, stream: IO[bytes], alive: Alive) -> None:
         self._stream = stream
@@ -85,7 +87,9 @@ class CheckedFile:
         self.count = 0  # number of bytes written so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
-        """Write ``content``. Return the CRC-32 of the data with checksum ``crc`` followed by ``content``."""
+        """Write ``content``. Return the CRC-32 of the earlier data, whose CRC-32 is ``crc``, followed by
+        ``content``.
+        """
         size = memoryview(content).nbytes
         self.count += size
         if size < SMALL:
@@ -111,7 +115,7 @@ class CheckedFile:
         return crc
 
     def complete(self) -> None:
-        """Forward the buffered bytes after the last write."""
+        """Pass the buffered bytes on to the stream. Called after the last write."""
         self._put_small()
 
     def stored(self) -> StoredFile:
@@ -119,7 +123,7 @@ class CheckedFile:
 
 
 class _NativeFile(ctypes.Structure):
-    """`elastic_file` of native/file.h, which documents the fields."""
+    """Layout of the C struct `elastic_file` of native/file.h, which documents the fields."""
 
     _fields_ = (
         ("fd", ctypes.c_int32),
@@ -134,7 +138,7 @@ _buffers: list[_Buffer] = []  # unused buffers; allocating new memory costs more
 
 
 class DirectFile(CheckedFile):
-    """File written past the page cache by the C++ library. ``close`` returns its buffer for reuse."""
+    """File that the C++ library writes without the page cache. ``close`` returns its buffer for reuse."""
 
     def __init__(self, stream: IO[bytes], alive: Alive, library: native_library.Library) -> None:
         super().__init__(stream, alive)

@@ -45,7 +45,7 @@ class CommitName(msgspec.Struct, frozen=True, order=True):
 
 
 def parse(folder: str) -> CommitName | None:
-    """Parse the output of ``str``. Return None if the folder name is not the name of a commit."""
+    """Parse the name of a commit's folder. Return None if the folder is not that of a commit."""
     found = _NAME.fullmatch(folder)
     return None if found is None else CommitName(*map(int, found.groups()))
 
@@ -54,7 +54,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     """Size and checksum of a file.
 
     Args:
-        blocks: checksum of `files.checked` in hexadecimal.
+        blocks: checksum of the file in hexadecimal, as computed by `files.checked`.
     """
 
     bytes: int
@@ -83,11 +83,10 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Args:
         length: number of bytes.
-        offset: first byte in the file.
-        path: keys in the nested state dict. Joined by dots, they are the tensor's name in
-            torch.distributed.checkpoint.
+        offset: position of the first byte in the file.
+        path: keys in the nested state dict. Joined by dots, they are the tensor's name in torch.distributed.checkpoint.
         shape: shape of the whole tensor.
-        rows: the rows of the tensor that the file contains.
+        rows: the rows of the tensor that the file contains. None means all.
     """
 
     part: str  # part of the state: the name of its keyword
@@ -106,7 +105,7 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def stored_shape(self) -> list[int]:
-        """Shape of the stored rows."""
+        """Return the shape of the rows that the file contains."""
         return (
             self.shape if self.rows is None else [self.rows.end - self.rows.begin, *self.shape[1:]]
         )
@@ -118,9 +117,9 @@ class Share(msgspec.Struct, frozen=True):
     Args:
         format: version of the format.
         rank: rank of the writer.
-        size: size of its world.
+        size: size of the writer's world.
         files: files by name.
-        tensors: stored in these files.
+        tensors: tensors that these files contain.
         generators: states of the random generators as plain data, if they were committed.
         not_finite: parameters with an infinity or NaN in the rows written by this rank.
     """
@@ -135,7 +134,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """A complete commit.
+    """Description of a complete commit.
 
     ``values`` and ``structures`` are Python values by name and by part, see `plain_data`. Values that are not plain
     data are in the file `PICKLED` instead and are named in ``pickled``. ``group_sizes`` are the numbers of parameters
@@ -162,17 +161,17 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def sharded(self) -> bool:
-        """Whether tensors are stored by rows."""
+        """Return whether the commit contains tensors that are stored by rows."""
         return any(each.rows is not None for each in self.tensors)
 
     @property
     def step(self) -> int | None:
-        """Step counter of the state, or None."""
+        """Return the step counter of the state, or None if the state has none."""
         found = self.values.get("step")
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def __str__(self) -> str:
-        """For example ``step 300 (commit g2c300)``."""
+        """Describe the commit, for example ``step 300 (commit g2c300)``."""
         return at_step(self.name.commit, self.step)
 
 
@@ -182,18 +181,18 @@ def at_step(commit: Commit, step: int | None) -> str:
 
 
 class UnreadableCommit(Exception):
-    """A folder without a usable commit. The message gives the reason."""
+    """The folder contains no usable commit. The message gives the reason."""
 
 
 class NewerFormat(UnreadableCommit):
-    """A commit of a newer version, which may be complete."""
+    """The commit was written by a newer version. It may be complete."""
 
 
 _encoder = msgspec.json.Encoder()
 
 
 def encoded(value: Share | Manifest) -> bytes:
-    """Encode as JSON. The last field is the SHA-256 of the object without this field."""
+    """Encode a value as a JSON object. Its last field is the SHA-256 of the object without this field."""
     body = _encoder.encode(value)
     return body[:-1] + f',"checksum":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
 
@@ -206,11 +205,11 @@ class _Versioned(msgspec.Struct):
 
 
 def decode_share(content: bytes) -> Share:
-    """Decode a share.
+    """Decode the record of a rank's share.
 
     Raises:
-        UnreadableCommit: the share is damaged.
-        NewerFormat: it was written by a newer version.
+        UnreadableCommit: the record is damaged.
+        NewerFormat: the record was written by a newer version.
     """
     _check_format(content, "the share")
     try:
@@ -224,7 +223,7 @@ def decode_manifest(content: bytes) -> Manifest:
 
     Raises:
         UnreadableCommit: the manifest is damaged.
-        NewerFormat: it was written by a newer version.
+        NewerFormat: the manifest was written by a newer version.
     """
     _check_format(content, MANIFEST)
     try:
@@ -249,9 +248,9 @@ def _check_format(content: bytes, what: str) -> None:
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
-    """Compare the files of a commit with their recorded sizes.
+    """Compare the recorded sizes of a commit's files with their actual ``sizes``.
 
-    Return a description of the mismatch, empty if there is none.
+    Return a description of the mismatch, or an empty string.
     """
     for file, stored in manifest.files.items():
         if file not in sizes:
@@ -264,13 +263,13 @@ def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
 def superfluous(
     names: list[CommitName], whole: list[CommitName], keep: int, floor: int = 0
 ) -> list[CommitName]:
-    """Return the commits to remove: all but the newest ``keep`` complete ones, and older incomplete ones.
+    """Return the commits to remove: all complete ones except the newest ``keep``, and incomplete ones that are older.
 
     Args:
         names: all commits.
         whole: commits known to be complete.
         keep: number of complete commits to keep.
-        floor: runs with a smaller number belong to another training. Nothing of them is removed.
+        floor: smallest run number of this training. Commits of runs with a smaller number are never removed.
     """
     ours = [each for each in sorted(whole) if each.run >= floor]
     if not ours or keep < 1:

@@ -1,9 +1,9 @@
-"""Byte ranges that contain the rows a rank needs, and a check that a checkpoint contains all rows.
+"""Determines the byte ranges with the rows that a rank needs, and checks that a checkpoint contains all rows.
 
 Pure: no I/O, no clock.
 
-Rows are written by the ranks of one world and read by those of another, of any size. Each rank reads only its
-own rows. Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
+Rows are written by the ranks of one world and read by those of another, of any size. Each rank reads only its own rows.
+Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ READ = 64 << 20  # bytes per read, held in memory in addition to the rows
 
 
 class RowRead(NamedTuple):
-    """A read of ``length`` bytes from ``offset``. They contain ``rows``. ``wanted`` are the needed ones.
+    """One read of ``length`` bytes at ``offset``, which contain ``rows``. Of these, ``wanted`` are the needed ones.
 
-    ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data before these bytes, and including them.
+    ``sum_before`` and ``sum_after`` are CRC-32s of the data of the stored range: up to these bytes, and including them.
     """
 
     file: str

@@ -1,7 +1,7 @@
 """A folder of checkpoints on this machine, on a shared file system, or in an object store through fsspec.
 
-Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed. An
-object store shows an object once it is complete. All errors of the store are raised as OSError.
+Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed. In an object
+store, an object becomes visible once it is complete. All errors of the store are raised as OSError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONNECT_S, ANSWER_S = 4, 5  # timeouts of one attempt at S3, which answers in le
 
 
 class Storage:
-    """One folder of checkpoints. Names are relative to it and separated by ``/``. Thread-safe."""
+    """One folder of checkpoints. Names are relative to the folder and separated by ``/``. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         """Open the folder without accessing it.
@@ -297,10 +297,8 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """Refuse an empty URL and one such as ``s3:/bucket``, which would denote a local folder of that name.
-
-    Raises:
-        Invalid: the URL is empty or lacks a slash.
+    """Raise Invalid for an empty URL, or for one such as ``s3:/bucket``, which would denote a local folder of that
+    name.
     """
     if not url.strip():
         raise Invalid(
@@ -316,10 +314,9 @@ def _refuse_misspelt(url: str) -> None:
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """Return the timeouts for opening S3, or empty for other protocols and if fsspec's configuration sets options for
-    S3.
+    """Return the timeouts for opening S3. Empty for other protocols, or if fsspec's configuration sets options for S3.
 
-    The client's own timeouts are so long that a server that hung would have recovered before an outage is reported.
+    The client's own timeouts are so long that an outage would be reported only after a server that hung has recovered.
     """
     if protocol not in ("s3", "s3a") or fsspec.config.conf.get(protocol):
         return {}
@@ -345,7 +342,7 @@ def _send_at_once(params: dict[str, Any], **_: object) -> None:
 
 
 def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:
-    """Log the error of a background task at debug level. The request that failed raises the error itself."""
+    """Log the error of a background task at level debug. The request that failed raises the error itself."""
     logging.getLogger(__name__).debug("%s: %r", context.get("message"), context.get("exception"))
 
 

@@ -1,7 +1,7 @@
-"""Write tensors in the format of ``torch.save`` with a single pass over their bytes.
+"""Writes tensors in the format of ``torch.save`` in a single pass over their bytes.
 
 Apart from the CRC-32, the bytes around a tensor's data are the same for all tensors of the same dtype, shape and
-stride. torch writes them once for an empty tensor, and they are cached.
+stride. torch writes these bytes once for an empty tensor, and they are cached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MARK, _BEFORE_NAME = b"PK\7\x08", 30
 
 
 def write(tensor: torch.Tensor, file: CheckedFile) -> None:
-    """Write a CPU tensor.
+    """Write a CPU tensor of any shape and dtype in the format of ``torch.save``.
 
     Raises:
         OSError: the storage failed.
@@ -90,7 +90,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """File that forwards torch's writes. An exception of a write is kept, since torch would replace it by its own."""
+    """File that passes torch's writes on. An exception of a write is kept, because torch would replace it by its
+    own.
+    """
 
     def __init__(self, file: CheckedFile) -> None:
         self._file = file
@@ -147,7 +149,9 @@ class _Around:
 
 @functools.lru_cache(KINDS)
 def _frame(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Frame | None:
-    """Return the cached bytes around the data, or None if this torch uses another format or refuses the tensor."""
+    """Return the cached bytes around a tensor's data, or None if this torch uses another format or refuses the
+    tensor.
+    """
     try:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         around = _Around(empty.nbytes)
