@@ -29,12 +29,12 @@ GONE = (
 class ReasonKind(enum.Enum):
     """The kind of a reason."""
 
-    TOLD = "told"  # text from outside the driver
-    # A worker is started.
+    TOLD = "told"  # a text from outside the driver, which is passed on
+    # Reasons for the start of a worker.
     FIRST_START = "first start"
     SLOT_IS_FREE = "slot is free"
     TO_STAND_BY = "to stand by"
-    # A worker is fenced because it holds up other workers or would corrupt their results.
+    # Reasons for fencing a worker that holds up other workers or would corrupt their results.
     FROZEN = "frozen"
     CUT_OFF = "cut off"
     IDLE = "idle"
@@ -52,7 +52,7 @@ class ReasonKind(enum.Enum):
     NOT_WENT_BACK = "not went back"
     NO_INIT = "no init"
     NOT_READY = "not ready"
-    # A worker is released, or killed because it did not leave.
+    # Reasons for releasing a worker, or for killing one that did not leave.
     HOST_NOT_LISTED = "host not listed"
     HOST_LEAVES = "host leaves"
     RETURNED_BEFORE = "returned before"
@@ -74,18 +74,18 @@ class ReasonKind(enum.Enum):
     SLOT_COOLS = "slot cools"
     SLOT_GIVEN_UP = "slot given up"
     UNHEALTHY = "unhealthy"
-    # An operator's request is carried out ...
+    # Answers to an operator's request that is carried out.
     SCALED = "scaled"
     DRAINS = "drains"
     DRAINS_NO_MORE = "drains no more"
     REMOVES = "removes"
-    # ... or refused.
+    # Answers to an operator's request that is refused.
     FIXED_SIZE = "fixed size"
     BELOW_LEAST = "below least"
     NO_SUCH_HOST = "no such host"
     NO_SUCH_WORKER = "no such worker"
     LEAVES_ALREADY = "leaves already"
-    # A world ends, and the next one begins.
+    # Reasons for the end of a world, and for the next one.
     INIT_AGAIN = "init again"
     ENTERING = "entering"
     FELL_OUT = "fell out"
@@ -112,7 +112,7 @@ class ReasonKind(enum.Enum):
     SCRIPT_REFUSED = "script refused"
     FIRST_WORLD = "first world"
     NEXT_WORLD = "next world"
-    # Planned changes of the world, and the reasons for which they are cancelled.
+    # Reasons for a planned change of the world, and for cancelling one.
     JOINED = "joined"
     LEAVES = "leaves"
     AWAITS_COMMIT = "awaits commit"
@@ -121,16 +121,16 @@ class ReasonKind(enum.Enum):
     RETURNED = "returned"
     RETURNED_MEANWHILE = "returned meanwhile"
     RECONNECTED = "reconnected"
-    # The job ends, because it succeeded ...
+    # Reasons for the end of a job that succeeded.
     ALL_RETURNED = "all returned"
     ALL_EXITED = "all exited"
     NO_TRAINING = "no training"
     AWAITS_INIT = "awaits init"
-    # ... except for code after training, or a script that failed ...
+    # Reasons for the end of a job that succeeded, except for code after training, or for a script that failed.
     FAILED_AFTER_TRAINING = "failed after training"
     FAILED_IN_TRAINING = "failed in training"
     FEWER_RETURNED = "fewer returned"
-    # ... or no workers are left to continue ...
+    # Reasons for the end of a job in which no workers are left to continue.
     ALL_LOST = "all lost"
     NO_COMMIT = "no commit"
     SLOTS_SPENT = "slots spent"
@@ -138,14 +138,14 @@ class ReasonKind(enum.Enum):
     TOO_FEW = "too few"
     TOO_FEW_HEALTHY = "too few healthy"
     OTHERS_EXITED = "others exited"
-    # ... or continuing is not worthwhile ...
+    # Reasons for the end of a job because continuing is not worthwhile.
     RESET_LIMIT = "reset limit"
     RESTARTS_SPENT = "restarts spent"
     MACHINE_LEAVES = "machine leaves"
     STOPPED = "stopped"
     STUCK_AGAIN = "stuck again"
     IN_CIRCLES = "in circles"
-    # ... or a worker or the script is to blame.
+    # Reasons for the end of a job because of a worker or the script.
     LOST_PEER = "lost peer"
     LOST_PEER_OUTSIDE = "lost peer outside"
     CALLS_DIFFER = "calls differ"
@@ -162,7 +162,7 @@ class ReasonKind(enum.Enum):
     UNEVEN = "uneven"
     RETURNED_ALONE = "returned alone"
     JOURNAL_INCOMPLETE = "journal incomplete"
-    # About the driver itself.
+    # Reasons that concern the driver itself.
     STORE_SILENT = "store silent"
     STORE_BACK = "store back"
     DRIVER_BUG = "driver bug"
@@ -216,7 +216,7 @@ def in_one_line(reason: Reason) -> str:
         without = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(without).splitlines()[0]
     if reason.kind is ReasonKind.SCRIPT_RAISED:
-        return lines[0].rstrip(":")  # the summary is already there
+        return lines[0].rstrip(":")  # The summary is already part of the sentence.
     if not reason.facts.get("caught"):
         last = exception_line(str(wrote or trace or "")) or shortened(last)
     return f"{lines[0].rstrip(':')}: {last}"
@@ -442,7 +442,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
         return f"drained {host}: no worker runs there"
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
-    if least:  # needed for --min-np
+    if least:  # The workers are needed for --min-np.
         when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 

@@ -10,7 +10,7 @@ from elastic.errors import Invalid
 
 UNBOUNDED = 2**31 - 1  # value of workers_max if only the slots limit the size
 
-# The flag of each field. Other fields have no flag.
+# The flag that sets each field. Fields that are missing here have no flag.
 FLAGS = {
     "np": "-np",
     "workers_min": "--min-np",
@@ -38,7 +38,8 @@ FLAGS = {
     "timeline": "--timeline-filename",
 }
 
-STRAGGLER_FACTOR = 0.5  # share of the speed of the other workers
+# speed below which a worker is a straggler, as a share of the speed of the other workers
+STRAGGLER_FACTOR = 0.5
 QUARANTINES = ("slot", "host", "off")
 
 
@@ -68,20 +69,22 @@ class Settings:
     workers_max: int
     elastic: bool
     standbys: int = 0  # number of standbys: workers beyond workers_max that wait for a place
-    start_timeout_s: float = 120.0  # time from a worker's start to its init()
-    elastic_timeout_s: float = 600.0  # waiting for enough workers, or for survivors to gather
+    start_timeout_s: float = 120.0  # seconds from a worker's start to its init()
+    # seconds to wait for enough workers, or for survivors to gather
+    elastic_timeout_s: float = 600.0
     reset_limit: int | None = None  # maximum number of failures, without planned changes
-    cooldown_min_s: float = 1.0  # time before a failed slot is used again; doubles ...
-    cooldown_max_s: float = 60.0  # ... up to this time
+    # seconds before a failed slot is used again, doubled after each failure
+    cooldown_min_s: float = 1.0
+    cooldown_max_s: float = 60.0  # maximum of these seconds
     # A slot is given up after this many consecutive incarnations that exited before training.
     slot_attempts: int = 5
     # Number of given-up slots after which a host is given up. None means never.
     host_attempts: int | None = None
-    settle_s: float = 0.3  # how long a ready newcomer waits for others that are starting
-    prepare_s: float = 5.0  # time for all members to answer a planned change
-    leave_s: float = 30.0  # time from the request to leave until the exit
-    disconnect_s: float = 2.0  # time from a lost connection to the fence, if no exit is seen
-    reconnect_s: float = 15.0  # time for all workers to reconnect to a restarted driver
+    settle_s: float = 0.3  # seconds that a ready newcomer waits for others that are starting
+    prepare_s: float = 5.0  # seconds for all members to answer a planned change
+    leave_s: float = 30.0  # seconds from the request to leave until the exit
+    disconnect_s: float = 2.0  # seconds from a lost connection to the fence, if no exit is seen
+    reconnect_s: float = 15.0  # seconds for all workers to reconnect to a restarted driver
     # Consecutive failures of a world, without a lost worker or a new commit, before the job ends.
     stranded_failures: int = 3
     # Liveness timeout: a worker that was not observed able to run for this long is frozen.
@@ -95,27 +98,29 @@ class Settings:
     busy_s: float = 600.0  # Seconds until a busy worker counts as stuck. 0 disables this.
     # Seconds of delay in launched work after which a GPU counts as hung. 0 disables this.
     gpu_hang_s: float = 10.0
-    # Limit for a collective that all have launched, if the cause is unclear.
+    # Seconds that a collective may take after all ranks have launched it, if the cause is unclear.
     gpu_limit_s: float = 180.0
-    dump_s: float = 0.5  # time for writing the stacks of a stuck worker before it is killed
-    kill_s: float = 1.0  # time from a kill to the exit; a worker that lives longer cannot be killed
+    dump_s: float = 0.5  # seconds for writing the stacks of a stuck worker before it is killed
+    # seconds from a kill to the exit; a worker that lives longer cannot be killed
+    kill_s: float = 1.0
     # maximum number of new workers that start at the same time while a world trains
     starting_max: int | None = None
     # Maximum number of restarts from one checkpoint without a newer one, or None without checkpoints.
     restarts: int | None = None
     # End the job if its script fails again in the same way. The log names the workers that are missing because of this.
     judge_scripts: bool = False
-    strict: bool = False  # fail a job that lacks such workers at its end
-    durable: bool = False  # commits are made durable in a checkpoint folder
+    # whether a job that lacks workers at its end because of their script fails
+    strict: bool = False
+    durable: bool = False  # whether commits are made durable in a checkpoint folder
     # Command that checks a slot before its worker is admitted. "auto" selects the built-in check, and None disables
     # checks.
     health_check: str | None = None
-    health_check_s: float = 60.0  # time for it
+    health_check_s: float = 60.0  # time limit of the health check, in seconds
     # Unit of quarantine after a worker computed wrong results, "slot", "host" or "off".
     quarantine: str = "slot"
-    # A worker slower than this share of the others' median speed is a straggler; 0: none is.
+    # A worker slower than this share of the median speed of the others is a straggler. 0 means that none is.
     straggler_factor: float = STRAGGLER_FACTOR
-    replace_stragglers: bool = False  # by standbys
+    replace_stragglers: bool = False  # whether stragglers are replaced by standbys
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
     env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
 

@@ -18,7 +18,8 @@ from elastic.errors import shortened
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"  + Exception Group {_HEADER}"
 _GROUP_EDGE = "  | "
-_RANK = re.compile(r"^\[rank\d+\]:(?: |$)")  # torch.distributed prefixes each line with it
+# torch.distributed writes this prefix before each line.
+_RANK = re.compile(r"^\[rank\d+\]:(?: |$)")
 _FRAME = '  File "'
 # A script with a syntax error prints no header.
 _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")

@@ -20,9 +20,9 @@ from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader, Worke
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-WAIT_S = 10.0  # shorter waits are usual: a few long steps
-KEPT = 200  # past waits stored individually
-NAMED = 8  # joining workers listed
+WAIT_S = 10.0  # Shorter waits are usual, because a few steps may be long.
+KEPT = 200  # number of past waits that are stored individually
+NAMED = 8  # maximum number of joining workers that are listed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class ChangeWaits(ViewReader):
         self.count = 0
         self._since: float | None = None  # time of the request, or None if no change is planned
         self._leaving = 0
-        self._joining: dict[Worker, None] = {}  # as of the last event of the change
+        # joining workers, as of the last event of the change
+        self._joining: dict[Worker, None] = {}
         view.follow(self)
 
     def current(self, now: float) -> ChangeWait | None:
@@ -77,7 +78,7 @@ class ChangeWaits(ViewReader):
         if self._since is None or now - self._since < WAIT_S:
             return None
         if not (self._joining or self._leaving):
-            return None  # the newcomers exited
+            return None  # The newcomers have exited.
         return ChangeWait(self._since, now, tuple(self._joining), self._leaving)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
@@ -85,7 +86,8 @@ class ChangeWaits(ViewReader):
             return
         if isinstance(event, events.WorkerReady):
             if event.worker in self.view.ranks:
-                self._over(now, reached=True)  # if the other members reach none, this is a stall
+                # If the other members do not reach a commit, this is a stall.
+                self._over(now, reached=True)
             else:
                 self._add(self.view.workers.get(event.worker))
         for worker in self.view.exited:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from elastic.driver.monitoring.stalls import STALL_S, Stalls
 
 MEASURED_S = 2.0  # minimum interval between two measurements
-HEARD_S = 11.0  # twice the interval of 5 s at which rank 0 reports the newest commit
+HEARD_S = 11.0  # Twice the interval of about 5 s at which rank 0 reports the newest commit.
 
 
 class CommitRate:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 QUIET_S = 1.0
 MOST_S = 5.0  # maximum delay after the first event, regardless of how many follow
-HELD_S = 20.0  # the maximum delay while more events are expected
+HELD_S = 20.0  # maximum delay in seconds while more events are expected
 
 
 class DebounceTimer:

@@ -18,8 +18,10 @@ class ExitLines:
 
     def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
         self._log = log
-        self._more: list[Reason] | None = None  # None if no summary is pending
-        self._first: Reason | None = None  # None if the first line is not deferred
+        # reasons for the summary, or None if no summary is pending
+        self._more: list[Reason] | None = None
+        # reason of the first line, or None if the line is not deferred
+        self._first: Reason | None = None
         self._timer = DebounceTimer(self.say, held)
 
     def shares(self, about: Reason | None, *, starting: bool = False) -> bool:

@@ -20,8 +20,9 @@ import ipaddress
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-HEAD_LIMIT = 8 * 1024  # bytes
-SAME_SITE = ("same-origin", "")  # Sec-Fetch-Site values. Older browsers do not send this header.
+HEAD_LIMIT = 8 * 1024  # maximum size of a request's head, in bytes
+# Accepted values of Sec-Fetch-Site. Older browsers do not send this header.
+SAME_SITE = ("same-origin", "")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class RequestGuard:
             return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
-                return "page"  # also accepted if the user followed a link on another site
+                # The page is also served if the user followed a link on another site.
+                return "page"
             case "/events" if _foreign(headers):
                 return PageRefusal("403 Forbidden", "the request came from another site")
             case "/events":

@@ -17,7 +17,7 @@ class JobRates(ViewReader):
 
     def __init__(self, spent: TimeSpent) -> None:
         self.commits = CommitRate(spent.stalls)
-        self.steps = StepRate(spent.stalls)  # from rank 0
+        self.steps = StepRate(spent.stalls)  # measured on the reports of rank 0
         self.step: int | None = None  # step counter of the state at the newest commit of rank 0
         # The last measurement of the commit rate: the beginning of its interval, and the rate.
         self.measured: tuple[float, float] | None = None

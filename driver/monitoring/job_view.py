@@ -33,13 +33,13 @@ class Stage(enum.Enum):
     CONNECTED = "connected"
     READY = "ready"  # the worker waits for a world; a member waits for the next world
     STANDBY = "standby"
-    # It computes in the newest world, or announced its end in an earlier world.
+    # The worker computes in the newest world, or announced its end in an earlier world.
     IN_WORLD = "training"
-    RETURNED = "returned"  # its function returned
+    RETURNED = "returned"  # the worker's function returned
     LEAVING = "leaving"  # the worker was asked to leave; late reports do not change this
     KILLED = "killed"  # the kill of the worker was ordered; final
 
-    __hash__ = object.__hash__  # an enum's own hash is computed in Python
+    __hash__ = object.__hash__  # An enum's own hash is computed in Python, which is slow.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Failure:
     """A failure that a worker reported: an exception of the script, or an exit with an error."""
 
     raised: bool
-    # summary of the exception, or the call that ended the worker; empty if its state differs
+    # summary of the exception, or the call that ended the worker; empty if the worker's state differs
     what: str
 
 
@@ -57,18 +57,19 @@ class WorkerView:
 
     worker: Worker
     stage: Stage = Stage.STARTING
-    pid: int = 0  # 0 if unknown
+    pid: int = 0  # process ID, or 0 if unknown
     connected_at: float | None = None  # time of init(), or None if init() was not observed
     # the worker is in `JobView.ranks`; true for IN_WORLD until the worker's end is announced
     member: bool = False
     rank: int | None = None  # rank in the worker's last world, or None without one
     # the worker's world broke, and no other world was published since; implies `member`
     recovering: bool = False
-    running: bool = False  # it was in elastic.run at its last Ready
+    running: bool = False  # whether the worker was in elastic.run at its last Ready
     # reason why the worker cannot run, empty if unknown, or None if the worker can run
     frozen: str | None = None
-    why: Reason | None = None  # None unless its stage is LEAVING or KILLED
-    dismissed: bool = False  # it was asked to leave, perhaps after its kill was ordered
+    why: Reason | None = None  # reason for LEAVING or KILLED; None in other stages
+    # whether the worker was asked to leave, possibly after its kill was ordered
+    dismissed: bool = False
     failure: Failure | None = None
     code: int | None = None  # exit code, or None if the worker runs or was lost with its host
 
@@ -90,7 +91,7 @@ class JobView:
     """State of one job. Times are seconds on one clock, chosen by the caller."""
 
     def __init__(self) -> None:
-        # Ordered processes that are not known to have exited, in the order of their first mention.
+        # Ordered workers that are not known to have exited, in the order in which they were first mentioned.
         self.workers: dict[Worker, WorkerView] = {}
         # Processes that the current event ended. They are no longer in `workers`.
         self.exited: dict[Worker, WorkerView] = {}
@@ -100,14 +101,14 @@ class JobView:
         # Members of the newest world in rank order, including those that have exited since, except under a previous
         # driver. Replaced, never modified.
         self.ranks: Mapping[Worker, int] = {}
-        self.before: Mapping[Worker, int] = {}  # the same for the previous world
+        self.before: Mapping[Worker, int] = {}  # members of the previous world by rank
         self.generation = 0  # generation of the newest world, or 0 if there was none
         self.world: events.PublishWorld | None = None  # None after the end of the newest world
         self.broken = False  # the newest world broke
         self.trains = False  # a member of the newest world has entered elastic.run
         self.elastic = False  # the job is elastic, so its training begins in elastic.run
         self.newest: Commit | None = None  # newest commit that any worker has reported
-        self.newest_at = 0.0  # time of that report
+        self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
         self._earlier: dict[int, int] = {}  # number of commits before each generation that made one
         # Commit of the newest checkpoint. Never newer than `newest`.
@@ -117,7 +118,7 @@ class JobView:
         self.checkpoint_at: float | None = None
         # Slots with a failed last health check, and its result.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
-        # By slot: number of failed health checks, and the last failure.
+        # For each slot, the number of failed health checks, and the last failure.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
         # Quarantined slots with a worker that computed wrong results, and the reason of its fence.
         self.quarantined: dict[tuple[str, int], Reason] = {}
@@ -199,7 +200,7 @@ class JobView:
 
     def _happened(self, event: events.Event, now: float) -> None:
         match event:
-            case events.WorkerSpent(worker):  # the most frequent ones first
+            case events.WorkerSpent(worker):  # The most frequent events come first.
                 self._known(worker)
                 self._knows(event.commit, now)
             case events.WorkerPaced() | events.WorkerDigested():
@@ -258,7 +259,7 @@ class JobView:
             case events.PublishWorld(generation, members):
                 self._publish({each.worker: rank for rank, each in enumerate(members)}, generation)
                 self.world = action
-                if self.newest is None:  # reported to a previous driver only
+                if self.newest is None:  # The commit was reported only to a previous driver.
                     self._knows(action.commit, now)
             case events.BreakWorld(_, members):
                 self.world, self.broken = None, True
@@ -290,7 +291,7 @@ class JobView:
         if event.outcome is events.HealthOutcome.PASSED:
             self.unhealthy.pop(slot, None)
             self.quarantined.pop(slot, None)
-        elif self.unhealthy.get(slot) != event:  # agents repeat results
+        elif self.unhealthy.get(slot) != event:  # Agents repeat results, which count once.
             self.unhealthy[slot] = event
             self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)
 

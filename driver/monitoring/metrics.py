@@ -37,12 +37,13 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 
-VISITORS = 32  # concurrent scrapes
+VISITORS = 32  # maximum number of concurrent scrapes
 VISIT_S = 5.0
 PHASES = 64  # maximum number of recovery phases, over all kinds
 # Reported values are limited to ranks below RANKS and this many names of each.
 RANKS, NAMES = 64, 64
-BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # of histograms
+# upper bounds of the histograms' buckets, in seconds
+BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # Kills that are fences, and the label under which they are counted.
 FENCES = {
     ReasonKind.FROZEN: "frozen",
@@ -76,9 +77,12 @@ class JobMetrics(ViewReader):
     """All metrics of one job. The times of ``spent`` and its view are seconds since 1970."""
 
     def __init__(self, spent: TimeSpent) -> None:
-        self.recoveries: dict[str, Histogram] = defaultdict(_durations)  # by kind
-        self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)  # by kind and phase
-        self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))  # by kind
+        # durations of recoveries, by kind
+        self.recoveries: dict[str, Histogram] = defaultdict(_durations)
+        # durations of phases, by kind of recovery and phase
+        self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)
+        # number of fences, by kind
+        self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))
         self.health: Counter[str] = Counter({each.value: 0 for each in events.HealthOutcome})
         self.lost = 0
         self.waits: dict[Worker, Waits] = {}
@@ -383,7 +387,7 @@ def refuse_other_names(server: Any, own: str) -> None:
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST")
-        if host is None or is_ours(host, names):  # browsers always send it
+        if host is None or is_ours(host, names):  # Browsers always send this header.
             return app(environ, start_response)  # type: ignore[no-any-return]
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [
@@ -431,7 +435,7 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
-            self._figures.spent.go_on(time.time())  # moves no more than the end of the accounting
+            self._figures.spent.go_on(time.time())  # This only advances the end of the accounting.
             return [*families(self._figures, time.time())]
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
             )
         try:
             found.append(BatchSpanProcessor(next(iter(exporters)).load()()))
-        # For example an invalid variable, or a missing certificate.
+        # The SDK raises various exceptions, for example for an invalid variable or a missing certificate.
         except Exception as error:
             raise Invalid(
                 f"the OpenTelemetry exporter {wanted} (--opentelemetry) can't be created: {error}"

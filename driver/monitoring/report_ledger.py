@@ -11,7 +11,8 @@ from collections.abc import Container
 
 from elastic.protocol.messages import Reported, ReportsTaken, Worker
 
-PRESSING_BYTES = 32 * 1024  # a quarter of a worker's window: acknowledged immediately
+# A quarter of a worker's window. From this number of bytes on, reports are acknowledged immediately.
+PRESSING_BYTES = 32 * 1024
 OVERHEAD_BYTES = 100
 
 
@@ -19,9 +20,11 @@ class ReportLedger:
     """The reports that one driver has received and acknowledged."""
 
     def __init__(self) -> None:
-        self._taken: dict[Worker, int] = {}  # last accepted number
-        self._unacknowledged: dict[Worker, int] = {}  # unacknowledged bytes
-        self.dropped: dict[Worker, int] = {}  # reports that workers dropped, since the last reset
+        self._taken: dict[Worker, int] = {}  # number of the last accepted report of each worker
+        # number of unacknowledged bytes of each worker
+        self._unacknowledged: dict[Worker, int] = {}
+        # number of reports that each worker has dropped since the last reset
+        self.dropped: dict[Worker, int] = {}
 
     def heard(self, worker: Worker, report: Reported) -> bool:
         """Record a report. Return whether it is the next one of its worker.

@@ -14,9 +14,9 @@ from typing import Any
 
 NAMES = 12
 POINTS = 2000
-TEXT = 4000  # characters of a text
+TEXT = 4000  # maximum number of characters of a text
 STEP = "step"  # name under which a script reports its current step
-STEPS = "steps"  # ... and the total number of steps, which is not shown as a curve
+STEPS = "steps"  # name for the total number of steps, which is not shown as a curve
 
 
 class Series:
@@ -24,7 +24,8 @@ class Series:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.points: list[tuple[float, float]] = []  # seconds since 1970, value
+        # time in seconds since 1970, and value, of each point
+        self.points: list[tuple[float, float]] = []
         self.first = math.nan
         self.last = math.nan
         self.count = 0
@@ -49,8 +50,8 @@ class ReportedSeries:
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.texts: dict[str, str] = {}
-        self.steps = 0  # distinct steps, if the script reports its step
-        self.again = 0  # steps that were repeated after a return to a commit
+        self.steps = 0  # number of distinct steps, if the script reports its step
+        self.again = 0  # number of steps that were repeated after a return to a commit
         self._step: float | None = None
         self._highest = -math.inf
 

@@ -16,7 +16,7 @@ from elastic.protocol.report_values import Report, unpacked
 
 ANSWER_S = 0.05  # seconds within which workers receive acknowledgements
 DROPPED_SAID_S = 30.0  # interval between two log lines about dropped reports
-SHOWN = 200  # characters of a report in the log
+SHOWN = 200  # maximum number of characters of a report that are logged
 
 Callback = Callable[[Report], object]
 SendEach = Callable[[Iterable[tuple[Worker, Message]]], object]
@@ -32,7 +32,7 @@ class Reports:
         self._ledger = ReportLedger()
         self._last: dict[Worker, Report] = {}
         self._answering: asyncio.TimerHandle | None = None
-        self._raised = False  # an exception of the callback was logged
+        self._raised = False  # whether an exception of the callback was logged
         self._strange: set[str] = set()  # hosts that sent an invalid report
         self._dropped_said_at = float("-inf")
 

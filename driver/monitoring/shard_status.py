@@ -16,7 +16,7 @@ from elastic.driver.reasons import counted
 from elastic.protocol.messages import Commit
 
 Facts = Mapping[str, Any]
-# The sources of a lost shard's rows, by the fields of `RowBytes`.
+# For each field of `RowBytes`, the source of a lost shard's rows in words.
 _ORIGINS = {
     "memory": "a copy in its new worker's memory",
     "host": "memory of its host",
@@ -30,10 +30,10 @@ class ShardStatus:
 
     def __init__(self) -> None:
         self._workers = 0
-        # In the newest world of which all members trained.
+        # Division of the state in the newest world of which all members trained.
         self._divided: ShardsDivided | None = None
         self._sealed: Commit | None = None
-        self._step: int | None = None  # the state's step at that commit
+        self._step: int | None = None  # step of the state at the newest sealed commit
 
     def note(self, event: events.Event, actions: Sequence[events.Action]) -> bool:
         """Record an event and its actions. Return whether `facts` may have changed."""

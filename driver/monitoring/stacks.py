@@ -14,7 +14,7 @@ import re
 from elastic.protocol.uncaught.folded_traceback import SCRIPT, library_of
 
 TRAINING = "Training thread"
-INNERMOST = 8  # frames shown if none belongs to the script
+INNERMOST = 8  # maximum number of frames that are shown if none belongs to the script
 _HEADER = re.compile(r"(Training thread|Current thread|Thread) 0x[0-9a-f]+")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 

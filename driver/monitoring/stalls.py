@@ -26,13 +26,13 @@ from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
-# Minimum wait of the others, about the time until the driver looks up the script line.
+# Minimum wait of the other members, about the time until the driver looks up the script line.
 STALL_S = 5.0
 # As in failure_detection.stuck: a large collective may take long without a fault.
 ALL_WAIT_S = 30.0
-CULPRITS = 8  # culprits listed
-KEPT = 200  # past stalls stored individually
-INTERVALS = 9  # reports that determine the usual interval between collectives
+CULPRITS = 8  # maximum number of culprits that are listed
+KEPT = 200  # number of past stalls that are stored individually
+INTERVALS = 9  # number of reports that determine the usual interval between collectives
 
 
 class StallEnd(enum.Enum):
@@ -71,9 +71,9 @@ class Stall:
     since: float
     until: float
     culprits: tuple[Culprit, ...] = ()
-    more: int = 0  # culprits that are not listed
+    more: int = 0  # number of culprits that are not listed
     others: int = 0  # number of waiting members
-    where: str = ""  # the collective in which the first of them waits
+    where: str = ""  # the collective in which the first waiting member waits
     line: str = ""  # script line at which that member waits
     end: StallEnd | None = None
 
@@ -107,7 +107,7 @@ class OpenWait:
     """The members that currently wait in one collective."""
 
     since: float
-    last: float  # time when the last of them began to wait
+    last: float  # time at which the last of the waiting members began to wait
     where: str
     line: str
     workers: set[Worker] = field(default_factory=set)
@@ -124,16 +124,18 @@ class Stalls(ViewReader):
         self._ranks: Mapping[Worker, int] = {}  # generation of the world with members that may wait
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
-        self._whole = False  # the world has several members and has not broken, as far as known
+        # whether the world has several members and has not broken, as far as known
+        self._whole = False
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}
         self._late: dict[Worker, None] = {}  # members that do not wait and have not returned
         self._progressed_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # members in a phase that the script marks as long
-        # Script lines of a member in the current wait, with counts, since it may have moved before the last report.
+        # For each member, the script lines that it reported in the current wait, with counts, because the member may
+        # have moved before the last report.
         self._lines: dict[Worker, Counter[str]] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
-        # Merged past stalls: beginnings, ends, and cumulative durations.
+        # Past stalls, with overlaps merged: beginnings, ends, and cumulative durations.
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._sums: list[float] = []
@@ -171,7 +173,7 @@ class Stalls(ViewReader):
             case events.WorkerRaised(worker) | events.WorkerQuit(worker):
                 self._gone(worker, now, StallEnd.LOST)
             case events.DriverRestarted():
-                self._forget()  # workers repeatedly report how long they have waited
+                self._forget()  # Workers repeatedly report how long they have waited.
             case _:
                 pass
 
@@ -184,7 +186,8 @@ class Stalls(ViewReader):
             case events.CallOffChange():
                 self._complete(("", -1), now)
             case events.PublishWorld():
-                self._over(now, StallEnd.RESUMED)  # not a failure but a planned change
+                # The world ends because of a planned change, which is not a failure.
+                self._over(now, StallEnd.RESUMED)
                 self._new_world()
             case events.FinishWorld():
                 self._over(now, StallEnd.RESUMED)
@@ -201,7 +204,7 @@ class Stalls(ViewReader):
             self._marked.discard(worker)
             self._progressed_at[worker] = now
         if event.inside and self._waits_in.get(worker) == key:
-            return  # a repeated report
+            return  # The report is a repetition.
         self._leave(worker, now)
         if event.inside:
             since = now - event.waited_s
@@ -276,7 +279,7 @@ class Stalls(ViewReader):
         self._marked.clear()
 
     def _enter(self, worker: Worker, key: tuple[str, int], made: OpenWait) -> None:
-        if len(self._late) == 1 and worker in self._late:  # all members wait from now on
+        if len(self._late) == 1 and worker in self._late:  # From now on, all members wait.
             for each in self._waits.values():
                 stall = self._stall(each, made.since)
                 if stall is not None:
@@ -294,7 +297,8 @@ class Stalls(ViewReader):
     def _leave(self, worker: Worker, now: float) -> None:
         key = self._waits_in.get(worker)
         if key is not None:
-            self._complete(key, now)  # the others leave the collective too, and will report this
+            # The other members leave the collective too, and will report this.
+            self._complete(key, now)
 
     def _complete(self, key: tuple[str, int], now: float) -> None:
         wait = self._waits.get(key)
@@ -383,7 +387,7 @@ class Stalls(ViewReader):
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
         if last is not None and stall.since < last.until and last.culprits == stall.culprits:
-            # The same ranks hold up another process set too.
+            # The same ranks also hold up another process set.
             self.past[-1] = replace(stall, since=min(last.since, stall.since))
         else:
             self.past.append(stall)

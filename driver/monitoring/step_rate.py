@@ -20,7 +20,7 @@ class StepRate:
         self._steps = 0
         self._batch: int | None = None
         self._reported_at = 0.0
-        # Sums of the differences between reports of the same worker.
+        # Steps made so far: the sum of the differences between reports of the same worker.
         self._made = 0
         self._over_s = 0.0
 

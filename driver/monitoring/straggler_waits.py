@@ -49,8 +49,9 @@ class StragglerWaits:
 
     def __init__(self) -> None:
         self.by_worker: dict[Worker, Histogram] = {}
-        self._means: dict[Worker, float] = {}  # seconds per collective in the current world
-        self._last: Worker | None = None  # worker that waits least
+        # mean seconds per collective of each worker in the current world
+        self._means: dict[Worker, float] = {}
+        self._last: Worker | None = None  # the worker that waits least
 
     def new_world(self) -> None:
         self._means.clear()

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 INSTALL = "pip install 'hvd-elastic[tensorboard]'"
-MOST = 10_000  # scalars that may wait to be written
+MOST = 10_000  # maximum number of scalars that wait to be written
 FLUSH_S = 2.0
 CLOSE_S = 3.0  # seconds for writing the remaining scalars at the end of a job
-JOB = "job"  # folder of the driver's own measurements; each reporting rank has another folder
+# Folder of the driver's own measurements. Each rank that reports has a folder of its own.
+JOB = "job"
 
 
 class Scalar(NamedTuple):
@@ -51,7 +52,7 @@ class ScalarsOfReports:
     """Converts a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}  # reports, by rank
+        self._counts: dict[int, int] = {}  # number of reports of each rank
 
     def of(self, report: Report) -> list[Scalar]:
         """Return the numbers of a report as scalars. A number in nested dicts is named ``outer/inner``.
@@ -145,7 +146,7 @@ class TensorBoard(ViewReader):
             self._log("warning", text)
 
     def _write(self) -> None:
-        flush_at: float | None = None  # None means nothing to flush
+        flush_at: float | None = None  # time of the next flush, or None if nothing is pending
         while True:
             try:
                 left_s = None if flush_at is None else max(0.0, flush_at - time.monotonic())
@@ -167,7 +168,7 @@ class TensorBoard(ViewReader):
             self._trouble = self._trouble or str(error)
 
     def _add(self, scalar: Scalar) -> None:
-        # Imported in this thread, since it takes seconds.
+        # Imported in this thread, because the import takes seconds.
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event

@@ -39,12 +39,13 @@ STRETCHES: tuple[Stretch, ...] = (
     "changing",
     "ending",
 )
-SHOWN = 32  # workers in a summary
+SHOWN = 32  # maximum number of workers in a summary
 IN_STEPS: tuple[Part, ...] = ("training", "committing", "data")  # parts of each step
-# minimum interval between two reports; proportions of a shorter one are unreliable
+# Minimum interval between two reports in seconds. Proportions of a shorter one are unreliable.
 MEASURED_S = 1.0
 LEAST_S = 0.005  # smaller values are displayed as 0.00
-KEPT = 100  # exited workers listed individually, up to twice as many; older ones are aggregated
+# Number of exited workers that are listed individually, up to twice as many. Older ones are aggregated.
+KEPT = 100
 
 
 class Seconds(Times):  # type: ignore[misc]  # a struct is as frozen as its base
@@ -66,13 +67,13 @@ class Spent:
     said: Times = field(default_factory=Times)
     said_at: float | None = None
     doing: Part = "joining"
-    generation: int = 0  # generation of the last world that it was in
-    joined: int = 0  # generation of the first world in which it trains
-    trains_since: float | None = None  # time when that world was published
-    lost: float = 0.0  # lost seconds in addition to the worker's own report
-    # stalled seconds by its reported activity
+    generation: int = 0  # generation of the worker's last world
+    joined: int = 0  # generation of the first world in which the worker trains
+    trains_since: float | None = None  # time at which that world was published
+    lost: float = 0.0  # lost seconds in addition to those that the worker reported
+    # stalled seconds, by the activity that the worker reported
     stalled: dict[str, float] = field(default_factory=dict)
-    stalled_last: float = 0.0  # stalled seconds since its last report in its last world
+    stalled_last: float = 0.0  # stalled seconds since the worker's last report in its last world
     stalled_to: float = math.inf  # time up to which stalls are counted; inf outside a world
     steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
 
@@ -89,7 +90,7 @@ class Spent:
             return
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(report)
         parts = {part: after[part] - before[part] for part in after}
-        # the worker returned to an earlier commit, so the stall counts as lost time
+        # The worker returned to an earlier commit, so the stall counts as lost time.
         for part, more in parts.items():
             moved = min(self.stalled.get(part, 0.0), max(0.0, -more))
             if moved:
@@ -101,7 +102,7 @@ class Spent:
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
-        if seconds > 0:  # part of a stall that was not known at the worker's last report
+        if seconds > 0:  # Part of a stall was not known at the worker's last report.
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
@@ -132,10 +133,11 @@ class Spent:
         known_to = end if known_to is None else known_to
         parts["joining"] += max(0.0, known_to - self.began - sum(parts.values()))
         since = max(0.0, end - known_to)
-        if doing in IN_STEPS:  # during a stall, it stayed in one part
+        if doing in IN_STEPS:  # During a stall, the worker stayed in one part of a step.
             held = min(since, stalled_s + self.stalled_last)
             parts[doing] += held
-            rest = "training" if doing == "committing" else doing  # a commit takes only a moment
+            # A commit takes only a moment, so most of the time was training.
+            rest = "training" if doing == "committing" else doing
             shares = self.steps or steps or {rest: 1.0}
             for part, share in shares.items():
                 parts[part] += (since - held) * share / sum(shares.values())
@@ -146,7 +148,7 @@ class Spent:
         parts["lost"] += lost
         stalled = defaultdict[str, float](float, self.stalled)
         stalled[doing] += stalled_s
-        # No commit was made in its last stall.
+        # No commit was made in the worker's last stall.
         again = min(lost, self.stalled_last, stalled[doing])
         stalled[doing] -= again
         stalled["lost"] += again
@@ -183,9 +185,10 @@ class TimeSpent(ViewReader):
         self.now = 0.0  # time of the latest event
         self._stretch: Stretch = "starting"
         self._since: float | None = None
-        self._trained = False  # any worker was in elastic.run
-        self._steps: Mapping[str, float] | None = None  # from the last worker that reported them
-        self._died: list[Spent] = []  # dead workers with a lost time that is not known yet
+        self._trained = False  # whether any worker was in elastic.run
+        # parts of a step, from the last worker that reported them
+        self._steps: Mapping[str, float] | None = None
+        self._died: list[Spent] = []  # dead workers whose lost time is not known yet
         view.follow(self)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
@@ -201,7 +204,8 @@ class TimeSpent(ViewReader):
                 if worker in self.view.ranks and self._stretch == "training":
                     self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
-                self._stretch = "training"  # the stretch under the previous driver is unknown
+                # What the job did under the previous driver is unknown, so it counts as training.
+                self._stretch = "training"
             case _:
                 pass
 
@@ -268,12 +272,12 @@ class TimeSpent(ViewReader):
         spent = self.running.get(event.worker)
         if spent is None:
             if event.worker not in self.view.workers:
-                return  # a late report, after its host was given up
-            # Started under the previous driver, at an unknown time.
+                return  # The report arrived after the worker's host was given up.
+            # The worker was started under the previous driver, at an unknown time.
             age = sum(msgspec.structs.astuple(event.times))
             spent = self.running[event.worker] = Spent(event.worker, now - age)
             spent.joined = spent.generation = event.generation
-            if event.generation:  # not for workers that wait for their first world
+            if event.generation:  # Workers that wait for their first world do not count.
                 self._trained = True
                 spent.stalled_to = spent.began
         self._count_stalls(spent, event.times, now)
@@ -424,7 +428,8 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}"  # a recovery takes less than 0.1 s
+    # A recovery takes less than 0.1 s, so two decimals are shown.
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def _often(count: int, stretch: Stretch) -> str:

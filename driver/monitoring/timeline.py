@@ -24,7 +24,7 @@ from elastic.protocol.messages import Worker
 from elastic.protocol.trace_format import TraceFormat
 
 DRIVER = "driver"
-WORLD = "world"  # row of a worker with its ranks
+WORLD = "world"  # name of a worker's row with its ranks
 MEMBERS_SHOWN = 64
 
 
@@ -36,7 +36,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._format = TraceFormat(0, 0)
-        # Process and row -> name of the open span.
+        # for each process and row, the name of the open span
         self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0
 

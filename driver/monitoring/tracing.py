@@ -29,10 +29,10 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 from elastic.protocol.trace_file import TraceFile, is_free
 
-END_S = 2.0  # seconds for workers to send remaining records; a stopped worker sends none
+END_S = 2.0  # Seconds for workers to send the remaining records. A frozen worker sends none.
 CLOSE_S = 10.0  # seconds for the last write
-WAITING_LIMIT = 500_000  # records that may wait to be written
-AT_ONCE = 64  # messages in one write
+WAITING_LIMIT = 500_000  # maximum number of records that wait to be written
+AT_ONCE = 64  # maximum number of messages in one write
 
 Send = Callable[[Worker, Message], object]
 
@@ -59,7 +59,7 @@ class Tracing(ViewReader):
         self._path = ""  # file of the current timeline, or empty if none is recorded
         self._mark_cycles = False
         self._ending: _Ending | None = None
-        self._waiting = 0  # records waiting to be written
+        self._waiting = 0  # number of records that wait to be written
         self._timeline = Timeline()
         self._writer: _Writer | None = None
         view.follow(self)
@@ -121,7 +121,7 @@ class Tracing(ViewReader):
 
     def _traced(self, worker: Worker, message: messages.Traced) -> None:
         if message.timeline != self._number or not self._path or self._writer is None:
-            return  # for a previous timeline no answer is expected
+            return  # The message belongs to a previous timeline, for which no answer is expected.
         if self._waiting > WAITING_LIMIT:
             lost = message.dropped + len(message.records)
             message = messages.Traced(message.timeline, message.offset_ns, [], lost)
@@ -195,7 +195,7 @@ class Tracing(ViewReader):
 
     def _end(self) -> None:
         if not self._path:
-            return  # the file is already being closed
+            return  # The file is already being closed.
         self._path = ""
         if self._writer is not None:
             self._writer.end(self._ended)
@@ -254,7 +254,8 @@ class _Writer:
             return self._timeline.begin(now_ns, epoch_us, world)
 
         self._jobs.put(_Job(opened, first=True))
-        with contextlib.suppress(RuntimeError):  # without a running loop, `serve` starts the thread
+        # If no event loop is running, `serve` starts the thread.
+        with contextlib.suppress(RuntimeError):
             self.start()
 
     def put(
@@ -331,6 +332,6 @@ class _Job:
     lines: Callable[[], list[str]]
     taken: tuple[Worker, int, int] | None = None
     done: Callable[[], None] | None = None
-    first: bool = False  # first of its file
+    first: bool = False  # whether this is the first item of its file
     last: bool = False
     over: bool = False

@@ -28,7 +28,7 @@ class AddressCheck:
         self._used: Counter[_Network] = Counter()
         # Addresses from which hosts with this bind address connect.
         self._callers: dict[_Address, Counter[str]] = {}
-        # Hosts with loopback addresses, and the subset that connects from another machine.
+        # number of hosts with loopback addresses, and of those that connect from another machine
         self._inside = self._afar = 0
         self._having: Counter[_Network] = Counter()  # number of hosts in each network
         self._held: dict[_Network, Counter[_Address]] = {}
@@ -122,7 +122,7 @@ class AddressCheck:
             network
             for network in newest.has
             if self._having[network] == len(self._hosts)
-            # An address that several hosts have belongs to a bridge inside each of them.
+            # An address that several hosts have belongs to a bridge inside each of these hosts.
             and max(self._held[network].values()) == 1
         ]
         return min(common, key=lambda network: (network.version, str(network)), default=None)

@@ -19,7 +19,7 @@ FLAG = "--network-interface"
 SHOWN = 6  # maximum number of addresses listed in a sentence
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_NAME = re.compile(r"[^\s/%]{1,15}")  # the limits of Linux
+_NAME = re.compile(r"[^\s/%]{1,15}")  # Linux permits these names of interfaces.
 # Interfaces of containers and virtual machines, which connect only processes of one machine.
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 
@@ -28,10 +28,10 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
     """One address of this machine. An interface with several addresses is represented by several objects."""
 
     name: str
-    address: str  # numeric, without a scope
+    address: str  # numeric address, without a scope
     prefix_length: int
     up: bool
-    loopback: bool  # reachable from this machine only
+    loopback: bool  # whether the address is reachable from this machine only
 
     @property
     def network(self) -> str:
@@ -129,9 +129,9 @@ def worker_variables(
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name, "HOROVOD_GLOO_IFACE": name}
     if "NCCL_SOCKET_IFNAME" not in environ:
-        # without the equals sign, eth1 would also match eth10
+        # Without the equals sign, eth1 would also match eth10.
         variables["NCCL_SOCKET_IFNAME"] = f"={name}"
-        if ":" in bind:  # NCCL uses IPv4 on an interface with both families
+        if ":" in bind:  # On an interface with both families, NCCL would use IPv4.
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return {name: value for name, value in variables.items() if name not in environ}
 

@@ -19,11 +19,12 @@ from elastic.protocol.messages import HANDSHAKE_LIMIT, Address, ProtocolError
 from elastic.protocol.tls import FLAGS, TlsEndpoint
 
 HANDSHAKE_S = 5.0
-TLS_HANDSHAKE_LIMIT = 64 * 1024  # bytes, including the caller's certificates
+# maximum number of bytes of a TLS handshake, including the caller's certificates
+TLS_HANDSHAKE_LIMIT = 64 * 1024
 # limit in bytes, after which a peer that does not read is disconnected
 BACKLOG_LIMIT = 64 * 1024 * 1024
-KEEPALIVE_S = 1  # the kernel's minimum
-DRAIN_LIMIT = 16 * 1024 * 1024  # bytes
+KEEPALIVE_S = 1  # seconds between keepalives, the kernel's minimum
+DRAIN_LIMIT = 16 * 1024 * 1024  # maximum number of bytes to read from a connection that ends
 
 _TLS_HELLO = b"\x16\x03"  # first bytes of a TLS connection
 
@@ -81,7 +82,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.wire = FramedConnection(owner.decoder)
         self.patience = 0  # bytes that may wait to be sent, in addition to the limit
-        self._unproved = 0  # bytes received before authentication
+        self._unproved = 0  # number of bytes received before authentication
         self._tls = None if owner.tls is None else TlsEndpoint(owner.tls, server=not calls)
         self._identity: Who | None = None
         self._over = False
@@ -133,7 +134,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if self.over():
                     return
         except ProtocolError as error:
-            self._flush()  # TLS may have sent an alert with the reason
+            self._flush()  # TLS may have sent an alert with the reason.
             self.end(str(error))
 
     def _authenticate(self, message: Any) -> None:

@@ -72,10 +72,11 @@ Who = TypeVar("Who", bound=Hashable)
 class Callers(Generic[Who]):
     """A kind of callers of a server, workers or agents, and how they identify themselves."""
 
-    role: str  # role in their proof
-    decoder: msgspec.msgpack.Decoder[Any]  # decoder of their messages
-    answer: type[Any]  # their answer to the challenge, with ``nonce``, ``proof`` and ``version``
-    who: Callable[[Any], Who]  # identity in an answer
+    role: str  # role of the callers in their proof
+    decoder: msgspec.msgpack.Decoder[Any]  # decoder of the callers' messages
+    # type of the callers' answer to the challenge, with ``nonce``, ``proof`` and ``version``
+    answer: type[Any]
+    who: Callable[[Any], Who]  # returns the identity that an answer contains
     # A new connection replaces an open one, which the caller may have lost although this end has not noticed.
     replaces: bool = False
     # A refused caller that knows the secret receives a TurnedAway message with the reason.
@@ -125,7 +126,7 @@ class ControlServer(Generic[Who]):
         self._strangers: PendingHandshakes[Connection[Who]] = PendingHandshakes(
             HANDSHAKE_S, count_limit(bytes_each, descriptors)
         )
-        self._refused = 0  # refused connections since the last log line about them
+        self._refused = 0  # number of refused connections since the last log line about them
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
@@ -164,7 +165,7 @@ class ControlServer(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        # asyncio uses one number for this and for the connections accepted at once
+        # asyncio uses one number for this and for the connections accepted at once.
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
@@ -223,7 +224,8 @@ class ControlServer(Generic[Who]):
             while connection.backlog and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.002)
             connection.end()
-        await asyncio.sleep(0)  # transports close their sockets in the loop's next iteration
+        # Transports close their sockets in the next iteration of the event loop.
+        await asyncio.sleep(0)
 
     # ---- called by connections
 
@@ -252,7 +254,7 @@ class ControlServer(Generic[Who]):
             raise self._turned_away(
                 connection, answer, f"{peer} is not {_a(callers.role)} of this job"
             )
-        self.drain(peer)  # this end may not have noticed the loss of an earlier connection
+        self.drain(peer)  # This end may not have noticed the loss of an earlier connection.
         before = self._connections.get(peer)
         if before is not None:
             if not callers.replaces:

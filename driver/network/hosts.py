@@ -150,7 +150,8 @@ class ThisHost:
             try:
                 self._known[host] = self._judge(host)
             except _Unresolved as error:
-                return str(error)  # the name server may recover, so try again next time
+                # The name server may recover, so the name is resolved again next time.
+                return str(error)
         return self._known[host]
 
     def _judge(self, host: str) -> str | None:

@@ -20,7 +20,7 @@ from elastic.driver.network.choose_address import (
 from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
-ASKED = 4  # hosts tried until a route is found
+ASKED = 4  # number of hosts that are tried until a route is found
 # Addresses reserved for documentation. Nothing is sent to them, because only the route is looked up.
 _OUTWARD = ("192.0.2.1", "2001:db8::1")
 _PORT = 9
@@ -28,7 +28,7 @@ _PORT = 9
 
 def own_addresses() -> list[InterfaceAddress]:
     """Return all IPv4 and IPv6 addresses of this machine, including loopback, in the order of its interfaces."""
-    import psutil  # slow to import, and only needed by some jobs
+    import psutil  # The import is slow, and only some jobs need it.
 
     stats = psutil.net_if_stats()
     found = []
@@ -60,9 +60,9 @@ def route_to(address: str) -> str | None:
     """Return this machine's address on the route to another machine, or None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # connect ignores the zone of fe80::1%eth0 in text, and needs it as a number
+        # connect() ignores the zone of fe80::1%eth0 in text, and needs it as a number.
         found = socket.getaddrinfo(address, _PORT, family, flags=socket.AI_NUMERICHOST)
-        probe.connect(found[0][4])  # sends nothing
+        probe.connect(found[0][4])  # For UDP, connect() sends nothing.
         return bare(probe.getsockname()[0])
     return None
 
@@ -107,7 +107,7 @@ async def listen_address(
             f"no address of this machine has a route to another host ({'; '.join(reasons)}): pass {FLAG}"
         )
     if is_link_local(local):
-        return choose_bind((), [], local=local)  # raises with the reason
+        return choose_bind((), [], local=local)  # This call raises with the reason.
     return local
 
 
@@ -140,7 +140,7 @@ async def _towards(
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # for example an address of a point-to-point link
+    if not netmask:  # Addresses of point-to-point links, for example, have no netmask.
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 

@@ -20,7 +20,7 @@ from elastic.errors import Invalid
 LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family and numeric address, in order of preference
 
-# A hung name server then blocks only one thread.
+# Lookups in progress, which other requests share. A name server that hangs then blocks only one thread.
 _under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 
@@ -31,7 +31,7 @@ async def numeric(text: str) -> list[tuple[str, int]]:
     """
     try:
         host, port = parse_address(text)
-    except Invalid as error:  # for example, the value in etcd is invalid
+    except Invalid as error:  # The value in etcd may be invalid, for example.
         raise OSError(str(error)) from None
     return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 

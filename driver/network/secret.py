@@ -18,7 +18,7 @@ from elastic.errors import Invalid
 FILE_VARIABLE = "ELASTIC_SECRET_FILE"
 VARIABLE = "ELASTIC_JOB_SECRET"
 SECRET_BYTES = 32
-_READ_LIMIT = 4096  # bytes
+_READ_LIMIT = 4096  # maximum number of bytes read from a secret file
 _HOW = "create one with `elasticrun secret FILE`"
 
 
@@ -47,7 +47,7 @@ def make_secret_file(path: str) -> None:
         raise Invalid(f"{path} can't be created: {_why(error)}. Pass another path") from None
     try:
         with os.fdopen(fd, "w") as made:
-            os.fchmod(fd, 0o600)  # a default ACL may have granted more permissions
+            os.fchmod(fd, 0o600)  # A default ACL may have granted more permissions.
             made.write(secrets.token_hex(SECRET_BYTES) + "\n")
     except OSError as error:
         os.unlink(path)

@@ -14,7 +14,8 @@ from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 ENDPOINT = "http://169.254.169.254"
-ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # name used by Amazon's own tools
+# name of the variable that Amazon's own tools read
+ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 OFF_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 TOKEN_S = 21600
 
@@ -73,7 +74,7 @@ class Aws:
         if time.monotonic() >= self._renew_at:
             self._renew(within_s)
         answer = self._ask_with_token(path, within_s)
-        if answer.status == 401:  # the token expired early
+        if answer.status == 401:  # The token expired early.
             self._renew(within_s)
             answer = self._ask_with_token(path, within_s)
         return answer

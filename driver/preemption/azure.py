@@ -37,7 +37,7 @@ class Azure:
         self._server = MetadataServer(environ.get(ENDPOINT_VARIABLE) or ENDPOINT)
         self._own_name = ""
         self._answered = False
-        self._announced: list[str] = []  # event IDs
+        self._announced: list[str] = []  # IDs of the events that were announced
 
     def here(self) -> bool:
         try:

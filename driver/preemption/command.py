@@ -70,7 +70,8 @@ class Command:
             try:
                 printed, wrote = process.communicate(timeout=ANSWER_S)
             except subprocess.TimeoutExpired as error:
-                orphan_reaper.kill_group(process.pid)  # including its child processes
+                # The command's child processes are killed too.
+                orphan_reaper.kill_group(process.pid)
                 raise SourceError(f"the command did not finish within {ANSWER_S:g} s") from error
         return process.returncode, printed, wrote
 
@@ -87,5 +88,5 @@ class Command:
             return PreemptionNotice(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
-            at = known.at  # keep the previous time
+            at = known.at  # The time of the earlier notice is kept.
         return PreemptionNotice(text, at)

@@ -13,10 +13,10 @@ from urllib.parse import quote
 from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
-HOST = "169.254.169.254"  # metadata.google.internal, without name resolution
-HOST_VARIABLE = "GCE_METADATA_HOST"  # name used by Google's own libraries
+HOST = "169.254.169.254"  # Address of metadata.google.internal, which needs no name resolution.
+HOST_VARIABLE = "GCE_METADATA_HOST"  # name of the variable that Google's own libraries read
 HEADERS = {"Metadata-Flavor": "Google"}
-WAIT_S = 20  # how long the server waits for a change
+WAIT_S = 20  # seconds for which the server waits for a change
 PREEMPTED_S = 30.0  # seconds from the notice to the end
 # Seconds from a maintenance notice to the end. With a GPU they are an hour, but the server does not report this.
 MAINTENANCE_S = 60.0
@@ -57,7 +57,7 @@ class GoogleCloud:
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
-            time.sleep(1.0)  # no entity tag, so the server cannot wait for a change
+            time.sleep(1.0)  # Without an entity tag, the server cannot wait for a change.
         return self._known
 
     def released(self) -> None:

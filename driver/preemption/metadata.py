@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from elastic.driver.preemption.source import SourceError
 
 ANSWER_S = 2.0
-LIMIT = 1 << 20  # bytes
+LIMIT = 1 << 20  # maximum size of an answer, in bytes
 PIECE = 1 << 16
 
 
@@ -96,7 +96,7 @@ class MetadataServer:
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # ValueError: the request contains part of an earlier answer, which may be invalid there.
+            # ValueError means that the request contained part of an earlier answer that is invalid there.
             raise SourceError(str(error) or type(error).__name__) from error
         finally:
             connection.close()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from elastic.driver.preemption.source import PreemptionNotice
 
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
-LEAD_S = 120.0  # time of the notice before the end
+LEAD_S = 120.0  # seconds before the end at which the notice is given
 SIGNALLED_S = 60.0  # seconds from the signal to the end, if the end is not known otherwise
 # Interval of queries to the controller, which serves a whole cluster. Doubled while the job has no end.
 ASK_S, ASK_AT_MOST_S = 30.0, 900.0
@@ -27,7 +27,8 @@ class Slurm:
     pause_s = 1.0
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = {**environ, "SLURM_TIME_FORMAT": "%s"}  # seconds since 1970
+        # Slurm then prints times in seconds since 1970.
+        self._environ = {**environ, "SLURM_TIME_FORMAT": "%s"}
         self._job = environ.get(JOB, "")
         self._end_at = _seconds(environ.get(END, ""))
         self._ask_at = 0.0
@@ -49,7 +50,7 @@ class Slurm:
             self._pause_s = ASK_S if self._end_at else min(2 * self._pause_s, ASK_AT_MOST_S)
             self._ask_at = now + self._pause_s
             if self._end_at is not None and not self._near(now):
-                self._signalled = None  # the time limit was extended
+                self._signalled = None  # The time limit was extended.
         if self._end_at is not None and self._near(now):
             return PreemptionNotice(f"Slurm will end job {self._job}", self._end_at)
         return self._signalled

@@ -18,7 +18,7 @@ class PreemptionNotice:
         at: time of the end in seconds since 1970 on this machine's clock, or None if unknown.
     """
 
-    text: str  # the source and its notice
+    text: str  # name of the source, and the content of its notice
     at: float | None
 
 

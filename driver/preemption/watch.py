@@ -31,7 +31,7 @@ NAMED: dict[str, Callable[[Mapping[str, str]], NoticeSource]] = {
     "azure": Azure,
     "slurm": Slurm,
 }
-FAILS = 5  # number of consecutive failures before one is logged
+FAILS = 5  # number of consecutive failures after which a failure is logged
 LONGEST_PAUSE_S = 30.0  # upper limit of the pause after a failure
 SAME_S = 2.0  # two times that differ by less are considered equal
 
@@ -66,7 +66,7 @@ class Watch:
         self._changed = changed
         self._log = log
         self._environ = environ
-        self._standing: dict[str, PreemptionNotice] = {}  # by source
+        self._standing: dict[str, PreemptionNotice] = {}  # current notices, by source
         self._over = threading.Event()
         self._released = threading.Event()
         self._loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class Watch:
         return sources
 
     def _catch_signals(self, slurm: Slurm) -> None:
-        # not in the main thread
+        # Signal handlers can be set only in the main thread.
         with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
             self._loop.add_signal_handler(signal.SIGUSR1, slurm.signalled)
             self._catches_signals = True
@@ -173,7 +173,7 @@ class Watch:
         if ends is None:
             del self._standing[name]
             if not self._standing:
-                # the acknowledgement belonged to the withdrawn notice
+                # The acknowledgement belonged to the notice that was withdrawn.
                 self._released.clear()
         else:
             self._standing[name] = ends

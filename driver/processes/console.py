@@ -19,8 +19,8 @@ from typing import TextIO
 
 Write = Callable[[bytes], None]  # writes all bytes, or raises OSError or ValueError
 
-QUEUE_LIMIT = 16 * 1024 * 1024  # bytes
-BATCH_LIMIT = 1024 * 1024  # bytes
+QUEUE_LIMIT = 16 * 1024 * 1024  # maximum size of the queue, in bytes
+BATCH_LIMIT = 1024 * 1024  # maximum size of one write, in bytes
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 
@@ -36,8 +36,8 @@ class WriterThread:
         self._failed = failed
         self._limit = limit
         self._queue: deque[tuple[Write, bytes]] = deque()
-        self._queued = 0  # bytes
-        self._dropped = 0  # bytes
+        self._queued = 0  # number of queued bytes
+        self._dropped = 0  # number of bytes dropped since the last line about them
         self._writing = False
         self._closed = False
         self._failure_told = False
@@ -74,7 +74,7 @@ class WriterThread:
         """Wait like `wait`, and end the thread. Nothing is written afterwards."""
         try:
             complete = self.wait(timeout_s)
-        finally:  # Ctrl-C ends the wait
+        finally:  # Ctrl-C may end the wait.
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
@@ -146,7 +146,7 @@ def write_to(stream: TextIO | None) -> Write:
         while rest:
             try:
                 rest = rest[os.write(fd, rest) :]
-            except BlockingIOError:  # another process made the terminal nonblocking
+            except BlockingIOError:  # Another process has made the terminal nonblocking.
                 select.select([], [fd], [], 1.0)
 
     return write_fd
@@ -173,7 +173,8 @@ def replace_closed_streams() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+            # The new file gets the lowest free descriptor, which is the closed one.
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(fd, True)
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115
 

@@ -27,8 +27,8 @@ RUN_AUTO = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module('elastic.health.check', None, '__main__', True)"
 )
-KEPT_BYTES = 4096  # number of bytes kept from the end of its output
-LINE = 200  # number of characters kept from its last line
+KEPT_BYTES = 4096  # number of bytes kept from the end of the check's output
+LINE = 200  # number of characters kept from the last line of the output
 # Variables for the worker only, such as its secret, its life lock, and the pipe for its exceptions.
 WITHHELD = frozenset(
     {"ELASTIC_SECRET", "ELASTIC_TLS_KEY", "ELASTIC_LIFE_LOCK", "ELASTIC_DIAGNOSTICS"}
@@ -106,7 +106,7 @@ class HealthCheckRun:
         self._alarm = self._loop.call_later(limit_s, self._late, limit_s)
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)
-        except OSError:  # forbidden in some sandboxes: wait in a thread
+        except OSError:  # Some sandboxes forbid pidfds. In this case, a thread waits for the exit.
             threading.Thread(
                 target=self._wait_in_thread, args=(self._popen.pid,), daemon=True
             ).start()
@@ -163,7 +163,8 @@ class HealthCheckRun:
             os.close(self._pidfd)
             self._pidfd = None
         for stream in (popen.stdout, popen.stderr):
-            for _ in range(16):  # limited, since another process may keep writing
+            # The number of reads is limited, because another process may keep writing.
+            for _ in range(16):
                 if not self._read(stream):
                     break
             if stream is not None and not stream.closed:
@@ -171,7 +172,7 @@ class HealthCheckRun:
                 stream.close()
         orphan_reaper.kill_sessions({popen.pid})
         self._reaped(popen.pid)
-        code = popen.wait()  # a zombie: returns immediately
+        code = popen.wait()  # The process is a zombie, so this returns immediately.
         outcome = HealthOutcome.FAILED if code else HealthOutcome.PASSED
         if self._builtin and code == WRONG_RESULT:
             outcome = HealthOutcome.WRONG_RESULT

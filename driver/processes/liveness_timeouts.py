@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-PAUSE_S = 1.0  # longer gap between checks: the observer was paused
+PAUSE_S = 1.0  # A longer gap between two checks means that the observer was paused.
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -29,7 +29,7 @@ class LivenessTimeouts(Generic[Key]):
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._renewed: OrderedDict[Key, float] = OrderedDict()  # least recently renewed first
-        self._out: set[Key] = set()  # expired, and not renewed since
+        self._out: set[Key] = set()  # expired keys that were not renewed since
         self._looked_at = 0.0
 
     def __contains__(self, key: Key) -> bool:
@@ -85,6 +85,6 @@ class LivenessTimeouts(Generic[Key]):
 
     def _put(self, key: Key, now: float) -> None:
         if not self._renewed:
-            self._looked_at = now  # no check was needed before
+            self._looked_at = now  # No check was needed before.
         self._renewed[key] = now
         self._renewed.move_to_end(key)

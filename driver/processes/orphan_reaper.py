@@ -15,7 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 
-SCANS = 5  # a process may fork while its session is scanned; the next scan finds the child
+# Number of scans. A process may fork while its session is scanned, and the next scan finds the child.
+SCANS = 5
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
@@ -83,7 +84,7 @@ def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    with contextlib.suppress(OSError):  # without pidfd, only the pipe is watched
+    with contextlib.suppress(OSError):  # Without a pidfd, only the pipe is watched.
         # A fork of the driver may hold the pipe open for longer than the driver lives.
         poll.register(os.pidfd_open(driver), select.POLLIN)
     gone = False

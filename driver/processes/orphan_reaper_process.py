@@ -24,8 +24,9 @@ class OrphanReaper:
     ``groups`` returns all current groups, which a new reaper receives.
     """
 
-    QUICK_S = 1.0  # in seconds; a reaper that exits sooner after its start counts as a failure ...
-    ATTEMPTS = 3  # ... and no more are started after this many consecutive failures
+    # A reaper that exits within this number of seconds after its start counts as a failure.
+    QUICK_S = 1.0
+    ATTEMPTS = 3  # number of consecutive failures after which no more reapers are started
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, groups: Callable[[], list[int]], log: Log
@@ -80,7 +81,7 @@ class OrphanReaper:
         data = line.encode()
         try:
             complete = os.write(self._popen.stdin.fileno(), data) == len(data)
-        except OSError:  # the reaper is dead or stopped
+        except OSError:  # The reaper has exited or is stopped.
             complete = False
         if not complete:
             self._popen.kill()
@@ -92,7 +93,7 @@ class OrphanReaper:
         """
         if self._popen is None or self._popen.stdin is None:
             return
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess restored the default action
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess has restored the default action.
         with contextlib.suppress(OSError):
             os.write(self._popen.stdin.fileno(), f"+{pid}\n".encode())
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -137,7 +138,7 @@ class OrphanReaper:
         """Close the pipe to the reaper, which then kills the remaining sessions and exits."""
         if self._popen is None:
             return
-        self._unwatch()  # do not start another one after this exit
+        self._unwatch()  # No other reaper is started after this exit.
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         deadline = self._loop.time() + 5.0

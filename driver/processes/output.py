@@ -25,12 +25,12 @@ from elastic.protocol.uncaught.sending import Uncaught
 # Called with the worker, its name, the stream and the lines.
 Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]
 
-LINE_LIMIT = 64 * 1024  # bytes; a longer line is split
+LINE_LIMIT = 64 * 1024  # Maximum length of a line in bytes. A longer line is split.
 STACKS_S = 0.2  # seconds for all lines of a worker's stacks to arrive
 # Seconds at the end of a job after which a line states that output is not being read.
 REMIND_S = 5.0
 
-# A carriage return at the end may be the first half of "\r\n": wait for the next byte.
+# A carriage return at the end may be the first half of "\r\n", so the next byte is awaited.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
@@ -86,7 +86,7 @@ class Output:
         self._verbose = verbose
         self._asked = asked
         self._stacks: dict[Worker, list[str]] = {}  # stacks that are being received
-        self.sent: set[Worker] = set()  # workers with an exception that has arrived
+        self.sent: set[Worker] = set()  # workers whose exception has arrived
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
@@ -224,7 +224,7 @@ def _prefixed(prefix: bytes, piece: bytes) -> bytes:
     An incomplete line is completed by a newline, so that the output of another worker starts on a new line.
     """
     if piece == b"\r":
-        return piece  # a progress bar that starts with a carriage return
+        return piece  # A progress bar may start with a carriage return, so no newline is inserted.
     return prefix + piece if piece[-1:] in b"\r\n" else prefix + piece + b"\n"
 
 

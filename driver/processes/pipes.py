@@ -41,7 +41,8 @@ class Pipe:
         self._open = True
         self._prompts = prompts
         self._prompt: asyncio.TimerHandle | None = None
-        self.later_than: list[Pipe] = []  # pipes whose data must be passed on before this pipe's
+        # Pipes whose data must be passed on before the data of this pipe.
+        self.later_than: list[Pipe] = []
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
         loop.add_reader(fd, self._read)

@@ -34,7 +34,7 @@ AUTO, MODULE = "auto", "-m "
 TORCH = "torch"
 OURS = (
     TORCH,
-    "torch._dynamo",  # imported by the first optimizer, but not by torch
+    "torch._dynamo",  # The first optimizer imports this module, but torch does not.
     *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
     *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
     *("elastic.state.torch_state", "elastic.state.join_preparation"),
@@ -59,7 +59,8 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
                 found = [each.name for each in node.names]
             case ast.ImportFrom(module=str(module), level=0):
                 found = [] if module == "__future__" else [module]
-            case ast.Expr(ast.Constant()) if number == 0:  # the docstring
+            # The first statement may be the docstring.
+            case ast.Expr(ast.Constant()) if number == 0:
                 found = []
             case _:
                 return names, False
@@ -174,7 +175,8 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     line = line if len(line) <= end - begin else line[: end - begin - 1] + b"\0"
     ctypes.memmove(begin, line + bytes(end - begin - len(line)), end - begin)
     shorter = ctypes.c_ulong(begin + len(line))
-    ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)  # if permitted
+    # The call fails without permission, which is harmless.
+    ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)
     block, room = (
         _strings([f"{n}={text}" for n, text in environ.items()]),
         variables_end - variables_begin,
@@ -207,7 +209,7 @@ def run(words: Sequence[str]) -> None:
     except Exception as error:
         trace = error.__traceback__
         assert trace is not None
-        error.__traceback__ = trace.tb_next  # omit this file's frame
+        error.__traceback__ = trace.tb_next  # The traceback omits the frame of this file.
         sys.excepthook(type(error), error, trace.tb_next)
         sys.exit(1)
 

@@ -22,11 +22,12 @@ PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.process
 PREPARED = "ELASTIC_PREPARED"  # variable in the environment of a process that is not a worker yet
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
-MOST = 64  # maximum number of processes
+MOST = 64  # maximum number of preloaded processes
 # A process that has imported torch uses 0.3 GB (measured with the CPU build of torch 2.13). A host with less available
 # memory than this needs it for training.
 AVAILABLE_BYTES_MIN = 2 << 30
-QUIET_S = 3.0  # seconds after the last start, since starting workers need the processors themselves
+# Seconds after the last start, because workers that start need the processors themselves.
+QUIET_S = 3.0
 # Bytes for the worker's command line and its additional variables.
 ROOM = "." * 4096
 # Variables that identify a worker. They are read by init() and by scripts, but not by imports.
@@ -47,7 +48,8 @@ LOOK_S = 0.05
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
 ]
-Plain = tuple[str, bool, list[str]]  # interpreter, whether unbuffered, and what it runs
+# interpreter, whether its output is unbuffered, and the script or module that it runs
+Plain = tuple[str, bool, list[str]]
 
 
 def plain(command: Sequence[str]) -> Plain | None:
@@ -79,8 +81,8 @@ class _Kept:
     """A preloaded process that waits, and the workers that it can become."""
 
     process: subprocess.Popen[bytes]
-    told: int  # this end of its pipe
-    what: int  # a file in memory
+    told: int  # this end of the pipe to the process
+    what: int  # descriptor of a file in memory, for the command
     plain: Plain
     environ: dict[str, str]
 
@@ -138,8 +140,9 @@ class PreparedProcesses:
         self._spawn = spawn
         self._gone = gone
         self._log = log
-        self._kept: list[_Kept] = []  # oldest first
-        self._killed: list[subprocess.Popen[bytes]] = []  # not known to have exited
+        self._kept: list[_Kept] = []  # waiting processes, oldest first
+        # killed processes that are not known to have exited
+        self._killed: list[subprocess.Popen[bytes]] = []
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
 
@@ -230,7 +233,7 @@ class PreparedProcesses:
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:
                 pipe.close()
-        if kept.process.returncode is None:  # else its pid may be reused
+        if kept.process.returncode is None:  # After the exit, the process ID may be reused.
             orphan_reaper.kill_group(kept.process.pid)
         self._killed.append(kept.process)
 

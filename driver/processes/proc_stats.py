@@ -17,7 +17,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 GONE = "X"  # state of a process that no longer exists
 STOPPED = "T"
 _EXITING = 4  # PF_EXITING, in a thread's flags
-# devices in /dev that are ignored
+# names of devices in /dev that do not count
 _PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "shm/")
 
 
@@ -142,7 +142,8 @@ def end_of(pid: int) -> int | None:
     try:
         _, code = parse_end(_read(f"/proc/{pid}/stat"))
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # exited meanwhile
+            # The process may have exited meanwhile.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if not parse_end(_read(f"/proc/{pid}/task/{thread}/stat"))[0]:
                     return None
     except (OSError, ValueError, IndexError):
@@ -168,12 +169,12 @@ def uses_devices(pid: int) -> bool:
                 )
     except OSError:
         return True
-    return True  # all descriptors are being closed
+    return True  # All descriptors are being closed.
 
 
 def _open_in(folder: str) -> list[str]:
     paths = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread exited
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread may have exited.
         for descriptor in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
                 paths.append(os.readlink(f"{folder}/{descriptor}"))
@@ -252,7 +253,7 @@ def _mounts() -> dict[str, str]:
     global _known_mounts
     if _known_mounts is None:
         with open("/proc/self/mounts", "rb") as file:
-            _known_mounts = parse_mounts(file.read())  # may take several reads
+            _known_mounts = parse_mounts(file.read())  # The content may need several reads.
     return _known_mounts
 
 

@@ -39,9 +39,9 @@ def spawn(
     """
     driver = os.getpid()
 
-    def before_exec() -> None:  # runs in the child
+    def before_exec() -> None:  # This function runs in the child.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != driver:  # the driver died before PDEATHSIG was set
+        if os.getppid() != driver:  # The driver died before PDEATHSIG was set.
             os.kill(os.getpid(), signal.SIGKILL)
         announce(os.getpid())
 

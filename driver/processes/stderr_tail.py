@@ -15,9 +15,9 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 from elastic.protocol.uncaught.sending import LostDriver, TrainingThread, Uncaught
 
-TAIL_LIMIT = 20 * 1024  # bytes
-LINE_LIMIT = 1024 * 1024  # bytes of an exception, as JSON
-THREADS = (b"Thread", b"Current thread")  # beginning of a thread's stack
+TAIL_LIMIT = 20 * 1024  # number of bytes kept from the end of a worker's stderr
+LINE_LIMIT = 1024 * 1024  # maximum size of an exception as JSON, in bytes
+THREADS = (b"Thread", b"Current thread")  # beginnings of a thread's stack
 KNOWN_LIMIT = 256  # maximum number of exceptions of one job that are not shown again
 NAMED = 16  # maximum number of rank ranges in a line
 
@@ -125,7 +125,7 @@ class TracebackLedger:
 
     def __init__(self, *, verbose: bool = False) -> None:
         self.shown = 0  # number of tracebacks shown
-        self.stopped = False  # an operator stopped the job, so all workers lose their peers
+        self.stopped = False  # An operator stopped the job, so all workers lose their peers.
         self._verbose = verbose
         # summary, and the worker whose traceback was shown, by digest; oldest first
         self._known: dict[str, tuple[str, Raiser]] = {}

@@ -54,12 +54,12 @@ from elastic.protocol.uncaught.sending import DIAGNOSTICS
 LINGER_S = 0.5  # seconds for reading a dead worker's pipes, in case another process holds them
 SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
 DEATH_S = 10.0  # SIGKILL works immediately, except for a process stuck in the kernel
-# interval between two checks of all processes; a quarter of a shorter liveness timeout ...
+# Seconds between two checks of all processes. With a shorter liveness timeout, the interval is a quarter of it.
 LOOK_S = 0.25
-LEAST_LOOK_S = 0.05  # ... but at least this interval
-# interval between two checks whether all threads of a process have ended once its main thread has ...
+LEAST_LOOK_S = 0.05  # minimum of this interval
+# Seconds between two checks whether all threads of a process have ended, after its main thread has ended.
 ENDING_S = 0.001
-ENDING_LOOKS = 50  # ... and after this many, its exit is awaited
+ENDING_LOOKS = 50  # number of these checks after which the exit of the process is awaited instead
 
 
 class ProcessSupervisor:
@@ -88,8 +88,9 @@ class ProcessSupervisor:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
-        self._dying: set[_Process] = set()  # processes with an exit that was reported early
-        # starts that wait for the end of one of these
+        # processes whose exit was reported before they were reaped
+        self._dying: set[_Process] = set()
+        # starts that wait until such a process has ended
         self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
         self._checks: dict[Worker, HealthCheckRun] = {}  # health checks of starting workers
@@ -100,9 +101,10 @@ class ProcessSupervisor:
         self._next_look: asyncio.TimerHandle | None = None
         self._usage = UsageMeter()
         self._usage_at = -math.inf
-        self._measures = False  # measuring runs in a thread, since a GPU's driver may not answer
+        # Whether a measurement is in progress. It runs in a thread, because a GPU's driver may not answer.
+        self._measures = False
         self._memory = OutOfMemory()
-        self._born = mmap.mmap(-1, 8)  # memory shared with children
+        self._born = mmap.mmap(-1, 8)  # memory shared with child processes, for their process IDs
         self._life_locks = LifeLocks()
         self._reaper = OrphanReaper(self._loop, self._groups, log)
         self.prepared = PreparedProcesses(
@@ -175,7 +177,7 @@ class ProcessSupervisor:
             os.close(written)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
-        # Sent again in case the reaper was replaced meanwhile.
+        # The line is sent again, because the reaper may have been replaced meanwhile.
         self._reaper.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         self._check_health(worker, command, given, folder)
@@ -190,7 +192,7 @@ class ProcessSupervisor:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
-            if stream == "diagnostics":  # show the exception after the output that precedes it
+            if stream == "diagnostics":  # The exception is shown after the output that precedes it.
                 pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -272,7 +274,8 @@ class ProcessSupervisor:
             self._next_look.cancel()
         for worker in self.alive():
             self.kill(worker)
-        self.prepared.close()  # blocks, so after the workers, which would compete for the processors
+        # This blocks, so it happens after the end of the workers, which would compete for the processors.
+        self.prepared.close()
         deadline = self._loop.time() + DEATH_S
         while (
             self._processes
@@ -281,7 +284,7 @@ class ProcessSupervisor:
             or self._pipes
             or any(check.running for check in self._checks.values())
         ) and self._loop.time() < deadline:
-            # Exits and pipes are still watched.
+            # During the wait, exits and pipes are still watched.
             await asyncio.sleep(0.002)
         for process in (*self._processes.values(), *self._dying):
             self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
@@ -333,7 +336,7 @@ class ProcessSupervisor:
                 self._noticed(WorkerThawed(worker))
         expired = self._leases.expired(now)
         for worker, process in self._processes.items():
-            # Reported repeatedly, since a delayed message of the worker may have made it look awake.
+            # The report is repeated, because a delayed message of the worker may have made it look awake.
             said_at = process.frozen_said_at
             again = said_at is not None and now - said_at >= self._leases.lease_s
             if worker in expired or (again and process.hindrance):
@@ -366,7 +369,7 @@ class ProcessSupervisor:
     def _watch(self, process: _Process) -> None:
         try:
             process.pidfd = os.pidfd_open(process.pid)
-        except OSError:  # forbidden in some sandboxes: wait in a thread
+        except OSError:  # Some sandboxes forbid pidfds. In this case, a thread waits for the exit.
             target = self._wait_in_thread
             threading.Thread(target=target, args=(process,), daemon=True).start()
         else:
@@ -445,7 +448,7 @@ class ProcessSupervisor:
         orphan_reaper.kill_sessions({process.pid for process in dead})
         for process in dead:
             self._has_exited(process.pid)
-            process.popen.wait()  # a zombie: returns immediately
+            process.popen.wait()  # The process is a zombie, so this returns immediately.
 
     def _groups(self) -> list[int]:
         processes = (*self._processes.values(), *self._dying, *self._unreaped)
@@ -492,7 +495,7 @@ class _Process:
         self.pid = popen.pid
         self.pidfd: int | None = None
         self.pipes: list[Pipe] = []  # open pipes
-        self.reported = False  # its exit was reported
+        self.reported = False  # whether the process's exit was reported
         self.overdue: asyncio.TimerHandle | None = None
         self.stat: proc_stats.Stat | None = None  # state at the last check
         self.hindrance = ""  # reason why the process could not run at that check

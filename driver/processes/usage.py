@@ -16,14 +16,15 @@ from elastic.driver.processes.proc_stats import ProcSample
 from elastic.driver.sinks import Usage
 
 USAGE_S = 5.0  # interval between two measurements
-Gpu = tuple[float | None, int]  # share of time in which the busiest GPU works; bytes on all GPUs
+# Share of time in which the process's busiest GPU works, and its bytes on all GPUs.
+Gpu = tuple[float | None, int]
 
 
 class Rates:
     """Measures the processor time that processes use per second, from two consecutive samples."""
 
     def __init__(self) -> None:
-        # by pid: time, and seconds of processor time
+        # For each process ID, the time of the last measurement and the processor time in seconds.
         self._before: dict[int, tuple[float, float]] = {}
 
     def between(
@@ -67,7 +68,7 @@ class Gpus:
         if self._nvml is None:
             return found
         count = 0
-        with contextlib.suppress(self._nvml.NVMLError):  # a GPU or its driver failed
+        with contextlib.suppress(self._nvml.NVMLError):  # A GPU or its driver may have failed.
             count = self._nvml.nvmlDeviceGetCount()
         for index in range(count):
             with contextlib.suppress(self._nvml.NVMLError):
@@ -77,7 +78,8 @@ class Gpus:
     def _add(self, gpu: Any, pids: Collection[int], found: dict[int, Gpu]) -> None:
         nvml, share = self._nvml, None
         running = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-        with contextlib.suppress(nvml.NVMLError):  # unsupported on a MIG instance, for example
+        # A MIG instance, for example, does not support this query.
+        with contextlib.suppress(nvml.NVMLError):
             share = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
         for process in running:
             leader = process.pid

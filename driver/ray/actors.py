@@ -8,7 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-# an actor waits for log lines and for answers of its workers at the same time
+# Maximum number of concurrent calls: an actor waits for log lines and for answers of its workers at the same time.
 MAX_CALLS = 10_000
 
 

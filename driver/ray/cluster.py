@@ -24,8 +24,8 @@ class Group(NamedTuple):
     name: str
     state: str  # PENDING, PREPARED, CREATED, RESCHEDULING or REMOVED
     bundles: dict[int, dict[str, float]]
-    nodes: dict[int, str]  # node of each bundle, or "" if not placed
-    infeasible: bool = False  # no node is large enough
+    nodes: dict[int, str]  # node of each bundle, or "" if the bundle is not placed
+    infeasible: bool = False  # whether no node is large enough for the group
 
 
 class Node(NamedTuple):

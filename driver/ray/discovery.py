@@ -49,9 +49,9 @@ ANSWER_S = 5.0  # seconds for Ray to answer one check
 CLOSE_S = 10.0
 # Maximum wait for a complete first list, so that the previous driver's hosts do not look lost.
 SETTLE_S = 10.0
-QUIET_S = 5.0  # waiting for resources is logged after this time
-BUSY = 0.05  # share of one core for checks, in a cluster so large that they take long
-PAUSE_S = 2.0  # ... but at most this interval between two checks
+QUIET_S = 5.0  # seconds after which waiting for resources is logged
+BUSY = 0.05  # Share of one core that checks may use in a cluster so large that they take long.
+PAUSE_S = 2.0  # maximum number of seconds between two checks
 
 T = TypeVar("T")
 
@@ -98,12 +98,13 @@ class RayDiscovery:
         self._decided = Decision()
         self._whole = False
         self._latest_look: _Look | None = None
-        self._names: dict[str, str] = {}  # host by node, for all nodes ever seen
-        self._nodes: dict[str, str] = {}  # node by host
-        self._gpus: dict[str, list[str]] = {}  # last known GPU ids of each slot, by host
-        self._known: dict[tuple[int, str], str] = {}  # IDs by claim and node; these never change
+        self._names: dict[str, str] = {}  # host name of each node ever seen
+        self._nodes: dict[str, str] = {}  # node of each host
+        self._gpus: dict[str, list[str]] = {}  # last known GPU IDs of each slot of a host
+        # GPU IDs of each claim and node, which never change
+        self._known: dict[tuple[int, str], str] = {}
         self._trouble = ""
-        self._silent = False  # no draining nodes are reported
+        self._silent = False  # whether this Ray does not report draining nodes
         self._closing = False
         self._need: Callable[[], ResourceDemand] | None = None
 
@@ -171,7 +172,7 @@ class RayDiscovery:
             if list(hosts.items()) != last and (last is not None or whole):
                 last = list(hosts.items())
                 yield dict(hosts)
-            # Placed here so that the list without the claim precedes the removal of the claim.
+            # The claim is removed only after the list without it was yielded.
             await self._act(self._remove)
             await self._pause()
 

@@ -24,8 +24,10 @@ class RayCalls:
     """Implementation of `elastic.driver.ray.cluster.Cluster` for the cluster that this process is connected to."""
 
     def __init__(self) -> None:
-        self._ours: dict[str, bool] = {}  # group id -> whether it belongs to this namespace
-        self._asked: dict[tuple[str, int, str], Any] = {}  # group, bundle, node -> task
+        # for each group ID, whether the group belongs to this namespace
+        self._ours: dict[str, bool] = {}
+        # for each group, bundle and node, the task that queries its GPU IDs
+        self._asked: dict[tuple[str, int, str], Any] = {}
 
     def claims(self, prefix: str) -> list[Group]:
         with _answering():
@@ -42,7 +44,7 @@ class RayCalls:
             with _answering():
                 try:
                     named = ray.util.get_placement_group(group.name)
-                except ValueError:  # this namespace has no group of this name
+                except ValueError:  # This namespace has no group of this name.
                     named = None
             self._ours[group.id] = named is not None and named.id.hex() == group.id
         return self._ours.get(group.id, False)

@@ -50,7 +50,7 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.ray.kv import KVStore, RetryingKV
 from elastic.errors import Invalid
 
-READ = 32  # values per call
+READ = 32  # number of values per call
 FORGET_S = 10.0
 
 
@@ -70,8 +70,9 @@ class RayArchive:
         self._log = log
         self._kv = kv or RetryingKV(_ray(), log)
         self._turn: WriterTerm | None = None
-        self._chapters: list[str] = []  # all existing ones
-        self._place: Place | None = None  # where to continue
+        self._chapters: list[str] = []  # all existing chapters
+        # end of the last valid record, where this driver continues
+        self._place: Place | None = None
         self.lost = asyncio.Event()
 
     async def past(self) -> RecoveredJob | None:
@@ -82,7 +83,7 @@ class RayArchive:
         self._turn = self._turn or await self._take()
         writers = await self._writers()
         chapters = await self._read()
-        # otherwise the next driver may have removed records during the read
+        # Otherwise, the next driver may have removed records during the read.
         await self._turn.check()
         self._chapters, self._place = sorted(chapters), None
         # A record whose turn is missing was written too late by a driver of an earlier job.
@@ -136,7 +137,7 @@ class RayArchive:
     async def _forget(self) -> None:
         if self._turn is not None:
             await self._turn.check()
-        # Remove the turns, which validate records, first: otherwise half of a journal would look like a different one.
+        # Turns, which validate records, are removed first. Otherwise half of a journal would look like a different one.
         await self._kv.remove(f"{self._root}writers/")
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
@@ -281,7 +282,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
             while self._obsolete:
                 await self._turn.remove(self._obsolete[0])
                 self._obsolete.popleft()
-            await self._turn.check()  # the removal may have taken a while
+            await self._turn.check()  # The removal may have taken a while.
 
 
 def _ray() -> KVStore:

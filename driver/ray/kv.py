@@ -16,8 +16,8 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.ray.cluster import RayUnavailable
 
-ANSWER_S = 5.0  # limit for a call that should have timed out by itself
-GRACE_S = 3.0  # silence after which it is logged
+ANSWER_S = 5.0  # Seconds for a call that should have timed out by itself.
+GRACE_S = 3.0  # seconds without an answer after which the silence is logged
 PAUSE_S = 0.5  # maximum interval between two attempts
 
 T = TypeVar("T")
@@ -61,8 +61,8 @@ class RetryingKV:
         self._clock = clock
         self._pause = pause
         self._calls = SequentialCalls("ray key-value store")
-        self._failures = 0  # failures since the last answer
-        self._silent_since = 0.0  # only valid if there are failures
+        self._failures = 0  # number of failures since the last answer
+        self._silent_since = 0.0  # time of the first of these failures
         self._logged = False
 
     async def put(self, key: str, value: bytes) -> None:

@@ -33,7 +33,7 @@ from enum import Enum
 
 from elastic.errors import Invalid
 
-_LEAST = 1e-4  # Ray's resolution of resources
+_LEAST = 1e-4  # Ray's resolution of resources. Smaller differences are ignored.
 
 
 class ClaimStage(Enum):
@@ -58,9 +58,9 @@ class Claim:
 
     number: int
     stage: ClaimStage
-    node: str = ""  # if placed
-    ready: bool = True  # all data that a worker needs to start there are known
-    fits: bool = True  # it has the resources that this job requests
+    node: str = ""  # node of the claim, or empty if it is not placed
+    ready: bool = True  # whether all data are known that a worker needs to start there
+    fits: bool = True  # whether the claim has the resources that this job requests
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Decision:
     seats: dict[str, list[int]] = field(default_factory=dict)
     make: list[int] = field(default_factory=list)
     remove: list[int] = field(default_factory=list)
-    drained: list[str] = field(default_factory=list)  # nodes that had seats until now
+    drained: list[str] = field(default_factory=list)  # draining nodes that had slots until now
 
     @property
     def placed(self) -> int:
@@ -128,8 +128,9 @@ class PlacementGroupPool:
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
         self._next = 0
-        self._some = False  # there was a claim at the previous check
-        self._used: Mapping[str, int] | None = None  # None if all slots may be in use
+        self._some = False  # whether there was a claim at the previous check
+        # number of used slots of each node, or None if all slots may be in use
+        self._used: Mapping[str, int] | None = None
         self._last = Decision()
 
     def want(self, most: int, used: Mapping[str, int], emptied: Collection[str]) -> None:
@@ -142,7 +143,7 @@ class PlacementGroupPool:
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
-        if self._some:  # the slots of claims are unknown before the first check
+        if self._some:  # Before the first check, the slots of claims are unknown.
             self._used = {**used, **{node: len(seats.get(node, ())) for node in emptied}}
         self._seats.want(self._most)
 
@@ -280,7 +281,8 @@ def held(
     found: dict[int, dict[str, float]] = {}
     for name, parts in resource_ids.items():
         matched = re.fullmatch(rf"(.+)_group_([0-9]+)_{group}", name)
-        if matched and matched[1] != "bundle":  # of which every process in the group has a little
+        # Every process in the group holds a little of the resource "bundle".
+        if matched and matched[1] != "bundle":
             found.setdefault(int(matched[2]), {})[matched[1]] = sum(each for _, each in parts)
     return found
 

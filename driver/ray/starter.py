@@ -27,9 +27,9 @@ NAME = "hvd-elastic-agent"
 START_S = 30.0
 AT_ONCE = 32
 CLOSE_S = 12.0  # seconds for an agent to kill its workers and exit
-ASK_S = 10.0  # seconds for an immediate answer
+ASK_S = 10.0  # seconds for an answer that should be immediate
 KILL_S = 3.0
-AGAIN_S = 0.05  # seconds until another attempt with a name that was taken
+AGAIN_S = 0.05  # seconds until the next attempt with a name that was taken
 UNAVAILABLE_S = 1.0  # seconds until an unreachable actor is called again
 
 
@@ -246,7 +246,7 @@ class RayStarter:
             try:
                 number, lines, ended = await self._ask(held.actor, "news", number, within_s=None)
             except Exception as error:
-                if type(error).__name__ == "ActorUnavailableError":  # the node may return
+                if type(error).__name__ == "ActorUnavailableError":  # The node may return.
                     await asyncio.sleep(UNAVAILABLE_S)
                     continue
                 lines, ended = [], ("warning", exit_cause(held.host, str(error)))

@@ -48,10 +48,10 @@ class AgentEnded(ElasticError, RuntimeError):
 class AgentTask:
     """The function that a Spark task executes. ``call`` is a broadcast of the workers' pickled function."""
 
-    bootstrap: bytes  # without the host
+    bootstrap: bytes  # encoded parameters of the agent, without the host
     call: Any
     barrier: bool
-    threads: bool  # set the number of threads of the workers to the cores of a task
+    threads: bool  # whether to set the workers' number of threads to the cores of a task
 
     def __call__(self, _: Iterable[Any]) -> Iterator[Any]:
         from pyspark import BarrierTaskContext, TaskContext
@@ -67,7 +67,7 @@ class AgentTask:
         here = [number for number, each in enumerate(tasks) if _same_executor(each, own)]
         if here[0] == barrier.partitionId():
             self._hold(context, [tasks[number] for number in here])
-        barrier.barrier()  # the other tasks keep their slots until the agents have ended
+        barrier.barrier()  # The other tasks keep their slots until the agents have ended.
         return iter(())
 
     def _hold(self, context: Any, tasks: list[str]) -> None:
@@ -113,13 +113,13 @@ def _run_agent(command: list[str], environ: dict[str, str], config: Bootstrap) -
     lines: deque[str] = deque(maxlen=LINES_KEPT)
     try:
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the exit is reported below
+        with contextlib.suppress(BrokenPipeError):  # The exit is reported below.
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             process.stdin.flush()
         for line in _lines(process.stdout.fileno()):
             lines.append(line)
             if as_logged(line)[0] != "debug" and not line.startswith(READY):
-                print(line, file=sys.stderr, flush=True)  # the executor's log
+                print(line, file=sys.stderr, flush=True)  # stderr is the executor's log.
     finally:
         with contextlib.suppress(OSError):
             assert process.stdin is not None

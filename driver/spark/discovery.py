@@ -59,10 +59,11 @@ class SparkDiscovery:
 
     async def watch(self) -> AsyncGenerator[dict[str, int], None]:
         if not await self._enough():
-            await asyncio.Event().wait()  # until the end of the job, which `expired` has requested
+            # `expired` has requested the end of the job, which ends this wait.
+            await asyncio.Event().wait()
         over = threading.Event()
         loop = asyncio.get_running_loop()
-        # One thread for all queries: the JVM has a connection for each thread of Python.
+        # One thread makes all queries, because the JVM has a connection for each thread of Python.
         thread = threading.Thread(
             target=self._look, args=(loop, over), name="ask spark", daemon=True
         )
@@ -121,7 +122,7 @@ class SparkDiscovery:
             executors = {executor_of(host) for host in self._hosts}
             try:
                 leaving, trouble = self._leaving(executors), ""
-            except Exception as error:  # of py4j
+            except Exception as error:  # py4j raises various exceptions.
                 leaving, trouble = set(), type(error).__name__
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 if trouble and trouble != said:

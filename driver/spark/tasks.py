@@ -16,9 +16,9 @@ from elastic.driver.sinks import Log
 from elastic.driver.spark.agent_task import AgentTask
 
 AGAIN_S = (0.2, 30.0)  # seconds until a task that failed is started again: first and longest
-RETURNS_S = 3.0  # seconds for tasks whose agents have ended
-CANCELLED_S = 15.0  # ... and for Spark to end the others
-TRIES = 4  # failures of a task before the first agent has connected, as Spark's own limit
+RETURNS_S = 3.0  # seconds for tasks to return after their agents have ended
+CANCELLED_S = 15.0  # seconds for Spark to end the remaining tasks
+TRIES = 4  # number of failures of a task before the first agent has connected, as Spark's own limit
 
 
 class SparkTasks:
@@ -53,7 +53,7 @@ class SparkTasks:
         self._running: list[threading.Thread] = []
         self._call: Any = None
         self._said = ""
-        self.held = False  # some agent has connected
+        self.held = False  # whether any agent has connected
 
     def begin(self, bootstrap: bytes, call: bytes, *, threads: bool) -> None:
         """Submit the tasks.
@@ -79,7 +79,7 @@ class SparkTasks:
         if not self._joined(RETURNS_S):
             try:
                 self._context.cancelJobGroup(self._group)
-            except Exception as error:  # the JVM may be gone
+            except Exception as error:  # The JVM may have exited.
                 self._log(
                     "warning", f"Spark jobs {self._group} can't be cancelled: {first_line(error)}"
                 )
@@ -106,12 +106,12 @@ class SparkTasks:
             try:
                 self._run(partitions, task)
                 pause_s, why = AGAIN_S[0], ""
-            except Exception as error:  # of Spark, its JVM, or the task
+            except Exception as error:  # Spark, its JVM, or the task may raise any exception.
                 why, tries = cause(error), tries + 1
             if self._closing.is_set():
                 return
             if self._barrier:
-                if why:  # otherwise the agents were dismissed
+                if why:  # Otherwise the agents were dismissed.
                     self._failed(f"the barrier stage of Spark failed: {why}")
                 return
             if why:
@@ -127,7 +127,7 @@ class SparkTasks:
     def _run(self, partitions: Sequence[int], task: AgentTask) -> None:
         text = "agents of hvd-elastic"
         self._context.setJobGroup(self._group, text, interruptOnCancel=True)
-        # Not range(), whose task has the numbers of all partitions.
+        # range() is not used, because each task of it has the numbers of all partitions.
         data = self._context.parallelize(list(partitions), len(partitions))
         (data.barrier() if self._barrier else data).mapPartitions(task).collect()
 

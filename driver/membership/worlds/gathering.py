@@ -19,13 +19,14 @@ from elastic.protocol.messages import Worker
 
 NAMED = 8  # maximum number of lost workers named in the reason
 REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
-# The same limit for starting workers. A script that imports modules or builds a model before elastic.run is not stuck.
+# A later reminder for starting workers, because a script that imports modules or builds a model before elastic.run is
+# not stuck.
 START_REMIND_S = 30.0
 
 
 class Kind(enum.Enum):
     START = "start"  # workers call init() or enter elastic.run, so no training is interrupted
-    CHANGE = "change"  # all have stopped at an agreed check
+    CHANGE = "change"  # all members have stopped at an agreed check
     RECOVERY = "recovery"  # the world broke
 
 

@@ -25,12 +25,13 @@ class GiveUpRules:
         self._settings = settings
         self._staff = staff
         self._actions = actions
-        self._failures = 0  # broken worlds, without planned changes
-        self._stuck_in: set[int] = set()  # generations since the last new commit
+        self._failures = 0  # number of broken worlds, without planned changes
+        # generations since the last new commit in which a stuck worker was fenced
+        self._stuck_in: set[int] = set()
         # worlds with hung GPUs and no identified worker
         self._hung_in: set[int] = set()
-        self._restarts = 0  # restarts from a checkpoint since the last one was made
-        self._barren = 0  # consecutive recoveries without a lost worker or a new commit
+        self._restarts = 0  # number of restarts from a checkpoint since the last one was made
+        self._barren = 0  # number of consecutive recoveries without a lost worker or a new commit
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:

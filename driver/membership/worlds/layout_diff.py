@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-SHOWN = 10  # lines
+SHOWN = 10  # maximum number of lines in a description
 
 
 def difference(own: str, expected: str) -> str:

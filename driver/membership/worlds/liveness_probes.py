@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 from elastic.protocol.messages import Worker
 
-ANSWER_S = 0.05  # seconds after all others are ready
+ANSWER_S = 0.05  # seconds for an answer, once all other workers are ready
 
 
 @dataclass
 class LivenessProbes:
     """Liveness probes of one job. Times are seconds on the caller's clock."""
 
-    # probed in this gathering, without an answer yet
+    # standbys that were probed in this gathering and have not answered yet
     asked: set[Worker] = field(default_factory=set)
-    # Did not answer in time, and has not answered since.
+    # standbys that did not answer in time and have not answered since
     silent: set[Worker] = field(default_factory=set)
     by: float | None = None  # not None iff all other workers are ready and an answer is pending
 

@@ -24,11 +24,12 @@ class PlannedChange:
     settings: Settings
     number: int = 0
     by: float | None = None  # deadline for all answers, then for all stops
-    check: int = 0  # check at which all stop
+    check: int = 0  # number of the check at which all members stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
     began_at: float = 0.0
-    remind_after_s: float = REMIND_S  # seconds after the beginning at which it is logged next
+    # seconds after the beginning at which the change is logged next
+    remind_after_s: float = REMIND_S
     _answers: dict[Worker, int] = field(default_factory=dict)
     _settle_by: float | None = None
 

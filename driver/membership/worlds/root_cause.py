@@ -87,7 +87,7 @@ class Mismatches:
     """The different calls in which the ranks of the last world broke it."""
 
     _generation: int = 0
-    _calls: frozenset[tuple[str, str]] = frozenset()  # name and line
+    _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each call
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
         """Record the calls that broke the world. Return whether the previous world was broken by the same calls.
@@ -102,7 +102,7 @@ class Mismatches:
 
 _BEGINNING = Commit(
     0, 0
-)  # equal for all worlds without a commit that start from the same checkpoint, or from none
+)  # key that is equal for all worlds without a commit that start from the same checkpoint, or from none
 # Addresses, indices and similar numbers differ between ranks.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 

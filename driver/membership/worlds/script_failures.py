@@ -27,8 +27,9 @@ class ScriptFailures:
     began: int = 0
     _of: dict[Slot, Reason] = field(
         default_factory=dict
-    )  # why the script of its last worker failed
-    _unexplained: dict[Slot, int] = field(default_factory=dict)  # exit code of its last worker
+    )  # for each slot, why the script of its last worker failed
+    # for each slot, the exit code of its last worker
+    _unexplained: dict[Slot, int] = field(default_factory=dict)
     # Rejected members and the digests of their layouts.
     _turned_away: dict[Slot, tuple[Worker, str]] = field(default_factory=dict)
     # The last rejected member, with the generation in which it was a member.

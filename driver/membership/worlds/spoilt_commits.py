@@ -36,7 +36,7 @@ class SpoiltCommits:
 
     after: Commit | None = None
     until: int = 0
-    culprit: str = ""  # the last worker that was found
+    culprit: str = ""  # the last worker that was found to compute wrong gradients
 
     def found(self, record: WorkerRecord, generation: int) -> None:
         """Mark all commits since a worker's first step as doubtful. The worker was a member of ``generation``."""

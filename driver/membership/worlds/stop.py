@@ -31,7 +31,7 @@ class Stop(Part):
         self._by: float | None = None
         self._asked_in: int | None = None  # generation that received the request
         self._trained_to: Commit | None = None  # commit last reported by rank 0
-        # writing of older checkpoints had begun before the request
+        # Oldest commit whose checkpoint counts as the last one. The writing of older ones had begun before the request.
         self._least: Commit | None = None
         self._newest: Commit | None = None  # newest durable commit
 
@@ -46,7 +46,7 @@ class Stop(Part):
                 if self._request is not None and self._is_last(commit):
                     self._end(made=True)
             case WorkerReconnected(worker) if worker in self.worlds.members[:1]:
-                self._asked_in = None  # the previous driver may not have sent the request
+                self._asked_in = None  # The previous driver may not have sent the request.
             case _:
                 pass
 

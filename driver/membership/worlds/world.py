@@ -32,15 +32,16 @@ class World:
 
     generation: int = 0
     members: list[Worker] = field(default_factory=list)
-    running: bool = False  # a world of elastic.run; otherwise of init()
-    commit: Commit | None = None  # newest commit held by a member when it began
+    running: bool = False  # whether this is a world of elastic.run; otherwise it is one of init()
+    commit: Commit | None = None  # newest commit that a member held when the world began
     layout: str = ""
     kind: Kind = Kind.START
     reason: Reason = field(default_factory=lambda: because(ReasonKind.FIRST_START))
     cause_at: float = 0.0
     published_at: float = 0.0
-    trained: bool = False  # a member resumed in this world or an earlier one
-    back_to: int | None = None  # it begins with an older commit: number of the step to repeat first
+    trained: bool = False  # whether a member resumed in this world or an earlier one
+    # first step that is repeated, if the world begins from an older commit
+    back_to: int | None = None
     places: dict[Worker, Place] = field(init=False)
     _resumed: dict[Worker, WorkerResumed] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
@@ -88,9 +89,10 @@ class World:
             return None
         other = roster.get(first[0])
         if other is None or other.killed_for or other.stage is WorkerStage.DISMISSED:
-            self._digests[event.commit] = (event.worker, event.digest)  # it is already leaving
+            # The first worker that reported the digest is already leaving.
+            self._digests[event.commit] = (event.worker, event.digest)
             return None
-        # The copy of the lower rank was sent to the others.
+        # The copy of the lower rank was sent to the others, so it counts as right.
         right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
         return wrong, right
 

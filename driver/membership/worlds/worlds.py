@@ -37,8 +37,8 @@ class Phase(enum.Enum):
     GATHERING = "gathering"
     TRAINING = "training"
     PREPARING = "preparing"  # a planned change: waiting for every member's number of checks
-    STOPPING = "stopping"  # members know where to stop: waiting for all to stop
-    ENDING = "ending"  # some have returned
+    STOPPING = "stopping"  # all members know at which check to stop, and not all have stopped yet
+    ENDING = "ending"  # some members have returned from elastic.run
     DONE = "done"
 
 
@@ -68,9 +68,9 @@ class Worlds:
         self.mismatches = Mismatches()
         self.spoilt = SpoiltCommits()
         self.signs = LivenessProbes()
-        self.trained = False  # a worker has entered elastic.run
+        self.trained = False  # whether a worker has entered elastic.run
         self.stopping = False  # a stop was requested, and the last checkpoint is pending
-        self.all_go = False  # the machines of all members will be reclaimed
+        self.all_go = False  # whether the machines of all members will be reclaimed
         self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # workers that exited with code 0 outside elastic.run
         self._cause_at = 0.0  # time when the cause of the current gathering was noticed
@@ -143,7 +143,7 @@ class Worlds:
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
         if self.staff.next_slot_at() is not None:
-            return  # a failed program is restarted
+            return  # A failed program is restarted.
         if self.staff.slots.any_given_up():
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
@@ -228,7 +228,7 @@ class Worlds:
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            # the interruption was unnecessary, so it is not repeated soon
+            # The interruption was unnecessary, so it is not repeated soon.
             self.change.put_off(self.now)
         # A worker that is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
@@ -254,7 +254,7 @@ class Worlds:
             # The script may not reach another commit, because the workers of its data loader may not start in time.
             checkpoint=(
                 self.settings.durable
-                # Or the newest checkpoint contains steps that are repeated now.
+                # The same applies if the newest checkpoint contains steps that are repeated now.
                 and (self.stopping or self.all_go or beginning.older is not None)
                 and arranged.commit is not None
             ),
@@ -280,7 +280,7 @@ class Worlds:
     def _consider_change(self) -> None:
         self.look_again_at = None
         if not self.settings.elastic or not self.world.running or self.stopping:
-            return  # a world of init() regroups when elastic.run is entered
+            return  # A world of init() regroups when elastic.run is entered.
         wish, urgent = self._wish()
         if wish is None:
             self.change.unwanted()
@@ -333,7 +333,7 @@ class Worlds:
 
     def _compose_wish(self, joining: list[WorkerRecord]) -> tuple[Reason | None, bool]:
         live = self.live()
-        # all members stop at the same safepoint and hold the same commit
+        # All members stop at the same safepoint and hold the same commit.
         same = Commit(self.generation, 1)
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)
@@ -390,7 +390,7 @@ class Worlds:
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
-            # the first members were already released
+            # The first members were already released.
             self.phase is Phase.ENDING and self.ending_by is None
         ):
             self.phase = Phase.ENDING
@@ -422,7 +422,7 @@ class Worlds:
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         failure = failure and not self.stopping
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
-        if failure and not announced:  # the announced end of a machine is not a failure
+        if failure and not announced:  # The announced end of a machine is not a failure.
             self.end_if(self.give_up.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
         for record in at_work:

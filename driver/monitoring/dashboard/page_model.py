@@ -43,16 +43,16 @@ from elastic.driver.settings import StartCheckpoint
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
-LINES = 200  # log lines per second
-LINE = 500  # characters of a line
-NAMES = 8  # number of reported names
-STACKS = 8  # number of workers with stored stacks
-STACK_LIMIT = 16_000  # characters of the stacks of one worker
-STACK_S = 5.0  # stderr within this time after a request may contain stacks
-SLOW_S = 1.0  # minimum interval between two walks over all workers ...
-SLOW_EACH_S = 0.002  # ... plus this time for each worker
+LINES = 200  # maximum number of log lines kept per second
+LINE = 500  # maximum number of characters of a line
+NAMES = 8  # maximum number of reported names that are shown
+STACKS = 8  # maximum number of workers whose stacks are stored
+STACK_LIMIT = 16_000  # maximum number of characters of the stacks of one worker
+STACK_S = 5.0  # seconds after a request in which stderr may contain stacks
+SLOW_S = 1.0  # minimum interval between two walks over all workers, in seconds
+SLOW_EACH_S = 0.002  # seconds by which this interval is longer for each worker
 EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")  # facts of a wrong gradient
-REPORTED_S = 60.0  # a rank that has not reported for this long is replaced by the next one
+REPORTED_S = 60.0  # seconds without a report after which a rank is replaced by the next one
 
 
 class PageModel(ViewReader):
@@ -103,13 +103,13 @@ class PageModel(ViewReader):
         self._grid = WorkerGrid(self.state, self.view)
         self._looked_at = -math.inf  # time of the last walk over all workers
         self._rates = JobRates(spent)
-        self._measured: tuple[float, float] | None = None  # the commit rate, as shown
-        self._commit: Commit | None = None  # newest commit, as shown
+        self._measured: tuple[float, float] | None = None  # the commit rate that the page shows
+        self._commit: Commit | None = None  # the newest commit that the page shows
         self._shards = ShardStatus()
         self._change_waits = ChangeWaits(self.view)
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
-        self._asked: set[Worker] = set()  # workers with stacks requested by an operator
+        self._asked: set[Worker] = set()  # workers whose stacks an operator requested
         # limit of log lines in the current second
         self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}
@@ -130,7 +130,8 @@ class PageModel(ViewReader):
             return
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
-        decided: dict[tuple[str, str], list[str]] = {}  # workers by action and reason
+        # for each action and reason, the affected workers
+        decided: dict[tuple[str, str], list[str]] = {}
         for action in actions:
             description = _describe_action(action)
             if description is not None:
@@ -141,7 +142,7 @@ class PageModel(ViewReader):
 
     def adopted(self, now: float) -> None:
         self._at(now)
-        self.state.set("begins", None)  # its workers hold newer commits
+        self.state.set("begins", None)  # The workers hold newer commits than the start checkpoint.
         self._grid.show(now)
         self._published()
 
@@ -447,7 +448,7 @@ class PageModel(ViewReader):
             since, rate = measured[0], round(measured[1], 3)
             speed = self.state.series["speed"]
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
-                self.state.add("speed", [since, 0.0])  # there were no commits until then
+                self.state.add("speed", [since, 0.0])  # No commit was made until then.
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
 

@@ -27,7 +27,7 @@ from elastic.driver.monitoring.http_requests import HEAD_LIMIT, PageRefusal, Req
 from elastic.errors import Invalid
 
 VIEWERS = 64
-VISITORS = 128  # connections that have not asked for events
+VISITORS = 128  # maximum number of connections that have not asked for events
 VISIT_S = 5.0
 FLUSH_S = 0.05  # minimum interval between two patches: simultaneous changes are sent together
 # interval between two patches without changes: times advance, and lost viewers are detected
@@ -35,7 +35,8 @@ IDLE_S = 1.0
 # Bytes that may be pending in addition to the kernel's buffer; the whole state of 8,000 workers is 2 MB.
 BACKLOG = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html")
-CHARTS = Path(__file__).parents[1] / "charts"  # .js and .css, which are embedded in the page
+# folder with the .js and .css that are embedded in the page
+CHARTS = Path(__file__).parents[1] / "charts"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -65,7 +66,8 @@ class PageServer:
         self._listening = listening
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._visitors: dict[PageVisit, None] = {}  # oldest first
+        # open connections without a stream of events, oldest first
+        self._visitors: dict[PageVisit, None] = {}
         self._viewers: dict[PageVisit, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0.0
@@ -98,7 +100,7 @@ class PageServer:
 
     def came(self, visit: PageVisit) -> None:
         if len(self._visitors) >= VISITORS:
-            # the connection that has waited longest for a request
+            # This connection has waited longest for a request.
             next(iter(self._visitors)).abort()
         self._visitors[visit] = None
 

@@ -60,7 +60,7 @@ Patch = dict[str, Any]
 TAILS = {
     "world": 1000,
     "speed": 1000,
-    "metrics": 8000,  # number of points, over all names
+    "metrics": 8000,  # maximum number of points, over all names
     "stalls": 200,
     "recoveries": 200,
     "decisions": 200,
@@ -92,7 +92,8 @@ class PageState:
             "reported": {},
         }
         self.series: dict[str, deque[Any]] = {n: deque(maxlen=tail) for n, tail in TAILS.items()}
-        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)  # number of items ever added
+        # for each series, the number of items ever added
+        self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)
         self._pending = Pending()
 
     @property
@@ -119,7 +120,7 @@ class PageState:
         self.counts[name] += 1
         items = self._pending.add.setdefault(name, [])
         items.append(item)
-        if len(items) > 2 * TAILS[name]:  # no patch was requested for a long time
+        if len(items) > 2 * TAILS[name]:  # Reached if no patch was requested for a long time.
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:

@@ -27,7 +27,8 @@ def one_line(state: PageState) -> str:
     far = []
     step, steps = (_value(reported, name) for name in ("step", "steps"))
     if step is not None and steps is not None and steps < step:
-        steps = None  # another value of this name, for example of an environment
+        # The script reports another value under this name, for example the steps of an environment.
+        steps = None
     commit = state.values["commit"]
     if step is not None:
         far.append(f"step {step:.0f}" + (f" of {steps:.0f}" if steps is not None else ""))

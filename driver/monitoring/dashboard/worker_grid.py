@@ -22,13 +22,13 @@ STATES = (
     # init() was called, and the worker waits for a place; or it has a place and has not entered elastic.run
     "joining",
     "training",
-    "waiting",  # it has been inside a collective for a second or longer
+    "waiting",  # the worker has been inside a collective for a second or longer
     "stalled",  # other workers have waited for this worker for some time; see `stalls`
-    "recovering",  # its world broke
+    "recovering",  # the worker's world broke
     "frozen",
     "standby",
     "leaving",
-    "done",  # its function returned, or it was released
+    "done",  # the worker's function returned, or the worker was released
     "lost",
 )
 _STATES = {
@@ -42,17 +42,18 @@ _STATES = {
     Stage.LEAVING: "leaving",
     Stage.KILLED: "lost",
 }
-NOTE = 500  # characters of a note
+NOTE = 500  # maximum number of characters of a note
 HELD_UP = 8  # maximum number of listed workers that others wait for
 AWAITED = 4  # maximum number of stalled ranks named for each waiting worker
-MUCH = 0.05  # difference of shares of time: a worker that waits this much less than the others is listed
+# Difference of shares of time. A worker that waits this much less than the others is listed.
+MUCH = 0.05
 
 
 @dataclass
 class Cell:
     """One slot in the grid, with its latest worker."""
 
-    key: str  # note in its row
+    key: str  # note in the worker's row
     worker: Worker
     process: WorkerView
     state: str
@@ -60,11 +61,12 @@ class Cell:
     note: str = ""
     exited: bool = False
     inside: float | None = None  # start of the worker's current wait in a collective
-    share: float | None = None  # share of its time spent waiting, in its last report
+    # share of its time that the worker spent waiting, in its last report
+    share: float | None = None
     step_s: float | None = None  # time from one commit to the next, in its last report
     own_s: float | None = None  # part of that time outside collectives
-    usage: Usage = field(default_factory=Usage)  # last measurement of its host
-    awaits: tuple[int, ...] = ()  # ranks that it waits for, in a stall
+    usage: Usage = field(default_factory=Usage)  # last measurement by the worker's host
+    awaits: tuple[int, ...] = ()  # ranks for which the worker waits in a stall
     stalled: str | None = None  # script line of the worker for which others wait; empty if unknown
 
     def row(self, rank: int | None) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class WorkerGrid:
             worker, (state, note) = process.worker, _state(process, prepares=self._view.prepares)
             cell = self._cells.get(key := slot_of(worker))
             if cell is None and state in ("lost", "done"):
-                continue  # its slot is no longer listed
+                continue  # The slot is no longer listed.
             if cell is None or cell.worker.incarnation < worker.incarnation:
                 cell = self._cells[key] = Cell(key, worker, process, "", now)
                 if worker.host not in self.state.tables["hosts"]:
@@ -141,7 +143,7 @@ class WorkerGrid:
 
     def _move(self, cell: Cell, state: str, note: str, now: float) -> None:
         if cell.state == "lost" and state != "lost":
-            return  # late reports are possible
+            return  # A report may arrive after the end of its worker.
         if cell.state == "done" and state not in ("done", "lost"):
             return
         cell.since = now if cell.state != state else cell.since
@@ -187,7 +189,8 @@ class WorkerGrid:
         for worker in self._view.before.keys() - self._view.ranks.keys():
             cell = self._of(worker)
             if cell is not None:
-                self._show(cell)  # remove the rank of the worker, even after its exit
+                # This removes the rank of the worker from its row, even after its exit.
+                self._show(cell)
         self._forget_exited()
 
     # ---- hosts

@@ -27,9 +27,10 @@ class Cause(enum.Enum):
     MEMORY_ERROR = "memory error"  # Python or torch's allocator could not allocate memory
     GPU_MEMORY = "gpu memory"
     DISK_FULL = "disk full"
-    WRITE_FAILED = "write failed"  # torch does not report why: usually a full disk
-    GPU_ERROR = "gpu error"  # CUDA or NCCL
-    OUT_OF_MEMORY = "out of memory"  # killed by the kernel
+    # A write failed. torch does not report why; usually a disk is full.
+    WRITE_FAILED = "write failed"
+    GPU_ERROR = "gpu error"  # an error of CUDA or NCCL
+    OUT_OF_MEMORY = "out of memory"  # killed by the kernel's out-of-memory killer
     SIGNAL = "signal"
     EXIT_CODE = "exit code"
     NOT_STARTED = "not started"
@@ -37,14 +38,15 @@ class Cause(enum.Enum):
     CUT_OFF = "cut off"
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
-    DAMAGED = "damaged"  # bits in its memory or its parameters changed
-    MISCOMPUTED = "miscomputed"  # its gradients were wrong
-    TOO_SLOW = "too slow"  # too slow to call init(), to become ready, or to leave
+    DAMAGED = "damaged"  # bits in the worker's memory or parameters changed
+    MISCOMPUTED = "miscomputed"  # the worker's gradients were wrong
+    TOO_SLOW = "too slow"  # the worker was too slow to call init(), to become ready, or to leave
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
     SHARDS_LOST = "shards lost"  # caused by the loss of all holders of some shards
-    SPOILT = "spoilt"  # corrupted by the gradients of a worker whose memory was damaged
+    # the worker's state was corrupted by the gradients of a worker whose memory was damaged
+    SPOILT = "spoilt"
 
 
 # Causes that follow from the loss of another worker, if such a loss is known.
@@ -90,7 +92,7 @@ class Death:
     code: int | None = None  # exit code as in WorkerExited
     what: str = ""
     trace: str = ""
-    trained: bool = True  # it was a member of a world
+    trained: bool = True  # whether the worker was a member of a world
     size: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # facts about a fence
 
@@ -134,7 +136,7 @@ _WRITE_FAILED = re.compile(
 )
 _LAST_LINE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: |$)")
 _TRACEBACK = "Traceback (most recent call last):"
-# torch writes this prefix before each line once there is a process group.
+# torch writes this prefix before each line once a process group exists.
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
@@ -219,7 +221,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
     if not code:
         return None
     if code == -signal.SIGKILL:
-        output = ""  # a killed process cannot report why
+        output = ""  # A killed process cannot report why.
     if event.out_of_memory:
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)

@@ -21,14 +21,14 @@ from elastic.driver.monitoring.explain.worker_rows import STATES, Span, WorkerRo
 from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400
-RING = (188.0, 196.0, 128.0)  # x and y of its center, and radius
-SEEN_S = 0.45  # minimum time for which any change is shown
+RING = (188.0, 196.0, 128.0)  # x and y of the center of the ring, and its radius
+SEEN_S = 0.45  # minimum number of seconds for which a change is shown
 WORKERS = 128  # maximum number of slots in the ring
-PULSES = 24  # up to this many workers, each loss is shown as an expanding circle
+PULSES = 24  # maximum number of workers with which each loss is shown as an expanding circle
 CAPTIONS = 250
 FRAMES = 120  # maximum number of changes of each counter
-KEYS = 5000  # maximum number of colour changes, over all workers
-# A dark card, for contrast on light pages and a fit on dark ones.
+KEYS = 5000  # maximum number of colour changes of all workers together
+# Colours of a dark card, for contrast on light pages and a fit on dark ones.
 COLOURS = {
     "starting": "#3f6299",
     "joining": "#5b95f0",
@@ -41,7 +41,7 @@ COLOURS = {
     "lost": "#ea5a61",
     "waiting": "#e0a92e",
     "stalled": "#ea5a61",
-    "": "#202733",  # empty slot
+    "": "#202733",  # colour of an empty slot
 }
 # Characters that XML cannot contain, not even as a reference.
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -194,7 +194,7 @@ def _states(spans: Sequence[Span], cut: FilmCut) -> list[Key]:
         at, until = cut.share(start), cut.share(end)
         if name == "recovering":
             until = max(until, at + seen)
-        if at < keys[-1][0]:  # the previous state is shown a little longer
+        if at < keys[-1][0]:  # The previous state is shown for at least the minimum time.
             if name == "training" and until <= keys[-1][0]:
                 continue
             at = keys[-1][0]

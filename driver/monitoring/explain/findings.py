@@ -24,8 +24,9 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
 FIRST, LAST = 12, 12  # number of incidents described individually, at the beginning and at the end
-MUCH_LOST = 0.1  # smallest share of the workers' time for a loss to be mentioned
-OFTEN_S = 1.0  # interval between commits below which more commits lose no less
+MUCH_LOST = 0.1  # smallest share of the workers' time for which lost time is mentioned
+# Seconds between commits. More frequent commits would not reduce the loss noticeably.
+OFTEN_S = 1.0
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
 MUCH_SLOW_S = 60.0  # shortest slow time of a straggler that is worth an advice
@@ -39,7 +40,7 @@ REPEATS = 3  # number of losses from which a cause is considered recurring
 class FindingKind(enum.Enum):
     """Kinds of findings, in display order."""
 
-    # The outcome.
+    # Kinds about the outcome of the job.
     DONE = "done"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -48,17 +49,17 @@ class FindingKind(enum.Enum):
     CHANGE_WAITS_NOW = "change waits now"
     CUT_OFF = "cut off"
     NOTHING_HAPPENED = "nothing happened"
-    # The cause of a failure: the first loss, and why it ended the job.
+    # Kinds about the cause of a failure: the first loss, and why it ended the job.
     CAUSE = "cause"
     CAUSE_UNKNOWN = "cause unknown"
     DRIVER_BUG = "driver bug"
     STORE_AWAY = "store away"
     AFTER_TRAINING = "after training"
-    THEN = "then"  # the driver's reason for the end
+    THEN = "then"  # the driver's reason for the end of the job
     NOT_ELASTIC = "not elastic"
-    REPEATED = "repeated"  # the same cause several times
+    REPEATED = "repeated"  # the same cause occurred several times
     TRACE = "trace"
-    # The course of events.
+    # Kinds about the course of events.
     RESUMED_FROM = "resumed from"  # the checkpoint from which the job began
     TRAINING_BEGAN = "training began"
     NEVER_TRAINED = "never trained"
@@ -69,7 +70,8 @@ class FindingKind(enum.Enum):
     MORE_SLOW = "more slow"
     STALL = "stall"
     MORE_STALLS = "more stalls"
-    CHANGE_WAIT = "change wait"  # workers waited to join or leave, since the others made no commit
+    # workers waited to join or leave, because the others made no commit
+    CHANGE_WAIT = "change wait"
     MORE_CHANGE_WAITS = "more change waits"
     MORE_INCIDENTS = "more incidents"
     REQUEST = "request"  # request of an operator
@@ -78,18 +80,18 @@ class FindingKind(enum.Enum):
     DRIVERS = "drivers"
     STORE_SILENT = "store silent"
     MORE_SILENCES = "more silences"
-    # Lost work.
+    # Kinds about lost work.
     LOST_NOTHING = "lost nothing"
     LOST_STEPS = "lost steps"
     LOST_COMMITS = "lost commits"
     LOST_ALL = "lost all"
     NOT_DURABLE = "not durable"
-    # The cost.
+    # Kinds about the cost.
     RECOVERIES = "recoveries"
     TIME = "time"
-    # Advice.
+    # Kinds of advice.
     ADVICE = "advice"
-    # About the journal file.
+    # Kinds about the journal file.
     LINES_LEFT_OUT = "lines left out"
     FROM_THE_MIDDLE = "from the middle"
     NOT_WRITTEN_ON = "not written on"
@@ -135,7 +137,8 @@ class Advice(enum.Enum):
     LOOK_AT_EXIT = "look at exit"
 
 
-WRONG = (Cause.DAMAGED, Cause.MISCOMPUTED)  # each is worth an advice, even the first one
+# Causes for which advice is given even after a single loss.
+WRONG = (Cause.DAMAGED, Cause.MISCOMPUTED)
 ADVICE = {
     Cause.EXCEPTION: Advice.MEND_SCRIPT,
     Cause.MISMATCH: Advice.SAME_CALLS,
@@ -186,9 +189,9 @@ class JournalState:
 
     settings: Settings | None = None
     runs: bool | None = None
-    abandoned: bool = False  # its driver could not write the whole journal
-    left_out: int = 0  # lines that are not entries
-    torn: bool = False  # the last line is incomplete
+    abandoned: bool = False  # the driver could not write the whole journal
+    left_out: int = 0  # number of lines that are not entries
+    torn: bool = False  # whether the last line is incomplete
     from_the_middle: bool = False
 
 
@@ -197,7 +200,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
     if story.store_away is not None and story.view.end is None:
-        # The consequences and the end of the journal are shown after these.
+        # These findings are shown before the consequences and the end of the journal.
         first = [FindingKind.STORE_AWAY, FindingKind.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
@@ -620,7 +623,8 @@ def _advices(
         yield _against(cause)
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            if cause.cause not in OF_THE_SCRIPT:  # these would also affect the next worker
+            # Only these causes would not affect the next worker too.
+            if cause.cause not in OF_THE_SCRIPT:
                 yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind in (ReasonKind.TOO_FEW, ReasonKind.TOO_FEW_SLOTS):
             yield Advice.FEWER_NEEDED, {"needed": settings.workers_min}
@@ -666,7 +670,7 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
         key=lambda stall: stall.seconds,
         default=None,
     )
-    # its stacks were written when it was killed
+    # The stacks of a killed worker were written when it was killed.
     if longest is not None and longest.end is not StallEnd.KILLED:
         facts = longest.facts()
         if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):

@@ -38,8 +38,8 @@ from elastic.protocol.messages import Commit, Worker
 INCIDENTS = 5000  # maximum number of stored incidents; later ones are only counted
 REQUESTS = 24  # maximum number of stored operator requests; later ones are dropped
 SILENCES = 24  # maximum number of stored etcd outages; later ones are only counted
-TRACES = 20  # distinct tracebacks stored
-TRACE = 20_000  # characters of a traceback
+TRACES = 20  # maximum number of distinct tracebacks that are stored
+TRACE = 20_000  # maximum number of characters of a traceback
 
 
 @dataclass
@@ -58,13 +58,14 @@ class Incident:
     broke: Reason | None = None
     size: int = 0
     size_after: int | None = None
-    newest: Commit | None = None  # newest known commit when it began
+    newest: Commit | None = None  # newest known commit at the beginning of the incident
     commit: Commit | None = None  # commit from which training resumed
     from_checkpoint: bool = False
     recovered_ms: float | None = None  # time from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
-    shards: events.ShardsDivided | None = None  # of a sharded state, when it had resumed
+    # division of a sharded state after the incident, or None
+    shards: events.ShardsDivided | None = None
     ended: bool = False  # the incident ended the job
 
     @property
@@ -123,16 +124,17 @@ class JobHistory(ViewReader):
         # Time when the first world in elastic.run began; in a job of a fixed size, the first world.
         self.trained_at: float | None = None
         self.end_at = 0.0
-        self.after: Death | None = None  # a process that failed after training had succeeded
+        # loss of a process that failed after training had succeeded
+        self.after: Death | None = None
         # The training function raised after the other workers had returned, so this is not a failure after training.
         self.after_raised = False
-        self.stop: str | None = None  # reason of a stop request
-        # Operator requests, with whether they were carried out.
+        self.stop: str | None = None  # reason of a stop request, or None
+        # operator requests, and whether each was carried out
         self.requests: list[tuple[float, events.Event, bool]] = []
         self.largest = 0
         self.hosts: set[str] = set()
         self.drivers = 1
-        self.torn_driver: str = ""  # exception of a bug in the driver
+        self.torn_driver: str = ""  # text of an exception caused by a bug in the driver, or empty
         self.store_away: StoreOutage | None = None
         self.silences: list[StoreOutage] = []
         self.more_silences = 0
@@ -140,17 +142,17 @@ class JobHistory(ViewReader):
         self._counted = 0
         # Incarnation of the last worker of each slot whose loss is recorded.
         self._recorded: dict[tuple[str, int], int] = {}
-        self._going: set[Worker] = set()  # workers asked to leave
+        self._going: set[Worker] = set()  # workers that were asked to leave
         self._open: Incident | None = None
         self._traces: set[str] = set()
-        self._running = False  # the current world is in elastic.run
-        self._event: events.Event = events.TimePassed()  # the last one
+        self._running = False  # whether the current world is in elastic.run
+        self._event: events.Event = events.TimePassed()  # the last event
         self.view.follow(self)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def adopted(self, now: float) -> None:
-        self.begins = None  # its workers hold newer commits
+        self.begins = None  # The workers hold newer commits than the start checkpoint.
         self.began = self.last = now
         self.hosts.update(worker.host for worker in self.view.workers)
         self.largest = len(self.view.ranks)
@@ -296,7 +298,8 @@ class JobHistory(ViewReader):
                 incident = self._incident(now)
                 incident.broke = incident.broke or reason
             case events.WelcomeWorker(elastic=False):
-                self._running = True  # a script of a fixed size trains in its first world
+                # In a job of a fixed size, the script trains in its first world.
+                self._running = True
             case events.PublishWorld():
                 self._published(action, now)
             case events.ReportRecovery(total_ms=total_ms):
@@ -348,7 +351,7 @@ class JobHistory(ViewReader):
             self._traces.add(trace)
         aside = self._open is None and bool(ranks) and death.worker not in ranks
         self._incident(now).deaths.append(death)
-        if aside:  # no worker trains with this worker or waits for it
+        if aside:  # No worker trains with this worker or waits for it.
             self._open = None
 
     def _failed_after(self, death: Death) -> None:

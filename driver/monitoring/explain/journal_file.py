@@ -33,7 +33,8 @@ _HINTS = {
     errno.ENOENT: ": pass the file of --journal, or the name of a running job",
     errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
-LINE_LIMIT = 256 << 20  # bytes; a snapshot of 100,000 workers has about 50 MB
+# Maximum length of a line in bytes. A snapshot of 100,000 workers has about 50 MB.
+LINE_LIMIT = 256 << 20
 NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a journal
 
 
@@ -82,7 +83,7 @@ class JournalEntries:
             self._file.close()
             raise
         self.reading = JournalReading(header, settings, _offset(header))
-        self._membership: Membership | None = None  # used if actions are recomputed
+        self._membership: Membership | None = None  # membership that recomputes omitted actions
         self._read = self._left_out = 0
         self._torn = self._middle = False
 
@@ -203,7 +204,8 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     try:
         return header, Settings(**header.settings)
     except (TypeError, Invalid):
-        return header, None  # The journal has another version, but its events can be reported.
+        # The journal has another version, but its events can still be reported.
+        return header, None
 
 
 def _offset(header: entries.Header) -> float | None:
@@ -213,7 +215,8 @@ def _offset(header: entries.Header) -> float | None:
 def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
     try:
         return membership.handle(entry.event, entry.at)
-    # A bug in that version, which the entry may report, or lines that were skipped before.
+    # The exception may be due to a bug in that version, which the entry may report, or to lines that were skipped
+    # before.
     except Exception:
         return []
 

@@ -18,7 +18,7 @@ from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
-BEGINNING = "<!doctype html>"  # of each page
+BEGINNING = "<!doctype html>"  # beginning of each report page
 
 
 class RunReport(ViewReader):

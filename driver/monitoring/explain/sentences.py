@@ -322,7 +322,7 @@ def _trace(facts: Facts) -> str:
 
 def _training_began(facts: Facts) -> str:
     what, since, in_all = "began", "", " in total"
-    if facts["before"]:  # a copy that begins in the middle
+    if facts["before"]:  # The journal is a copy that begins in the middle of a job.
         what, since, in_all = "continued", " since then", ""
     return (
         f"{_at(facts)} Training {what}; the largest world{since} had {counted(facts['largest'], 'worker')},"

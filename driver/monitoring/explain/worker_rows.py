@@ -28,7 +28,7 @@ STATES = (
     "leaving",
     "done",
     "lost",  # the worker raised an exception, or its host was lost; its process may still run
-    # Parts of the training time, from the stalls passed to `table`.
+    # These states are parts of the training time, from the stalls passed to `table`.
     "waiting",
     "stalled",
 )
@@ -56,10 +56,10 @@ class WorkerRows(ViewReader):
     """Records what each slot of one job did over time."""
 
     def __init__(self, view: JobView) -> None:
-        self.rows: dict[str, list[Span]] = {}  # by host:slot
+        self.rows: dict[str, list[Span]] = {}  # spans of each slot, by ``host:slot``
         self.worlds: list[tuple[float, int, int]] = []
         self.recoveries: list[tuple[float, float, int, str]] = []
-        self.deaths: list[tuple[float, str, int]] = []  # time, row, exit code
+        self.deaths: list[tuple[float, str, int]] = []  # time, slot and exit code of each loss
         self.left_out = 0
         self._now: dict[Worker, _Now] = {}
         self._spans = 0

@@ -38,11 +38,12 @@ LINES_KEPT = 200  # number of lines kept for a starter that asks late
 UNUSED_S = 120.0  # seconds after which an actor without an agent exits
 FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
 SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
-END_S = 10.0  # seconds for the agent to kill its workers, before it is killed itself
-DYING_S = 2.0  # ... if the node is already lost; the workers die with the node
+END_S = 10.0  # Seconds for the agent to kill its workers. After that, the agent is killed.
+# Seconds for this if the node is already lost, because the workers die with the node.
+DYING_S = 2.0
 REAP_S = 2.0
 
-Line = tuple[str, str]  # level and text
+Line = tuple[str, str]  # level and text of a log line
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class RayProcess:
     address: str
     namespace: str
     given: Mapping[str, str]
-    above: Mapping[str, str]  # the raylet's environment
+    above: Mapping[str, str]  # environment of the raylet
     folder: str  # folder of Ray's own modules
-    raylet: int = 0  # its pid, or 0 if unknown
+    raylet: int = 0  # process ID of the raylet, or 0 if unknown
 
 
 class RayEngine:
@@ -120,14 +121,14 @@ class AgentActor:
         self._calls: WorkerCalls | None = None
         self._host = ""
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
-        self._number = 0  # number of lines so far
+        self._number = 0  # number of lines stored so far
         self._left = SAID_LINES
-        self._ended: Line | None = None  # why it ended
-        self._fetched = False  # the reason was fetched
+        self._ended: Line | None = None  # why the agent ended, or None while it runs
+        self._fetched = False  # whether the reason for the end was fetched
         self._news: asyncio.Event | None = None  # replaced by a new event for each line
         self._clearing: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._raylet: int | None = None  # a pidfd
+        self._raylet: int | None = None  # pidfd of the raylet
         self._dying: asyncio.Task[None] | None = None
         self._unused = threading.Timer(unused_s, self._engine.die, [0])
         self._unused.daemon = True
@@ -268,7 +269,7 @@ class AgentActor:
         """
         if not raylet:
             return
-        # Forbidden in some sandboxes, in which case Ray has to notice.
+        # Some sandboxes forbid this, in which case Ray has to notice the end of the node.
         with contextlib.suppress(OSError):
             self._raylet = os.pidfd_open(raylet)
             asyncio.get_running_loop().add_reader(self._raylet, self._raylet_exited)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Set by Ray for each of its worker processes: by its raylet, and when the process connects.
+# Variables that Ray sets for each of its worker processes: by its raylet, and when the process connects.
 OF_RAYS_PROCESS = frozenset(
     {
         "RAY_JOB_ID",
@@ -22,10 +22,11 @@ OF_RAYS_PROCESS = frozenset(
         "SPT_NOENV",
     }
 )
-# Ray sets these unless the user does. An actor without CPUs gets one thread, and an actor without GPUs sees no GPU.
+# Variables that Ray sets unless the user does. An actor without CPUs gets one thread, and an actor without GPUs sees no
+# GPU.
 UNLESS_GIVEN = frozenset({"OMP_NUM_THREADS", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 GPUS = "CUDA_VISIBLE_DEVICES"
-BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger, which belongs to the actor's process
+BREAKPOINT = "PYTHONBREAKPOINT"  # variable of Ray's debugger, which belongs to the actor's process
 
 
 def without_rays_own(
@@ -49,7 +50,7 @@ def without_rays_own(
         return name not in OF_RAYS_PROCESS and name != GPUS
 
     clean = {name: value for name, value in environ.items() if stays(name, value)}
-    if BREAKPOINT in given:  # Ray has replaced it
+    if BREAKPOINT in given:  # Ray has replaced the user's value.
         clean[BREAKPOINT] = given[BREAKPOINT]
     return clean
 

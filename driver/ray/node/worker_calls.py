@@ -17,9 +17,9 @@ from elastic.driver.launch.agent_folder import PATH_LIMIT
 from elastic.driver.network.blocking_calls import within
 from elastic.errors import ElasticError
 
-FRAME_LIMIT = 1 << 30  # bytes
+FRAME_LIMIT = 1 << 30  # maximum size of a frame, in bytes
 LENGTH_BYTES = 4
-HELLO_S = 30.0  # seconds from the connection to the line
+HELLO_S = 30.0  # seconds from a worker's connection to its first line
 
 
 class CallFailed(ElasticError, RuntimeError):
