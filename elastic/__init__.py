@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from elastic.state import TorchState as TorchState
 
 
-if not TYPE_CHECKING:  # a type checker must report names that do not exist
+if not TYPE_CHECKING:  # A type checker must report names that do not exist.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

@@ -20,12 +20,13 @@ def to_torch(array: Array) -> torch.Tensor:
         UnsupportedType: torch has no such dtype.
     """
     if not array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(array, order="C")  # ascontiguousarray would add a dimension to a scalar
+        array = np.array(array, order="C")  # ascontiguousarray would add a dimension to a scalar.
     try:
-        if array.dtype.name == "bfloat16":  # from ml_dtypes; numpy itself has no bfloat16
+        # ml_dtypes provides this dtype, which numpy itself lacks.
+        if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # numpy raises ValueError for another byte order
+    except (TypeError, ValueError):  # numpy raises ValueError for another byte order.
         raise UnsupportedType(
             f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
         ) from None

@@ -84,7 +84,7 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         (average,) = _average(ctx.how, gradients)
         if not submission.is_root(ctx.root, average.device, ctx.how[1]):
-            # Zeros that depend on the average, so that a second differentiation runs its collectives on every rank.
+            # These zeros depend on the average, so that a second differentiation runs its collectives on every rank.
             average = average.masked_fill(torch.ones_like(average, dtype=torch.bool), 0)
         return None, None, None, average
 

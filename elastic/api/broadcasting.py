@@ -56,7 +56,7 @@ def broadcast_parameters(
     if isinstance(params, torch.nn.Module):
         raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    if isinstance(params, list):  # parameters in a list have no names
+    if isinstance(params, list):  # Parameters in a list have no names.
         pairs = [
             (str(index), each) if isinstance(each, torch.Tensor) else each
             for index, each in enumerate(pairs)
@@ -281,7 +281,8 @@ def _adopt(
         for key, value in options.items():
             held = group.get(key)
             if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
-                held.copy_(value)  # a learning rate stored as a tensor, for captured graphs
+                # The learning rate may be stored as a tensor, for captured graphs.
+                held.copy_(value)
             else:
                 group[key] = value
     for parameter, entries in zip(parameters, outline.entries, strict=True):

@@ -123,7 +123,7 @@ class _Normalized(torch.autograd.Function):
         shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
         centered = input.to(wide) - mean.view(shape)
         gradient = gradient.to(wide)
-        # Sums per channel: of the gradients, and of the gradients times the centered values.
+        # Per channel, the sums of the gradients, and of the gradients times the centered values.
         sums = torch.stack([gradient.sum(others), (gradient * centered).sum(others)])
         of_weight = of_bias = of_input = None
         if ctx.needs_input_grad[1]:

@@ -17,7 +17,7 @@ from elastic.checkpoints.files.manifest import CommitName, Manifest, NewerFormat
 from elastic.checkpoints.files.storage import Storage
 from elastic.errors import Invalid
 
-BLOCK = 1 << 20  # bytes read at once
+BLOCK = 1 << 20  # number of bytes read at once
 
 
 class IncompleteCommit(UnreadableCommit):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from elastic.state.handlers.held_commit import HeldCommit, HeldRows
 
 Path = tuple[Any, ...]
-LEAVES = 1000  # a value with more leaves is stored as a single object
+LEAVES = 1000  # A value with more leaves is stored as a single object.
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StateItem:
     key: str
     tensor: torch.Tensor
     paths: tuple[Path, ...]
-    by_rank0: bool  # written by rank 0, since its value may differ between replicas
+    by_rank0: bool  # Rank 0 writes the tensor, because its value may differ between replicas.
     rows: HeldRows | None = None
 
 
@@ -104,7 +104,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
     """
     try:
         flat, paths = flatten_state_dict({name: value})
-    except ValueError:  # two of the names would be equal
+    except ValueError:  # Two of the names would be equal.
         yield (name,), value
         return
     for key, leaf in flat.items():

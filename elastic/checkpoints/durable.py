@@ -47,7 +47,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
             " launchers"
         )
     storage = Storage(found.url)
-    if rt.alone and not found.run:  # without a driver, no run number is assigned
+    if rt.alone and not found.run:  # Without a driver, no run number is assigned.
         found = replace(found, run=catalog.claim_run(storage))
     # Imports torch.distributed.checkpoint and with it SymPy, which takes most of a second. Jobs without checkpoints
     # skip it.

@@ -11,7 +11,7 @@ from elastic.errors import Invalid
 class ExportFormat(enum.Enum):
     """Format of an exported checkpoint. The values are the accepted suffixes."""
 
-    TORCH = (".pt", ".pth", ".bin", ".ckpt")  # torch.save
+    TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes of files written by torch.save
     SAFETENSORS = (".safetensors",)
 
 

@@ -28,7 +28,7 @@ from elastic.state.handlers import model_state, optimizer_state
 
 _OUTSIDE = "elastic"  # first key of tensors that are in no state dict
 
-Key = tuple[str, str]  # part, tensor
+Key = tuple[str, str]  # part of the state, and name of a tensor in it
 
 
 class SkippedValue(NamedTuple):
@@ -169,7 +169,7 @@ def _take_part(
             raise UnreadableCommit(f"the manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
-    elif tensors:  # the part has an unknown kind or contains pickled values
+    elif tensors:  # The part has an unknown kind or contains pickled values.
         described = _by_path(found, name, tensors)
         flat = all(isinstance(each, torch.Tensor) for each in described.values())
         (made.models if flat else made.others)[name] = described
@@ -240,6 +240,6 @@ def _portable(value: Any) -> Any:
         return kind(map(_portable, value))
     if kind in (OrderedDict, Counter):
         return kind({_portable(key): _portable(each) for key, each in value.items()})
-    if isinstance(value, dict):  # also our own `Index`
+    if isinstance(value, dict):  # This includes our own `Index`.
         return {_portable(key): _portable(each) for key, each in value.items()}
     raise _NotPortable

@@ -21,11 +21,11 @@ from elastic.protocol import read_paths
 from elastic.protocol.file_times import changed_since
 
 RETURNED = "returned.json"
-READ = "read-{}.json"  # by rank
+READ = "read-{}.json"  # name of a rank's file
 LARGE = (
     1 << 20
-)  # bytes; larger files are identified by size and modification time instead of content
-BLOCK = 1 << 20  # bytes read at once
+)  # Size in bytes. Larger files are identified by size and modification time instead of content.
+BLOCK = 1 << 20  # number of bytes read at once
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):

@@ -12,7 +12,8 @@ RUN, FLOOR, FROM = "ELASTIC_CHECKPOINT_RUN", "ELASTIC_CHECKPOINT_FLOOR", "ELASTI
 DEFAULT_EVERY = "60s"
 DEFAULT_KEEP = 3
 DEFAULT_RESTARTS = 3
-MANUAL = "manual"  # only on request of the script, and at the end of the training
+# Checkpoints are written only on request of the script, and at the end of the training.
+MANUAL = "manual"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 

@@ -17,10 +17,11 @@ from elastic.failpoints import failpoint
 from elastic.protocol.messages import CheckpointWritten, Message
 from elastic.state.state import ObjectState
 
-PATIENCE_S = 120.0  # how long to retry a storage that does not respond
+PATIENCE_S = 120.0  # seconds for which a storage that does not respond is retried
 
 Value = TypeVar("Value")
-Passed = dict[tuple[str, CommitName], str]  # by folder and commit, why it cannot be read
+# for each folder and commit, why the commit cannot be read
+Passed = dict[tuple[str, CommitName], str]
 
 
 def load_newest(

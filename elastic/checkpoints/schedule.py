@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from elastic.protocol.messages import Commit
 
 LEAD_S = 0.05  # time in which rank 0's request usually reaches all ranks
-SLOW_S = 1.0  # if commits are at least this far apart, the next commit may be requested
+SLOW_S = 1.0  # If commits are at least this many seconds apart, the next commit may be requested.
 FURTHEST = 512  # maximum lead, in units of LEAD_S
 # After this time plus three leads, rank 0 repeats its request: the driver may have been replaced, or commits may have
 # become slower than when the lead was computed.
@@ -51,7 +51,7 @@ class Schedule:
         self._target: int | None = None
         self._next = False  # the script has requested the next commit
         self._wanted: int | None = None  # number of the commit that the script has requested
-        # Number of a due commit that was begun and is not known to be durable.
+        # Number of a due commit that was begun but is not known to be durable.
         self._owed: int | None = None
         # Number and time of the unanswered request of rank 0.
         self._asked: tuple[int, float] | None = None
@@ -96,7 +96,7 @@ class Schedule:
         """
         if commit.generation != self._generation:
             self._generation, self._target, self._asked = commit.generation, None, None
-            if self._owed is not None:  # a commit begun in another world is not completed
+            if self._owed is not None:  # A commit that was begun in another world is not completed.
                 self._due_at, self._owed = min(self._due_at, now), None
         self._newest = commit.number
         self._pace(now)
@@ -121,16 +121,16 @@ class Schedule:
         if not due and self._every_commits:
             ask = -(-ask // self._every_commits) * self._every_commits
             if ask > commit.number + 2 * lead:
-                return Step()  # ask again closer to that number
+                return Step()  # Ask again closer to that number.
         self._asked = ask, now
         return Step(ask=ask)
 
     def dropped(self, number: int, now: float, *, again: bool) -> None:
         """Cancel a request: a rank could not write the commit or, with ``again``, received the request too late."""
         if number == self._owed and (again or number == self._wanted):
-            self._due_at = now  # retry with one of the next commits
+            self._due_at = now  # Retry with one of the next commits.
         self.settled(number)
-        # Another commit may have been requested since.
+        # Another commit may have been requested since then.
         if self._target == number:
             self._target = None
         if self._asked is not None and self._asked[0] == number:

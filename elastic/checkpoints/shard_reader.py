@@ -81,7 +81,8 @@ class ShardReader:
         assert sharded is not None
         if not self._from_rank_0(self._there_is_one):
             return False
-        reset()  # on all ranks at the same time, since callbacks may contain collectives
+        # This runs on all ranks at the same time, because callbacks may contain collectives.
+        reset()
         while (chosen := self._from_rank_0(self._load)) is not None:
             specs = sharded.recognized(row_specs(chosen.manifest.tensors))
             self._send_replicated()
@@ -139,7 +140,8 @@ class ShardReader:
         if self._rt.place.size > 1:
             broadcast_state(self._state)
             if self._rt.place.rank:
-                self._state.reset()  # samplers divide the remaining samples among the ranks of this world
+                # Samplers divide the remaining samples among the ranks of this world.
+                self._state.reset()
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:
         """Read this rank's rows and random generators. Return why they cannot be read, or an empty result if they

@@ -38,8 +38,9 @@ FINISH_S = 60.0  # seconds for the last commit of a training to become durable
 LOOK_S = 0.1  # seconds between two checks of whether the world has ended
 NICE = 19  # niceness of the writing thread
 REPEAT_S = 5.0  # seconds until an unanswered message to the driver is repeated
-NAMED = 3  # parameters to name in a message
-FIRST_GENERATIONS = 2  # generations of init() and of the training, if no worker was lost
+NAMED = 3  # maximum number of parameters that a message names
+# Number of the generations of init() and of the training, if no worker was lost.
+FIRST_GENERATIONS = 2
 CLOSE_S = 2.0  # seconds for a write in progress to abort
 
 
@@ -96,25 +97,26 @@ class CheckpointWriter:
     ) -> None:
         self._storage = storage
         self._options = options
-        self.run = options.run  # replaced by the number of each world
+        self.run = options.run  # run number, which each world replaces by its own
         self._send = send
         self._alone = alone
         self._schedule = Schedule(options.every_commits, options.every_s, monotonic())
         self._attempt: _Attempt | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._away = False  # a storage failure was reported
-        self._commits = 0  # counted here without a driver
+        self._away = False  # whether a storage failure was reported
+        self._commits = 0  # number of commits, counted here if there is no driver
         self._changed = threading.Condition()  # guards the fields below
-        # By request, with the time of the last message.
+        # for each request, the time of the last message
         self._worlds = 0  # number of worlds in which this worker has trained
         self._unanswered: dict[tuple[int, int], tuple[float, Message]] = {}
         # Generation and number of the last request that was begun on this rank, and whether its outcome is known.
         self._latest: tuple[int, int] | None = None
         self._settled = True
-        self._odd: set[str] | None = None  # parameters that were not finite at the first check
+        # names of the parameters that were not finite at the first check
+        self._odd: set[str] | None = None
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
-        # The message and the time it was sent.
+        # the message, and the time at which it was sent
         self._not_finite: tuple[float, messages.NotFinite] | None = None
         self.newest: Commit | None = None  # newest durable commit known to this rank
 
@@ -207,7 +209,8 @@ class CheckpointWriter:
         if self._wait(deadline, over):
             if self.newest == commit:
                 return
-            self._hold(state, commit, commit.number + 1, place)  # an additional request
+            # The commit is an additional request.
+            self._hold(state, commit, commit.number + 1, place)
             self._wait(deadline, over)
         if self.newest == commit or over() or place.rank:
             return
@@ -226,7 +229,7 @@ class CheckpointWriter:
         if self.newest == commit and first:
             with contextlib.suppress(
                 OSError
-            ):  # a rerun of the command then continues training from this commit
+            ):  # A rerun of the command then continues training from this commit.
                 name = CommitName(self.run, commit.generation, commit.number)
                 began_at = process_began_at()
                 finished_training.note_read(self._storage, name, place.rank, began_at)
@@ -242,7 +245,7 @@ class CheckpointWriter:
             while not self._settled or self._attempt is not None:
                 if over() or monotonic() >= deadline:
                     return False
-                self._changed.wait(LOOK_S)  # the world may break without a call of `world_over`
+                self._changed.wait(LOOK_S)  # The world may break without a call of `world_over`.
                 self._repeat()
         return True
 
@@ -260,7 +263,8 @@ class CheckpointWriter:
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
             attempt.off.set()
-            self._begin(functools.partial(self._over, attempt))  # its share may already be complete
+            # The share of this rank may already be complete.
+            self._begin(functools.partial(self._over, attempt))
         with self._changed:
             if self._latest is not None and self._latest[0] != generation:
                 self._settled = True
@@ -281,7 +285,7 @@ class CheckpointWriter:
         """Handle a message of the driver. Return whether it concerns checkpoints."""
         match message:
             case messages.MakeDurable(generation, number) if self._latest == (generation, number):
-                if self._settled:  # a rank has not received the outcome
+                if self._settled:  # A rank has not received the outcome.
                     over = "this rank has already received its outcome"
                     self._send(messages.ShareDropped(generation, number, over, True))
             case messages.MakeDurable(generation, number):
@@ -420,7 +424,7 @@ class CheckpointWriter:
                     name.generation, attempt.number, name.commit, place, sizes, took_s, step
                 )
             )
-        with contextlib.suppress(OSError):  # retried after the next checkpoint
+        with contextlib.suppress(OSError):  # The removal is retried after the next checkpoint.
             catalog.prune(self._storage, self._options.keep, self._options.floor)
 
     def _storage_size(self, name: CommitName) -> int:
@@ -449,7 +453,7 @@ class CheckpointWriter:
         except (UnreadableCommit, DeviceLost, _Corrupted) as error:
             self._refuse(attempt, str(error))
             return False
-        except Exception as error:  # an error here must not end the training
+        except Exception as error:  # An error here must not end the training.
             self._refuse(attempt, f"{type(error).__name__}: {error}")
             return False
         if self._away:

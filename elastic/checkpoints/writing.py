@@ -59,7 +59,8 @@ def write_share(
     of_rows = [item for item in items if item.rows is not None and item.rows.rows.numel()]
     tensors: list[StoredTensor] = []
     files: dict[str, StoredFile] = {}
-    # Separate files, because replicated tensors are read entirely, but of rows each rank reads only some.
+    # Rows are written to separate files, because each rank reads replicated tensors entirely, but only some of the
+    # rows.
     for number, mine in enumerate((shares(items, size)[rank], of_rows)):
         if not mine:
             continue

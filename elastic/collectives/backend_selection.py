@@ -29,7 +29,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     host: Host
     pid: int
-    started: int  # clock ticks after the boot
+    started: int  # start of the process, in clock ticks after the boot
     user: int
 
 
@@ -48,17 +48,17 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     offset of the rank's staging in its arena. ``cores`` is a mask of the cores it may run on, lowest first.
     """
 
-    native: bool  # native groups are not turned off
+    native: bool  # whether native groups are not turned off
     identity: Identity | None = None
     arena: Shareable | None = None
     control: Shareable | None = None
     staging: int = 0
     cores: bytes = b""
-    why_not: str = ""  # reason why any of these is missing, and the remedy
+    why_not: str = ""  # why one of these is missing, and the remedy
 
 
 class Backend(enum.Enum):
-    SHARED = enum.auto()  # all ranks are on one host
+    SHARED = enum.auto()  # all ranks are on one host and share memory
     HIERARCHY = enum.auto()  # several hosts, with several ranks on some
     GLOO = enum.auto()
 

@@ -78,7 +78,7 @@ def carried(
 
     For MIN and MAX of floats, this is their `_order`, in 32 or 64 bits.
     """
-    result = tensor.detach()  # in-place writes to a parameter must not be tracked by autograd
+    result = tensor.detach()  # In-place writes to a parameter must not be tracked by autograd.
     if tensor.dtype in _WIDENED:
         wide = tensor.to(_WIDENED[tensor.dtype])
         return wide, lambda: result.copy_(wide)
@@ -94,7 +94,7 @@ def carried(
 
 def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
     """Multiply floats by ``scale``, then divide by ``divisor``, in place. Each operation rounds once."""
-    if tensor.is_complex():  # complex division can be off by one bit
+    if tensor.is_complex():  # Complex division can be off by one bit.
         rescale_(torch.view_as_real(tensor), scale, divisor)
         return tensor
     if scale != 1.0:

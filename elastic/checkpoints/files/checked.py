@@ -26,11 +26,11 @@ from elastic.collectives.shared_memory import memfd, native_library
 BLOCK = 4 << 20  # bytes per CRC-32; part of the format, equal to kElasticBlock in native/file.h
 PIECE = 1 << 18  # bytes; small enough to stay in the processor's cache between checksum and write
 AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the file is still wanted
-# Bytes. Smaller writes are combined, since each write may take the GIL from training.
+# Bytes. Smaller writes are combined, because each write may take the GIL from training.
 SMALL = 1 << 14
 
 Bytes = bytes | bytearray | memoryview
-Alive = Callable[[], None]  # raises if the write has been cancelled
+Alive = Callable[[], None]  # called during a write; raises if the write has been cancelled
 
 
 class BlockSums:
@@ -133,7 +133,7 @@ class _NativeFile(ctypes.Structure):
     )
 
 
-_Buffer = mmap.mmap | memoryview  # holds BLOCK bytes
+_Buffer = mmap.mmap | memoryview  # a buffer of BLOCK bytes
 _buffers: list[_Buffer] = []  # unused buffers; allocating new memory costs more than a copy
 
 
@@ -145,7 +145,7 @@ class DirectFile(CheckedFile):
         self._library = library
         self._buffer = _buffer()
         self._file = _NativeFile(stream.fileno(), 0, _address(self._buffer), 0)
-        self._ended: list[int] = []  # checksums of blocks
+        self._ended: list[int] = []  # checksums of complete blocks
         self._past_the_cache(True)
 
     def _put(self, content: Bytes, crc: int) -> int:
@@ -166,7 +166,7 @@ class DirectFile(CheckedFile):
 
     def complete(self) -> None:
         super().complete()
-        self._past_the_cache(False)  # O_DIRECT requires whole pages
+        self._past_the_cache(False)  # O_DIRECT requires whole pages.
         rest = memoryview(self._buffer)[: self._file.filled]
         while rest:
             rest = rest[os.write(self._file.fd, rest) :]
@@ -182,7 +182,7 @@ class DirectFile(CheckedFile):
 
     def _past_the_cache(self, yes: bool) -> None:
         past = getattr(os, "O_DIRECT", 0)
-        with contextlib.suppress(OSError):  # file systems without O_DIRECT
+        with contextlib.suppress(OSError):  # Some file systems do not support O_DIRECT.
             flags = fcntl.fcntl(self._file.fd, fcntl.F_GETFL)
             fcntl.fcntl(self._file.fd, fcntl.F_SETFL, flags | past if yes else flags & ~past)
 
@@ -196,6 +196,6 @@ def _buffer() -> _Buffer:
 
 
 def _address(content: Any) -> int:
-    import numpy as np  # takes 0.1 s, and commands that write no file do not need it
+    import numpy as np  # The import takes 0.1 s, and commands that write no file do not need it.
 
     return int(np.frombuffer(content, np.uint8).ctypes.data)

@@ -73,9 +73,11 @@ class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
     data: int
     step: int
     sums: list[int]
-    plain: bool = False  # the optimizer keeps a plain tensor of its rank's rows, not a DTensor
-    sizes: list[int] | None = None  # rows are the elements of a flattened tensor of this shape
-    on_host: bool = False  # in host memory even if its parameter is on a GPU
+    # whether the optimizer keeps a plain tensor of its rank's rows, and not a DTensor
+    plain: bool = False
+    # shape of the whole tensor, if rows are the elements of a flattened tensor
+    sizes: list[int] | None = None
+    on_host: bool = False  # whether the tensor is in host memory even if its parameter is on a GPU
 
 
 class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,14 +92,14 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     part: str  # part of the state: the name of its keyword
-    key: str  # name within that part
+    key: str  # name of the tensor within the part
     path: list[str | int]
-    dtype: str  # torch's name without ``torch.``
+    dtype: str  # name of the dtype in torch, without ``torch.``
     shape: list[int]
     file: str
     offset: int
     length: int
-    rows: StoredRows | None = None  # None means the whole tensor
+    rows: StoredRows | None = None  # the rows that the file contains, or None for the whole tensor
 
     @property
     def name(self) -> str:
@@ -144,7 +146,7 @@ class Manifest(msgspec.Struct, frozen=True):
     format: int
     name: CommitName
     size: int  # size of the world that wrote it
-    written_at: float  # seconds since 1970
+    written_at: float  # time of the end of writing, in seconds since 1970
     torch_version: str
     layout: str
     values: dict[str, Any]

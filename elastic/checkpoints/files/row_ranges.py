@@ -14,8 +14,8 @@ from typing import NamedTuple
 from elastic.checkpoints.files.manifest import StoredTensor, UnreadableCommit
 from elastic.sharding.rows import Rows, overlap
 
-PIECE = 4 << 20  # bytes per checksum
-READ = 64 << 20  # bytes per read, held in memory in addition to the rows
+PIECE = 4 << 20  # number of bytes per checksum
+READ = 64 << 20  # number of bytes per read, held in memory in addition to the rows
 
 
 class RowRead(NamedTuple):

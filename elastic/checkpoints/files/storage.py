@@ -24,7 +24,8 @@ from elastic.checkpoints.files.manifest import StoredFile
 from elastic.collectives.shared_memory import native_library
 from elastic.errors import Invalid
 
-PROOF_BYTES = 4096  # not empty, since an empty file can be created on a full disk
+# The test file is not empty, because an empty file can be created on a full disk.
+PROOF_BYTES = 4096
 CONNECT_S, ANSWER_S = 4, 5  # timeouts of one attempt at S3, which answers in less than a second
 
 
@@ -76,7 +77,7 @@ class Storage:
             yield
         except (OSError, Invalid):
             raise
-        except Exception as error:  # exceptions of botocore and others are not OSErrors
+        except Exception as error:  # Exceptions of botocore and other packages are not OSErrors.
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     @contextlib.contextmanager
@@ -101,7 +102,7 @@ class Storage:
             except BaseException:
                 with contextlib.suppress(Exception):
                     stream.discard()
-                stream.closed = True  # closing it would complete the upload
+                stream.closed = True  # Closing the stream would complete the upload.
                 raise
             with self._errors():
                 stream.close()
@@ -305,7 +306,8 @@ def _refuse_misspelt(url: str) -> None:
             "the name of the checkpoint folder is empty. A shell variable may be unset. Pass a folder or a URL"
         )
     protocol, colon, rest = url.partition(":")
-    known = set(fsspec.available_protocols()) - {"file", "local"}  # valid without slashes
+    # These protocols are valid without slashes.
+    known = set(fsspec.available_protocols()) - {"file", "local"}
     if colon and not rest.startswith("//") and protocol in known:
         raise Invalid(
             f"{url} is not a valid URL: write two slashes after the protocol ({protocol}://{rest.lstrip('/')}),"

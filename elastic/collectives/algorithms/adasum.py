@@ -27,7 +27,7 @@ from elastic.errors import Unsupported, UnsupportedType
 # Tensors are stored in rows of this many elements, and no row belongs to two tensors. Dot products and factors are then
 # computed for all tensors at once, however small they are.
 _ROW = 128
-_CHUNK_ROWS = (1 << 20) // _ROW  # rows held in float64 at a time
+_CHUNK_ROWS = (1 << 20) // _ROW  # number of rows that are held in float64 at a time
 _HALF = (torch.float16, torch.bfloat16)
 # A smaller squared norm has lost its precision, and dividing by it would amplify the error. No float32 vector has such
 # a norm, except zero.
@@ -104,7 +104,7 @@ def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
             group, _wide(left), _wide(right), owners[start : start + half], len(vectors), distance
         )
         distance *= 2
-    # Rounded before the transfer, so that all ranks receive the same bits.
+    # The share is rounded before the transfer, so that all ranks receive the same bits.
     share = mine.to(rows.dtype)
     outputs = [
         rows[place : place + len(share)]
@@ -175,7 +175,7 @@ def _dots(
         a, b = left[chunk].double(), right[chunk].double()
         for dots, pair in zip(by_row, ((a, b), (a, a), (b, b)), strict=True):
             dots[chunk] = torch.linalg.vecdot(*pair)
-    # On the CPU, where the order of additions is fixed.
+    # This is computed on the CPU, where the order of additions is fixed.
     return torch.stack([torch.bincount(owners, dots, vectors) for dots in by_row.cpu()])
 
 

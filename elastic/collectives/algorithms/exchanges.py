@@ -61,9 +61,10 @@ def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) ->
     total, most = sum(rows), max(rows)
     result = tensor.new_empty((total, *tensor.shape[1:]))
     slices = list(torch.split(result, rows))
-    if total == most * group.size:  # all ranks have equally many
+    if total == most * group.size:  # All ranks have equally many rows.
         return [group.allgather(slices, tensor)], lambda: result
-    # Decided by the shape rather than by this rank's rows, since all ranks, even those without rows, must decide alike.
+    # The decision depends on the shape and not on this rank's rows, because all ranks, even those without rows, must
+    # decide alike.
     padded_bytes = most * group.size * math.prod(tensor.shape[1:]) * tensor.element_size()
     if most * group.size <= 2 * total or padded_bytes <= _PAD_BYTES:
         padded = tensor.new_zeros((most, *tensor.shape[1:]))

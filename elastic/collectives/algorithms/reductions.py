@@ -21,7 +21,8 @@ Started = tuple[list[Work], Callable[[], Any]]
 Into = Sequence[torch.Tensor | None]  # destinations of results; see `allreduce`
 
 _HALF = (torch.float16, torch.bfloat16)
-_SMALL = (torch.uint8, torch.int8, torch.int16)  # an average fits, but the sum before it may not
+# dtypes in which an average fits, but the sum before it may not
+_SMALL = (torch.uint8, torch.int8, torch.int16)
 
 
 def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> None:
@@ -75,7 +76,8 @@ def allreduce(
         widened = op is Op.AVERAGE and first.dtype in _SMALL
         begin: Callable[..., Work]
         alone = len(indices) == 1 and target is not first and not widened and prescale == 1.0
-        if alone and isinstance(group, ReducesInto):  # checked last, because it takes 5 to 15 us
+        # This check is last, because it takes 5 to 15 us.
+        if alone and isinstance(group, ReducesInto):
             source = first.detach().resolve_neg().contiguous().reshape(-1)
             flat = torch.empty_like(source) if target is None else target.detach().view(-1)
             begin = functools.partial(group.allreduce_into, flat, source)
@@ -247,7 +249,7 @@ def _place_all(
         return
     given = {index: target for index in indices if (target := into[index]) is not None}
     if len(given) == len(indices) and flat.data_ptr() == given[indices[0]].data_ptr():
-        for index, target in given.items():  # already in place
+        for index, target in given.items():  # The result is already in place.
             results[index] = target
         return
     parts = torch.split(flat, [tensors[index].numel() for index in indices])
@@ -256,7 +258,8 @@ def _place_all(
         if index in given:
             target = given[index].detach()
             results[index] = given[index]
-        else:  # separate memory, so that a kept result does not keep the whole buffer alive
+        # Each result gets separate memory, so that a kept result does not keep the whole buffer alive.
+        else:
             target = torch.empty_like(tensors[index], memory_format=torch.contiguous_format)
             results[index] = target
         targets.append(target)

@@ -18,12 +18,12 @@ import torch
 
 # Measured with 2 to 8 ranks on loopback: up to this size it is at least as fast as a ring, and much faster over long
 # distances.
-DIRECT_BYTES = 256 << 10  # bytes that a rank sends
+DIRECT_BYTES = 256 << 10  # maximum number of bytes that a rank sends directly to all others
 DIRECT_RANKS = 32
 _HEADER = struct.Struct("=BBHiq")
-_ALIGNED = _HEADER.size  # a multiple of the size of each reducible dtype
-_SPLITS = 2 * torch.int64.itemsize  # bytes of an alltoall's splits per rank
-_SPARE = 4  # receive buffers kept for later exchanges
+_ALIGNED = _HEADER.size  # The alignment is a multiple of the size of each reducible dtype.
+_SPLITS = 2 * torch.int64.itemsize  # number of bytes of an alltoall's splits per rank
+_SPARE = 4  # number of receive buffers kept for later exchanges
 
 
 class CollectiveKind(enum.IntEnum):

@@ -23,7 +23,7 @@ from elastic.collectives.message_types import TensorType
 from elastic.collectives.torch_group import as_bytes
 from elastic.errors import CollectiveFailed, Invalid, TensorMismatch
 
-INLINE_BYTES = 32 << 10  # up to this size, a copy is faster than a second message
+INLINE_BYTES = 32 << 10  # Up to this size, a copy is faster than a second message.
 _HEADER = struct.Struct("=QQ")
 
 
@@ -55,8 +55,8 @@ class GlooMessages:
 
     def __init__(self, group: MessageCarrier) -> None:
         self._group = group
-        # By tag, long receives from any rank whose headers have not arrived. Gloo completes them in the order of the
-        # calls.
+        # For each tag, long receives from any rank whose headers have not arrived. Gloo completes them in the order of
+        # the calls.
         self._headless: dict[int, collections.deque[ReceivedMessage]] = {}
         self._changing = threading.Lock()
 

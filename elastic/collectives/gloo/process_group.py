@@ -53,7 +53,7 @@ _CLOSE_S = 0.1  # seconds in which work in flight usually ends once the sockets 
 # during an allreduce) loses the wake-up of a send that is queued while its socket closes, and then waits for the whole
 # timeout. An allreduce takes no longer because of it; a rank that waits for a late one uses 1 % of a core.
 _SLICE = timedelta(milliseconds=20)
-_LOOK_EVERY = 50  # slices
+_LOOK_EVERY = 50  # number of slices between two such checks
 _AT_ONCE = timedelta(milliseconds=1)
 _AT_ONCE_S = _AT_ONCE.total_seconds()
 
@@ -86,19 +86,22 @@ class GlooCollectives:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s  # to connect
+        self._timeout_s = timeout_s  # seconds to connect
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
         self._backend: Any = None
         self._own: Endpoint | None = None
         self._peers: frozenset[Endpoint] = frozenset()
-        self._sockets: frozenset[int] | None = None  # inodes, once connected
+        # inodes of the group's sockets, once it is connected
+        self._sockets: frozenset[int] | None = None
         self._failed: str | None = None
         self._aborted = False  # whether an abort is the reason for `_failed`
-        self._differs: Differing | None = None  # the reason for `_failed`
+        # the differing calls, if they are the reason for `_failed`
+        self._differs: Differing | None = None
         self._late = False  # whether a late rank is the reason for `_failed`
-        self._mismatch: TensorMismatch | None = None  # the reason for `_failed`
+        # the mismatch, if it is the reason for `_failed`
+        self._mismatch: TensorMismatch | None = None
         self._messages = GlooMessages(self)
         self._key = ""  # identifies the group on all of its ranks
         self._built = threading.Event()  # set once the group is built or its creation has failed
@@ -145,12 +148,12 @@ class GlooCollectives:
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._backend = self._make(store, purpose, bind_host)
-        except Exception as error:  # every error must be raised in the waiting thread
+        except Exception as error:  # Every error must be raised in the thread that waits.
             self._fail(_short(error))
         finally:
             self._built.set()
         if self._failed is not None:
-            # Aborted during the connection attempt, possibly before any socket existed.
+            # The group was aborted during the connection attempt, possibly before any socket existed.
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> Any:
@@ -392,7 +395,8 @@ class GlooCollectives:
             with self._beginning:
                 self._begin_next()
                 if not work.begun() and self._failed is None:
-                    return self._queue[0].first  # the first exchange of this or an earlier work
+                    # This is the first exchange of this or an earlier work.
+                    return self._queue[0].first
         if not work.begun():
             self._raise_if_failed()
         last = work.rest if work.two else work.first
@@ -433,7 +437,8 @@ class GlooCollectives:
         """See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
-        if self._beginning.acquire(timeout=timeout_s):  # includes work begun by another thread
+        # The time includes work begun by another thread.
+        if self._beginning.acquire(timeout=timeout_s):
             self._beginning.release()
         before: thread_activity.Runs | None = None
         while any(not work.is_completed() for work in list(self._under_way)):
@@ -442,8 +447,8 @@ class GlooCollectives:
                 # A work that lost its wake-up never completes. Once all received data is read after closing the
                 # sockets, and the computing threads remain asleep, nothing will write any more.
                 self.abort()
-                # In a separate thread, since Gloo may never return if its sockets are closed in the middle of an
-                # operation.
+                # This runs in a separate thread, because Gloo may never return if its sockets are closed in the middle
+                # of an operation.
                 closing = threading.Thread(target=self._time_out, daemon=True)
                 closing.start()
                 closing.join(max(0.0, deadline - now))
@@ -530,7 +535,7 @@ class GlooCollectives:
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
             "Timed out" in error and not self._aborted
-        )  # the only sign of a timeout that Gloo gives
+        )  # This is the only sign of a timeout that Gloo gives.
         return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:
@@ -606,7 +611,8 @@ class GlooWork:
         self.rest: Any = None  # Gloo's work of the second exchange
         self.over = False
         self._group = group
-        self._concluding = threading.Lock()  # waiters return only once the result is in place
+        # lock that makes waiters return only once the result is in place
+        self._concluding = threading.Lock()
 
     def begun(self) -> bool:
         """Return whether all exchanges of the work have begun."""
@@ -654,7 +660,7 @@ class GlooWork:
                 if self.then is not None:
                     self.then()
                 self.over = True
-                # The caller may keep this object; release the tensors.
+                # The caller may keep this object, so its tensors are released.
                 self.payload = self.own = self.put = self.compare = self.second = self.then = None
 
 

@@ -18,9 +18,9 @@ import sys
 import termios
 from collections.abc import Iterator
 
-Endpoint = tuple[str, int]  # numeric address, port
+Endpoint = tuple[str, int]  # numeric address and port
 
-_DESCRIPTORS = "/dev/fd"  # /proc/self/fd on Linux
+_DESCRIPTORS = "/dev/fd"  # folder of open descriptors, /proc/self/fd on Linux
 
 
 def find_listener(blob: bytes) -> Endpoint | None:
@@ -120,7 +120,7 @@ def _of_group(
                 ours = os.fstat(held.fileno()).st_ino in known
             else:
                 ours = held.getsockname()[:2] == own or held.getpeername()[:2] in peers
-        except OSError:  # not connected, or closed meanwhile
+        except OSError:  # The socket may not be connected, or may have been closed meanwhile.
             continue
         if ours:
             yield fd, held
@@ -143,7 +143,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
         try:
             held = socket.socket(fileno=copy)
         except OSError:
-            os.close(copy)  # the constructor does not close the socket on failure
+            os.close(copy)  # The constructor does not close the socket on failure.
             continue
         with held:
             if held.family in (socket.AF_INET, socket.AF_INET6):

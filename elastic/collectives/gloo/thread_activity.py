@@ -10,7 +10,7 @@ import contextlib
 import os
 
 _TASKS = "/proc/self/task"
-_NAME = b"pt_gloo_runloop"  # excludes threads that read sockets, which wake every 10 ms
+_NAME = b"pt_gloo_runloop"  # The name excludes threads that read sockets, which wake every 10 ms.
 
 Runs = frozenset[tuple[str, bytes]]
 
@@ -23,7 +23,7 @@ def runs() -> Runs | None:
     counted = set()
     with contextlib.suppress(FileNotFoundError):
         for thread in os.listdir(_TASKS):
-            with contextlib.suppress(OSError):  # the thread may have ended
+            with contextlib.suppress(OSError):  # The thread may have ended.
                 status = _status(thread)
                 if status[b"Name"] != _NAME:
                     continue

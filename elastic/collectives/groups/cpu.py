@@ -28,7 +28,7 @@ from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 
 log = logging.getLogger("elastic.collectives")
-# Log each message once per process, since all groups of all generations produce it.
+# Each message is logged once per process, because all groups of all generations produce it.
 _logged: set[str] = set()
 
 
@@ -160,7 +160,7 @@ class CpuGroup:
             )
         except BaseException:
             self._drop(host)
-            host = None  # otherwise the exception would keep the memory alive
+            host = None  # Otherwise the exception would keep the memory alive.
             raise
         why = next((each.decode() for each in reasons if each), "")
         if why:
@@ -176,7 +176,7 @@ class CpuGroup:
             self._adopt(alone)
             return alone, ""
         found = native_library.load()
-        assert found is not None  # guaranteed, since this rank has offered memory
+        assert found is not None  # This is guaranteed, because this rank has offered memory.
         try:
             shared = SharedCollectives(
                 found,
@@ -217,7 +217,7 @@ class CpuGroup:
 
     def _adopt(self, part: _Part) -> None:
         self._parts.append(part)
-        if self._aborted:  # aborted before the part was registered
+        if self._aborted:  # The group was aborted before the part was registered.
             part.abort()
 
     def _drop(self, part: _Part | None) -> None:

@@ -129,7 +129,7 @@ def _making(
     messages = device_type == MESSAGES
     if not messages:
         check_device(device_type)
-    # Imported here, because each requires its backend in torch's build.
+    # The backends are imported here, because each requires its part of torch's build.
     if messages or device_type == "cpu":
         from elastic.collectives.groups.cpu import CpuGroup
 

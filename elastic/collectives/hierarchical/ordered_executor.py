@@ -14,7 +14,7 @@ from elastic.collectives import threads
 from elastic.errors import CollectiveFailed
 
 _LINGER_S = 0.05
-# How often a waiter checks whether this is a forked child, which has no executor thread.
+# Seconds between two checks whether this is a forked child, which has no executor thread.
 _SLICE_S = 1.0
 
 
@@ -25,10 +25,10 @@ class OrderedExecutor:
         self._name = name
         self._wake = wake
         self._changed = threading.Condition()
-        # The first entry is being executed.
+        # Works in order. The first one is being executed.
         self._queue: collections.deque[OrderedWork] = collections.deque()
         self._running = False
-        self.failure: CollectiveFailed | None = None  # why execution has stopped
+        self.failure: CollectiveFailed | None = None  # why execution has stopped, or None
         self.forgotten = False
 
     def submit(self, run: Callable[[], None]) -> OrderedWork:
@@ -115,7 +115,7 @@ class OrderedWork:
         self.error: CollectiveFailed | None = None
 
     def conclude(self) -> None:
-        del self.run  # release the tensors: the caller may keep this object
+        del self.run  # The caller may keep this object, so its tensors are released.
         self._over.set()
 
     def done(self) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 from elastic.collectives import threads
 from elastic.collectives.interface import Collectives, Work
 
-_SLICE_S = 0.02  # how often a wait checks whether the process exits
-_LOOK_EVERY = 50  # slices
+_SLICE_S = 0.02  # seconds between two checks whether the process exits
+_LOOK_EVERY = 50  # number of slices between two such checks
 
 
 class GroupPart:
