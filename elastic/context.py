@@ -38,7 +38,7 @@ class Context(Protocol):
     tracing: Any
     account: Any
     reporting: Any
-    first_not_finite: Any  # None without a comparison of replicas
+    first_not_finite: Any  # first non-finite gradient, or None without a comparison of replicas
 
     @property
     def place(self) -> Place: ...

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-SUMMARY_LIMIT = 1000  # characters of an exception in a log line; its traceback has the full text
-# For scripts written for Horovod: class -> the subclass to create in its place. See `horovod_errors`.
+# Maximum number of characters of an exception in a log line. The traceback contains the full text.
+SUMMARY_LIMIT = 1000
+# For each class, the subclass to create in its place in scripts written for Horovod. See `horovod_errors`.
 raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 
 
@@ -304,7 +305,7 @@ def summary_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception as failure:  # its __str__ raised, so only the class is known
+    except Exception as failure:  # __str__ of the exception raised, so only its class is known.
         text = f"its __str__ raised {type(failure).__name__}"
     lines = filter(None, map(str.strip, text.splitlines()))
     return shortened(": ".join([type(error).__name__, *itertools.islice(lines, 1)]))

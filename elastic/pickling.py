@@ -31,7 +31,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, (type, FunctionType)) and _defined_by_the_script(value):
-            return NotImplemented  # pickle by name
+            return NotImplemented  # The object is pickled by name.
         if isinstance(value, torch.Tensor) and value.dtype in _YOUNGER_THAN_STORAGES:
             content = value.detach().cpu().reshape(-1).view(torch.uint8)
             return _viewed, (content, value.dtype, value.shape, value.requires_grad)

@@ -211,7 +211,7 @@ class Counts(NamedTuple):
     done: int
     # longest time from a launch until the GPU had reached it, or 0 if shorter than the polling interval
     took_s: float
-    failed: bool  # the device returns an error
+    failed: bool  # whether the device returns an error
 
 
 class DeviceCollectives(Collectives, Protocol):

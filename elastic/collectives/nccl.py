@@ -61,7 +61,7 @@ class NcclCollectives:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s  # to connect
+        self._timeout_s = timeout_s  # seconds to connect
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
@@ -69,8 +69,9 @@ class NcclCollectives:
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
-        self._aborted = False  # the reason for `_failed`
-        self._invalid: Invalid | None = None  # an error caused by the script
+        self._aborted = False  # whether an abort is the reason for `_failed`
+        # error caused by the script, if it is the reason for `_failed`
+        self._invalid: Invalid | None = None
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
         self._stopping: threading.Thread | None = None
@@ -80,18 +81,20 @@ class NcclCollectives:
         self._revoking = threading.Lock()
         self._revoked = False
         self._launching = threading.Lock()  # NCCL must not be queried for errors during a launch
-        self._built = threading.Event()  # set once built or given up
+        self._built = threading.Event()  # set once the communicator is built or given up
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
         self._launched = 0
-        self._spare: list[torch.cuda.Event] = []  # reused events avoid an allocation per step
-        # The first collective that the GPU had not reached, and since when.
+        # CUDA events for reuse, which avoids an allocation per step
+        self._spare: list[torch.cuda.Event] = []
+        # The first collective that the GPU had not reached at the last check, and since when.
         self._looked_at: tuple[int, float] | None = None
         self._took_s = 0.0
-        self._behind: torch.cuda.Stream | None = None  # for events behind coalesced calls
+        # stream of the events that follow coalesced calls
+        self._behind: torch.cuda.Stream | None = None
         # The last collective that a stream follows, until `settle`.
         self._followed: NcclWork | None = None
-        # The oldest collective under way while streams follow one, and since when it is that.
+        # The oldest collective in flight while streams follow one, and since when it is the oldest.
         self._oldest: tuple[NcclWork, float] | None = None
 
     # ---- connecting ------------------------------------------------------------------------------------------------
@@ -120,13 +123,13 @@ class NcclCollectives:
         finally:
             self._built.set()
         if self._failed is not None and self._backend is not None:
-            # Again, in case of an earlier abort, when torch may not have had a communicator to abort yet.
+            # The abort is repeated, because torch may not have had a communicator to abort at an earlier abort.
             self._stop()
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
         """Create the communicator. A separate function, so that all temporaries are freed when it returns."""
         torch.cuda.set_device(self._device)
-        nccl: Any = c10d.ProcessGroupNCCL  # exists only in torch's CUDA builds
+        nccl: Any = c10d.ProcessGroupNCCL  # This class exists only in torch's CUDA builds.
         options = _options(self._collective_timeout_s)
         ids = self._open_id_store(store, purpose, bind_host)
         self._raise_if_failed()
@@ -136,9 +139,11 @@ class NcclCollectives:
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, dtype=torch.float32, device=self._device)
-        # Once it is connected, kernels of peers may read memory that this rank would free, so it must be revocable.
+        # Once connected, kernels of peers may read memory that this rank would free, so the communicator must be
+        # revocable.
         with self._revoking:
-            # Here torch waits until it is connected. Querying the pointer before would wait while holding the GIL.
+            # Here torch waits until the communicator is connected. A query of the pointer before would wait while
+            # holding the GIL.
             work = NcclWork(self, backend.allreduce([first]), None)
             self._under_way.append(work)
             if self._freeing is None:
@@ -258,7 +263,8 @@ class NcclCollectives:
                 for name, *arguments in calls:
                     getattr(backend, name)(*arguments)
             finally:
-                work = backend._end_coalescing()  # otherwise NCCL would wait for more calls
+                # Without this call, NCCL would wait for more calls.
+                work = backend._end_coalescing()
             return work
 
         work = self._launch(together, then)
@@ -317,7 +323,7 @@ class NcclCollectives:
     def settle(self) -> None:
         followed, self._followed = self._followed, None
         if followed is not None:
-            followed.wait_on_host()  # NCCL runs the collectives of a communicator in order
+            followed.wait_on_host()  # NCCL runs the collectives of a communicator in order.
 
     def followed_since(self) -> float | None:
         if self._followed is None:
@@ -328,7 +334,7 @@ class NcclCollectives:
         try:
             under_way = (work for work in list(self._under_way) if not work.finished())
             oldest = next(under_way, None)
-        except RuntimeError:  # the device fails every query
+        except RuntimeError:  # After an error, the device fails every query.
             return None
         if oldest is None:
             self._oldest = None
@@ -336,7 +342,7 @@ class NcclCollectives:
         now = time.monotonic()
         if self._oldest is None or self._oldest[0] is not oldest:
             self._oldest = oldest, now
-        # Not from its launch: the host may be a whole step ahead of the GPU.
+        # The time is not measured from the launch, because the host may be a whole step ahead of the GPU.
         elif now - self._oldest[1] > oldest.limit_s:
             self._fail(f"a collective did not complete within {oldest.limit_s:.0f} s")
         return oldest.launched_at
@@ -351,7 +357,7 @@ class NcclCollectives:
         try:
             waiting = next((work for work in works if not work.finished()), None)
             late = next((work for work in works if not work.has_arrived()), None)
-        except RuntimeError:  # the device fails every query
+        except RuntimeError:  # After an error, the device fails every query.
             waiting, late, failed = works[0], works[0], True
         if waiting is not None:
             done = waiting.number - 1
@@ -374,7 +380,7 @@ class NcclCollectives:
         for thread in ending:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not self.ended(max(0.0, deadline - time.monotonic())):
-            self._free()  # kernels that outlive a revoke may end on an abort
+            self._free()  # Kernels that outlive a revoke may end on an abort.
             return False
         return not any(thread.is_alive() for thread in ending)
 
@@ -451,7 +457,8 @@ class NcclCollectives:
         for thread in (self._stopping, self._building):
             if thread is not None:
                 thread.join()
-        _abort(self._backend)  # anything connected only by then
+        # This aborts a communicator that was connected only after the first abort.
+        _abort(self._backend)
         self._backend, self._communicator = None, 0
         self._freed.set()
 
@@ -502,13 +509,13 @@ class NcclWork:
         self._complete = threads.Completion(
             None if then is None else functools.partial(self._put, then)
         )
-        # Recorded after the work that ``then`` has queued.
+        # CUDA event that is recorded after the work that ``then`` has queued.
         self._in_place: torch.cuda.Event | None = None
         self._end: torch.cuda.Event | None = None
-        self.number = 0  # position in its group, from 1
+        self.number = 0  # position of the work in its group, from 1
         self.limit_s = group._launched_timeout_s
         self.launched_at = 0.0
-        # Recorded before the collective on the stream it was launched from.
+        # CUDA event that is recorded before the collective, on the stream from which it was launched.
         self._arrived: torch.cuda.Event | None = None
 
     def is_launched(self, number: int, arrived: torch.cuda.Event) -> None:
@@ -530,14 +537,16 @@ class NcclWork:
             return True
         with torch.cuda.device(self._group._device):
             come = event.query()
-        return come or self._arrived is not event  # already reused by another work
+        # The event may already be reused by another work.
+        return come or self._arrived is not event
 
     def done(self) -> bool:
         return self._group._failed is not None or self.finished()
 
     def finished(self) -> bool:
         """Return whether its kernels have ended, successfully or not."""
-        with torch.cuda.device(self._group._device):  # called from any thread; most are on device 0
+        # This may be called by any thread, and most threads use device 0.
+        with torch.cuda.device(self._group._device):
             return bool(self._work.is_completed())
 
     def order(self) -> None:
@@ -592,9 +601,9 @@ class NcclWork:
     def wait(self) -> None:
         self.wait_on_host()
         try:
-            self._work.wait()  # orders the current stream behind it
+            self._work.wait()  # This orders the current stream behind the collective.
         except RuntimeError as error:
-            self._group._communicator = 0  # torch has freed the communicator
+            self._group._communicator = 0  # torch has freed the communicator.
             self._group._fail(str(error))
             raise CollectiveFailed(str(error), aborted=self._group._aborted) from None
         self._put_in_place()

@@ -10,8 +10,8 @@ import ctypes
 import functools
 import os
 
-_SUCCESS, _IN_PROGRESS = 0, 7  # of ncclResult_t
-_DEFAULT = 0  # NCCL_REVOKE_DEFAULT
+_SUCCESS, _IN_PROGRESS = 0, 7  # values of ncclResult_t
+_DEFAULT = 0  # value of NCCL_REVOKE_DEFAULT
 
 
 @functools.cache

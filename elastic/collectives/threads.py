@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_LEAVE_S = 0.2  # part of `finish`'s timeout for threads to leave their waits
+_LEAVE_S = 0.2  # Part of the timeout of `finish` in which threads leave their waits, in seconds.
 
 _begun: set[threading.Thread] = set()
 _lock = threading.Lock()
@@ -56,7 +56,7 @@ def leave_behind(timeout_s: float) -> None:
     exit code 1.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
-    with contextlib.suppress(AttributeError):  # glibc only
+    with contextlib.suppress(AttributeError):  # Only glibc has this function.
         c = ctypes.CDLL(None)
         c.on_exit(ctypes.cast(c._exit, ctypes.c_void_p), None)
 

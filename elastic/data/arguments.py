@@ -53,7 +53,7 @@ class LoaderArguments:
     seed: int = 0
     seeds: Seeds | None = None
     shards: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # torch's
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of torch's DataLoader
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "global_batch_size", "shards"):

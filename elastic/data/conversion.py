@@ -44,7 +44,7 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
         if not isinstance(loader.dataset, torch_data.IterableDataset):
             given.update(_order_of(loader.sampler))
     if "global_batch_size" in changes and "batch_size" not in changes:
-        given["batch_size"] = 1  # batch_size and global_batch_size exclude each other
+        given["batch_size"] = 1  # batch_size and global_batch_size exclude each other.
     given.update(changes)
     return DataLoader(loader.dataset, **given)
 

@@ -28,7 +28,7 @@ from elastic.errors import Invalid, NotInitialized
 from elastic.rendezvous import environment
 from elastic.runtime import lifecycle
 
-World = tuple[int, int, int]  # rank, size, generation
+World = tuple[int, int, int]  # rank, size and generation
 
 
 class GivenShards(Protocol):
@@ -131,13 +131,13 @@ class DataLoader:
         streams = self.arguments.streams
         self._source: Source = (StreamSource if streams else IndexedSource)(self.arguments)
         self._progress = DataProgress()
-        self._passes = 0  # number of started passes; identifies the present iterator
+        self._passes = 0  # Number of passes that were started. It identifies the current iterator.
         # whether batches of this pass were handed out, on which an optimizer step may depend
         self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
-        self._dealt = SamplePartition(1, 1)  # partition of the present pass
-        self._began_in = 0  # its epoch
+        self._dealt = SamplePartition(1, 1)  # partition of the samples in the current pass
+        self._began_in = 0  # epoch of the current pass
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times the position was set from outside
         self._noting = environment.digests()
@@ -232,7 +232,7 @@ class DataLoader:
                 "of a stream" if length is None else f"of {length}",
                 order if by is None else f"by {type(by).__name__}",
                 f"seed {arguments.seed}",
-                # Without exactness a restart may use other batches.
+                # In a job without exactness, a restart may use other batches.
                 *([f"batch {arguments.global_batch_size}"] if exact else []),
                 *(["drop_last"] if exact and arguments.drop_last else []),
                 *([arguments.seeds.value] if exact and arguments.seeds else []),
@@ -247,7 +247,7 @@ class DataLoader:
         """Restore a committed position."""
         self._leave()
         self._progress.load_state_dict(state)
-        self._handed = []  # uncommitted samples are trained again, on any rank
+        self._handed = []  # Uncommitted samples are trained again, on any rank.
 
     def reset(self) -> bool:
         """Return to the trained position after a change of the world, and divide the remaining samples again.
@@ -348,14 +348,15 @@ class DataLoader:
 
     def _finish(self) -> None:
         self._progress.finish()
-        self._handed_some = self.ahead > 0  # whether fetched batches are still to be trained on
+        # whether some fetched batches have not been trained on yet
+        self._handed_some = self.ahead > 0
 
     def _hand_out(self, step: range, part: int) -> None:
         dealing = self._dealt
         self.weight = 0.0 if part == NOBODY else dealing.weight(step, part)
         self.shard = part
         if self.arguments.shards is not None:
-            self._gradients.count()  # the gradients of the previous shard are complete
+            self._gradients.count()  # The gradients of the previous shard are complete.
         if self.weight == 0.0 and part != NOBODY:
             self._gradients.silence()
         if self._noting and part != NOBODY:
@@ -391,7 +392,7 @@ class LoaderIterator(Iterator[Any]):
         given = () if loader._shards is None else tuple(loader._shards.assigned)
         at = loader._moves, world, given
         if at != self._at:
-            self._batches = iter(())  # the old loader workers end before new ones start
+            self._batches = iter(())  # The old loader workers end before new ones start.
             self._shards, self._over = None, False
             # Other shards of the same world do not restart an epoch that is in progress.
             again = self._at is not None and self._at[:2] == at[:2]

@@ -29,7 +29,8 @@ class EpochOrder:
     """Cache of the current epoch's order, since every recovery needs it again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
-        self._draw = draw  # (length, epoch) -> the order, as a sliceable object
+        # function of length and epoch that returns the order as a sliceable object
+        self._draw = draw
         self._of: tuple[int, int] | None = None
         self._order: Any = None
 

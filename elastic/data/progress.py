@@ -27,11 +27,12 @@ class DataProgress:
 
     def __init__(self) -> None:
         self.position = Position()  # position of the next batch
-        self.length: int | None = None  # length of the dataset when this epoch was begun
+        self.length: int | None = None  # length of the dataset at the start of this epoch
         self.by_steps = False  # whether an optimizer has stepped between batches
         self.ahead = 0
         self._trained = Position()  # position at the last optimizer step
-        self._handed: deque[Position] = deque([Position()], maxlen=1)  # whether the epoch has ended
+        # end positions of the batches that were handed out and not trained on yet
+        self._handed: deque[Position] = deque([Position()], maxlen=1)
 
     @property
     def reached(self) -> Position:
@@ -69,7 +70,7 @@ class DataProgress:
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None
         if self.ahead:
-            # the last batches are still being trained on, until `settle`
+            # The last batches are still being trained on, until `settle`.
             self._handed = deque([Position(last.epoch, self._handed[-1].consumed)], maxlen=1)
         else:
             self.settle()

@@ -106,7 +106,7 @@ class ElasticSampler(Sampler[int]):
         """Restore epoch and progress, and divide the remaining samples among the current world."""
         self.epoch = state_dict["epoch"]
         self.processed_num = min(state_dict["processed_num"], len(self.dataset))
-        self._trained = {}  # uncommitted samples are trained again, on any rank
+        self._trained = {}  # Uncommitted samples are trained again, on any rank.
         self.reset()
 
     def reset(self) -> None:

@@ -31,7 +31,7 @@ class SeededDataset(Dataset[Any]):
             return self._load(drawn)
 
     def _load(self, drawn: list[tuple[int, list[Any]]]) -> Any:
-        # torch's loader uses it to fetch many samples
+        # torch's loader uses this method to fetch many samples.
         together = getattr(self.dataset, "__getitems__", None)
         samples: list[Any] = []
         for seed, indices in drawn:

@@ -89,7 +89,8 @@ class ShardedFiles(Dataset[Any]):
         return torch.cat(pieces).numpy()
 
     def _opened(self, number: int) -> Any:
-        # Restores the generators. A sample then draws the same numbers in every process, regardless of skipped samples.
+        # `kept` restores the generators. A sample then draws the same numbers in every process, regardless of skipped
+        # samples.
         with kept():
             return self._read(self.files[number])
 

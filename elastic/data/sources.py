@@ -178,7 +178,7 @@ def _collate(arguments: LoaderArguments) -> Collate:
 
 
 def _options(arguments: LoaderArguments) -> dict[str, Any]:
-    # Without a generator torch would draw from the training process's for each iteration.
+    # Without a generator of its own, torch would draw from the training process's generator for each iteration.
     generator = torch.Generator(device="cpu").manual_seed(arguments.seed)
     return {"num_workers": arguments.num_workers, "generator": generator, **arguments.options}
 

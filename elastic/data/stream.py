@@ -20,7 +20,7 @@ from elastic.data.order import kept, plant
 from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
-# Start and end of its step, the part's number, its samples.
+# Start and end of a step, the number of a part, and the part's samples.
 Cut = tuple[int, int, int, list[Any]]
 END = object()
 NOBODY = -1  # placeholder for a rank without a part of the step
@@ -44,7 +44,8 @@ class StreamDataset(IterableDataset[Any]):
         self._source = source
         self._seed = seed
         self._collate = collate
-        self._worker: tuple[int, int] | None = None  # number and count of loader workers, in one
+        # number of this loader worker and of all loader workers, or None in the training process
+        self._worker: tuple[int, int] | None = None
         self._assignment = torch.zeros(
             6 + most_parts, dtype=torch.int64, device="cpu"
         ).share_memory_()
@@ -133,7 +134,7 @@ def _cuts(
 ) -> Iterator[Cut]:
     for step, samples in steps:
         for part in mine:
-            if part == NOBODY:  # only the step's bounds are needed
+            if part == NOBODY:  # Only the bounds of the step are needed.
                 yield step.start, step.stop, part, []
                 continue
             # A part without samples gets a placeholder that must not count.

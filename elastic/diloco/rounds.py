@@ -262,7 +262,7 @@ class Rounds:
     def _merge_due(self) -> Generator[Action, Any, None]:
         while self.pending is not None and self.pending.due <= self.position:
             if not self._started:
-                # The collective failed in this world; the next commit() raises.
+                # The collective failed in this world, and the next commit() raises.
                 yield from self._send()
             fragment = self.pending.fragment
             self._started = False

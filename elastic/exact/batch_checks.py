@@ -27,7 +27,7 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
         )
     if type(batches).__module__.startswith("torch.utils.data") or isinstance(
         batches, torch.utils.data.DataLoader
-    ):  # or its iterator
+    ):  # The object may also be an iterator of a loader.
         raise Invalid(
             "torch's DataLoader does not support shards, so all ranks would train on the same batches: use"
             " elastic.data.DataLoader(dataset, global_batch_size=64, shards=shards), or"

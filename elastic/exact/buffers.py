@@ -22,7 +22,8 @@ from elastic.exact.step import PassResult, ShardStep
 from elastic.runtime import lifecycle
 
 PURPOSE = "buffers of shard 0"
-# larger buffers are considered constant, such as masks, unless torch has counted a write
+# Maximum size of compared buffers in bytes. Larger ones, such as masks, count as constant unless torch has counted a
+# write.
 COMPARED_BYTES = 1 << 20
 
 
@@ -106,13 +107,13 @@ class BufferKeeper:
     def __init__(self) -> None:
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._modules: list[torch.nn.Module] = []  # modules of the models at the start of the step
-        self._children: list[int] = []  # number of direct submodules of each
-        self._names: list[str] = []  # of buffers
+        self._children: list[int] = []  # number of direct submodules of each module
+        self._names: list[str] = []  # names of the buffers
         self._parameters: dict[int, WatchedParameter] = {}
         self._kept: list[KeptBuffer] = []
         self._known: list[
             int
-        ] = []  # buffers changed by shard 0 in the previous step, known to all ranks
+        ] = []  # buffers that shard 0 changed in the previous step, known to all ranks
         self._generation: int | None = None
         self._step: ShardStep | None = None
 
@@ -198,7 +199,7 @@ class BufferKeeper:
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
-            # in the second case, only the order differs
+            # If the sets are equal, only the order differs.
             odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
                 f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop"

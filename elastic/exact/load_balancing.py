@@ -12,15 +12,15 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-PERIOD = 4  # steps between two exchanges
-WINDOW = 12  # number of last steps over which the median is taken
+PERIOD = 4  # number of steps between two exchanges
+WINDOW = 12  # number of latest steps over which the median is taken
 GAIN = 0.06  # minimum gain, relative to the faster division
-MORE_GAIN = 0.04  # additional gain required per recent change ...
-MOST_GAIN = 0.2  # ... up to this limit, so that a rank that recovers gets its shards back
-RECENT = 25  # in exchanges
+MORE_GAIN = 0.04  # additional gain required for each recent change
+MOST_GAIN = 0.2  # Limit of the required gain, so that a rank that recovers gets its shards back.
+RECENT = 25  # number of exchanges in which a change counts as recent
 PATIENCE = 2
 
-Division = tuple[int, ...]  # number of shards by rank
+Division = tuple[int, ...]  # number of shards of each rank
 
 
 def even(shards: int, ranks: int) -> Division:
@@ -68,7 +68,8 @@ class SpeedWindow:
     warm-up."""
 
     def __init__(self) -> None:
-        self._steps: deque[float] | None = None  # None before the first step
+        # durations of the latest steps, or None before the first step
+        self._steps: deque[float] | None = None
 
     def took(self, seconds: float, shards: int) -> None:
         """Record a step.
@@ -101,15 +102,16 @@ class LoadBalancer:
         self.division = even(shards, ranks)
         self.pending: Division | None = None
         self._steps = 0
-        self._fetched_early: bool | None = None  # None before the first commit after a step
+        # whether batches are fetched early; None before the first commit after a step
+        self._fetched_early: bool | None = None
         self._exchanges = 0
         self._insisted = 0  # consecutive exchanges in which another division was faster
-        self._changes: list[int] = []  # the exchanges of recent changes
+        self._changes: list[int] = []  # numbers of the exchanges with recent changes
 
     def due(self) -> bool:
         """Count a step. Return whether the ranks exchange their speeds after this step."""
         self._steps += 1
-        several = 1 < len(self.division) < self.shards  # otherwise each rank has at most one
+        several = 1 < len(self.division) < self.shards  # Otherwise each rank has at most one shard.
         return several and (self._steps == 2 or self._steps % PERIOD == 0)
 
     @property

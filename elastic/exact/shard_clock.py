@@ -22,7 +22,7 @@ class ShardClock:
         self._began: float | Any = None
         self._recorded: deque[tuple[Any, Any, int]] = (
             deque()
-        )  # events of the steps, and their numbers of shards
+        )  # CUDA events of the steps, and the number of shards of each step
 
     def begin(self) -> None:
         self._began = self._now()
@@ -34,7 +34,7 @@ class ShardClock:
             return
         now = self._now()
         if isinstance(began, float):
-            if isinstance(now, float):  # otherwise, the first shard has initialized CUDA
+            if isinstance(now, float):  # Otherwise the first shard has initialized CUDA.
                 self.window.took(now - began, shards)
             return
         self._recorded.append((began, now, shards))

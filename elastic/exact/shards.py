@@ -123,18 +123,19 @@ class Shards:
         # The last complete step, and its generation.
         self._ended: tuple[int, ShardStep] | None = None
         self._clock = ShardClock()
-        # Of a generation, and the runtime: a process may join several jobs.
+        # The load balancer, its generation, and its runtime: a process may join several jobs.
         self._balancer: tuple[int, weakref.ref[Context] | None, LoadBalancer] | None = None
         self._fetched = False  # whether the script has read the shards of the next step
         self._present: ShardStep | None = None  # not None iff a step is in progress
-        self._begun_in = 0  # the generation
-        self._begun_with: weakref.ref[Context] | None = None  # the runtime
-        self._thread_count: int | None = None  # number of threads at this process's last step
-        self._done = 0  # number of this rank's shards that have begun
-        self._computed = False  # all of them have ended
-        self._optimizer_steps = 0  # number of steps at the start of the step
+        self._begun_in = 0  # generation in which the current step began
+        # runtime with which the current step began
+        self._begun_with: weakref.ref[Context] | None = None
+        self._thread_count: int | None = None  # number of threads in this process's last step
+        self._done = 0  # number of this rank's shards that have begun in the current step
+        self._computed = False  # whether all of this rank's shards have ended
+        self._optimizer_steps = 0  # number of optimizer steps at the start of the current step
         self._said: tuple[int, int] | None = None
-        self._committed = False  # a state has saved it
+        self._committed = False  # whether a state has saved the position
         self._verifier = Verifier(
             self.verify, seed, _weakly(self._all), _weakly(self._arithmetic_digest)
         )
@@ -290,7 +291,7 @@ class Shards:
         for listener in self._all():
             listener.step_ends()
         self._exchange_speeds(len(step.held))
-        if not step.merges:  # a scaler that has scaled no loss refuses to unscale gradients
+        if not step.merges:  # A scaler that has scaled no loss refuses to unscale gradients.
             for scaler in self._scalers:
                 device = getattr(scaler, "_device", "cpu")
                 scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
@@ -423,7 +424,7 @@ class Shards:
                 )
             more = self._verifier.passes_made
             if more and len(values) == len(step.held[step.rank]) + more:
-                values = values[:-more]  # the last ones belong to no step
+                values = values[:-more]  # The last values belong to no step.
             if len(values) not in allowed:
                 raise Invalid(
                     f"mean() got {len(values)} values, but this rank has {len(held)} shards: pass one value per"
@@ -541,7 +542,8 @@ class Shards:
             held = tuple(assignment.place(key[3]))
             plans = [tree.schedule(each, self.count) for each in held]
             partials = [nodes for _, nodes in plans]
-            merges = plans[rank][0] if rank < size else []  # a joining worker has no rank yet
+            # A worker that is joining has no rank yet.
+            merges = plans[rank][0] if rank < size else []
             self._assigned = key, ShardStep(self.step, held, rank, merges, partials)
         return self._assigned[1]._replace(number=self.step)
 
@@ -635,7 +637,7 @@ class Shards:
             "exact": self.exact,
             "step": self.step,
             "inexact_since": self.inexact_since,
-            # Includes numbers that the script has drawn since the last step.
+            # These include numbers that the script has drawn since the last step.
             "generators": generators.state(),
         }
 
@@ -673,7 +675,7 @@ def _number(value: float | torch.Tensor, shard: int) -> float:
         ) from None
 
 
-_all: weakref.WeakSet[Shards] = weakref.WeakSet()  # all objects of this process
+_all: weakref.WeakSet[Shards] = weakref.WeakSet()  # all Shards objects of this process
 
 
 def _weakly(method: Callable[[], Result]) -> Callable[[], Result]:

@@ -23,7 +23,7 @@ class ShardStep(NamedTuple):
     """One step, from the view of this rank."""
 
     number: int
-    held: tuple[tuple[int, ...], ...]  # the shards of each rank
+    held: tuple[tuple[int, ...], ...]  # the shards that each rank computes
     rank: int
     merges: list[tree.Merge]  # operations to run after each of this rank's shards
     partials: list[list[tree.Node]]  # partials that remain on each rank

@@ -43,7 +43,7 @@ class Partial(NamedTuple):
     place: int
 
 
-ADD = None  # in a program: replace the top two values by their sum
+ADD = None  # Instruction of a program: replace the top two values by their sum.
 Program = tuple[Partial | None, ...]
 
 

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from elastic.data.seeds import seed_of
 
-Held = Sequence[Sequence[int]]  # the shards of each rank
-NOT_FINITE = -1  # in place of the digest of gradients of which one is infinite or NaN
-TOO_LARGE = -2  # in place of the digest of gradients of which one exceeds the limit of the step
+Held = Sequence[Sequence[int]]  # the shards that each rank computes
+NOT_FINITE = -1  # replaces the digest of gradients that contain an infinity or NaN
+TOO_LARGE = -2  # replaces the digest of gradients that exceed the limit of the step
 MARGIN = 10  # binary orders of magnitude by which a gradient may exceed the largest one of the previous step
-NONE = -(1 << 31)  # in place of a binary exponent, of 0.0 and of infinity
+NONE = -(1 << 31)  # replaces the binary exponent of 0.0 and of infinity
 # Steps with checks that a return to an older commit covers. In each of them, a rank has two compared passes, so that a
 # rank that is wrong in one of four is found with a probability of 99 %.
 COVERED = 8
@@ -34,7 +34,7 @@ class ShardCheck(NamedTuple):
 
     shard: int
     owner: int
-    second: int  # the other rank
+    second: int  # the rank that computes the shard a second time
 
 
 class Computed(NamedTuple):

@@ -22,7 +22,8 @@ from elastic.protocol import messages
 from elastic.runtime import lifecycle
 
 WAIT = "verification of shards"
-PURPOSE = "means over shards"  # of the group for `Shards.mean`, speeds and digests
+# purpose of the group that is used for `Shards.mean`, speeds and digests
+PURPOSE = "means over shards"
 
 
 class FirstStep(NamedTuple):
@@ -81,20 +82,25 @@ class Verifier:
         arithmetic: Callable[[], int],
     ) -> None:
         self.share = share
-        self.checked: frozenset[int] = frozenset()  # own shards of this step to digest
-        self.shard: int | None = None  # not None iff a second pass is in progress
-        self.passes_made = 0  # second passes of this rank in the last step
+        # shards of this rank whose gradients are digested in this step
+        self.checked: frozenset[int] = frozenset()
+        self.shard: int | None = None  # the shard of the second pass in progress, or None
+        self.passes_made = 0  # number of second passes of this rank in the last step
         self._seed = seed
         self._listeners = listeners
         self._arithmetic = arithmetic
         self._step: ShardStep | None = None
         self._checks: tuple[ShardCheck, ...] = ()
-        self._generation: int | None = None  # generation with compared arithmetic
-        self._begins = False  # first step of a world
-        self._deterministic = False  # this process has computed a shard twice with equal bits
-        self._agreed: dict[int, int] = {}  # the last step in which a rank's gradients were equal
-        self._usual = verification.NONE  # exponent of the largest gradient of the last step
-        self._limits: dict[int, float] = {}  # of shards that are checked for conspicuous gradients
+        # generation in which the arithmetic of the ranks was compared
+        self._generation: int | None = None
+        self._begins = False  # whether this is the first step of a world
+        # whether this process has computed a shard twice with equal bits
+        self._deterministic = False
+        # for each rank, the last step in which its gradients were compared and right
+        self._agreed: dict[int, int] = {}
+        self._usual = verification.NONE  # binary exponent of the largest gradient of the last step
+        # limits of the shards that are checked for conspicuous gradients
+        self._limits: dict[int, float] = {}
 
     def step_begins(self, step: ShardStep, generation: int) -> None:
         """Draw the checks of a step."""

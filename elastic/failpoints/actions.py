@@ -28,7 +28,7 @@ from elastic.rendezvous import environment
 
 TOGETHER_S = 30.0  # seconds for all victims of a rule to reach their place
 WAIT_S = 60.0  # seconds to wait for the file of a wait action
-HOARD_BYTES = 64 << 20  # memory left to be used up by out-of-memory
+HOARD_BYTES = 64 << 20  # number of bytes that the action out-of-memory leaves free
 LOOK_S = 0.002
 TURNS_PER_S = 100_000_000  # approximate speed of an empty loop in C
 
@@ -75,7 +75,8 @@ def _stop(_: str) -> None:
 
 
 def _segv(_: str) -> None:
-    faulthandler.disable()  # otherwise faulthandler would print all stacks, as for an unexpected fault
+    # Otherwise faulthandler would print all stacks, as for an unexpected fault.
+    faulthandler.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     ctypes.string_at(0)
 
@@ -90,12 +91,12 @@ def _raise(text: str) -> None:
 
 def _hold_gil(seconds: str) -> None:
     """Block in C while holding the GIL, so that no other Python thread runs. Unlike a sleep, no signal ends it."""
-    libc = ctypes.PyDLL(None)  # unlike CDLL, PyDLL holds the GIL
-    mutex = ctypes.create_string_buffer(128)  # an all-zero pthread_mutex_t is an unlocked mutex
+    libc = ctypes.PyDLL(None)  # Unlike CDLL, PyDLL holds the GIL.
+    mutex = ctypes.create_string_buffer(128)  # An all-zero pthread_mutex_t is an unlocked mutex.
     whole, part = divmod(time.time() + float(seconds), 1)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_timedlock(mutex, until)  # locking it a second time deadlocks
+    libc.pthread_mutex_timedlock(mutex, until)  # Locking the mutex a second time deadlocks.
 
 
 def _hold_gil_busy(seconds: str) -> None:
@@ -152,7 +153,8 @@ def _wait(name: str) -> None:
         time.sleep(LOOK_S)
 
 
-# flips a bit of one kind of tensor and returns a description, or an empty text without such a tensor
+# For each kind of tensor, a function that flips a bit and returns a description, or an empty text if there is no such
+# tensor.
 flippers: dict[str, Callable[[int], str]] = {}
 
 

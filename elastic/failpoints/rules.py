@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.errors import Invalid
 
 ACTIONS = {
-    "kill": False,  # action -> whether it takes an argument
+    "kill": False,  # for each action, whether it takes an argument
     "term": False,
     "stop": False,
     "segv": False,

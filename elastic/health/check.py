@@ -49,7 +49,7 @@ def _check_gpu(torch: Any, index: int) -> tuple[int, str]:
         error = found()
     except (
         RuntimeError
-    ) as failure:  # CUDA errors: out of memory, an uncorrectable error, a lost GPU
+    ) as failure:  # CUDA raises various errors: out of memory, an uncorrectable error, a lost GPU.
         return FAILED, f"{device}: {str(failure).strip().partition(chr(10))[0]}"
     return (FAILED, f"{device}: {error}") if error else (PASSED, "")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 # Xid errors that a program causes: an exception, a page fault, a stopped channel, its cleanup, video, a timeout.
 OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
-XIDS = 64  # events to read at most
+XIDS = 64  # maximum number of events to read
 
 
 def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
@@ -56,7 +56,7 @@ def _xid(nvml: Any, events: Any) -> str:
             xid = nvml.nvmlEventSetWait_v2(events, 0).eventData
             if xid not in OF_PROGRAMS:
                 return f"Xid error {xid} during the check"
-    except nvml.NVMLError:  # no further event
+    except nvml.NVMLError:  # There is no further event.
         pass
     finally:
         nvml.nvmlEventSetFree(events)
@@ -68,7 +68,7 @@ def _ecc(nvml: Any, gpu: Any) -> str:
         count = nvml.nvmlDeviceGetTotalEccErrors(
             gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
-    except nvml.NVMLError:  # without ECC
+    except nvml.NVMLError:  # The GPU may have no ECC.
         return ""
     return f"{count} uncorrected ECC errors since the driver was loaded" if count else ""
 
@@ -76,7 +76,7 @@ def _ecc(nvml: Any, gpu: Any) -> str:
 def _rows(nvml: Any, gpu: Any) -> str:
     try:
         _, _, pending, failure = nvml.nvmlDeviceGetRemappedRows(gpu)
-    except nvml.NVMLError:  # not supported by this GPU
+    except nvml.NVMLError:  # This GPU does not support the query.
         return ""
     if failure:
         return "a row of its memory could not be remapped"

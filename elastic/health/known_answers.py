@@ -14,7 +14,7 @@ import numpy as np
 from elastic import failpoints
 from elastic.failpoints import actions, failpoint
 
-SIZE, ROUNDS = 384, 4  # rows of the matrices; number of multiplications
+SIZE, ROUNDS = 384, 4  # number of rows of the matrices, and of multiplications
 SUMMED = 1 << 20
 PATTERN_BYTES = 8 << 20
 PATTERNS = (0x55555555, 0xAAAAAAAA, 0x00000000, 0xFFFFFFFF)

@@ -119,7 +119,7 @@ def _has_unknown(state: PartialState) -> bool:
     return state.distributed_type != DistributedType.NO and not alone
 
 
-# At import: a model is prepared before a state is created.
+# Set at import, because a model is prepared before a state is created.
 setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 - not for mypy
 
 
@@ -176,9 +176,9 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     made: Any = from_torch(base, **given, **changes)
     # Attributes that Accelerate reads from the loader it has prepared.
     made.batch_sampler, made.sampler, made.generator = shard, base.sampler, None
-    made.ahead = 1  # Accelerate checks whether another batch follows
+    made.ahead = 1  # Accelerate fetches one batch ahead to check whether another follows.
     prepared.base_dataloader = made
-    prepared.rng_types = None  # the elastic loader determines the order
+    prepared.rng_types = None  # The elastic loader determines the order of the samples.
     return made
 
 
@@ -195,7 +195,8 @@ def follow(accelerator: Accelerator) -> None:
     place = lifecycle.place()
     # Accelerate checks for local process 0, but the worker of that slot may be lost while others train.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
-    for state in (PartialState(), accelerator.state):  # each of these has a copy
+    # Each of these objects has a copy of the process group's settings.
+    for state in (PartialState(), accelerator.state):
         state.num_processes, state.process_index = max(place.size, 1), place.rank
         state.local_process_index = place.local_rank
     for loader in accelerator._dataloaders:

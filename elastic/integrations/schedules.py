@@ -28,7 +28,7 @@ class ScaledSchedule:
         self._make = make
         self._made: tuple[int, Factor] | None = None
         self.steps = steps
-        # Step `since` corresponds to `position` in the first world's steps; each later step advances the position by
+        # Step `since` corresponds to `position`, in steps of the first world. Each later step advances the position by
         # `rate`.
         self.since, self.position, self.rate = 0, 0.0, 1.0
 
@@ -99,5 +99,5 @@ def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
         f" {type(scheduler).__name__} keeps its number of steps, so its learning rate may reach the end too early or"
         f" never. {remedy}",
         StaleValueWarning,
-        stacklevel=1,  # Lightning omits the category of warnings from its own folders
+        stacklevel=1,  # Lightning omits the category of warnings from its own folders.
     )

@@ -112,7 +112,7 @@ class ElasticTrainerMixin:
         if not epoch_known or self.args.max_steps > 0:
             return found
         made = self.state.epoch * num_update_steps_per_epoch
-        # As the Trainer counts an epoch with accumulation.
+        # The Trainer counts an epoch with accumulation in this way.
         if abs(made - self.state.global_step) <= 1:
             return found
         steps = round(made)
@@ -184,7 +184,7 @@ class ElasticTrainerMixin:
         arguments = {**first, "epoch": steps.epoch, "resume_from_checkpoint": None}
         try:
             left = loader.remaining
-        except TypeError:  # a stream, which ends after max_steps
+        except TypeError:  # A stream has no length, and ends after max_steps.
             left = first["steps_in_epoch"] - steps.done * each
         steps.all = steps.done + math.ceil(left / each)
         if self.args.max_steps <= 0:
@@ -207,7 +207,7 @@ class ElasticTrainerMixin:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)
             return
         if not schedules.counts_steps(schedule) or self._created_lr_scheduler:
-            return  # the schedule does not depend on the number of steps
+            return  # The schedule does not depend on the number of steps.
         changed = self._steps.changed
         if changed.see(self.state.max_steps) and self.state.is_world_process_zero:
             assert changed.first is not None
@@ -226,7 +226,7 @@ class ElasticTrainerMixin:
 
     def _epochs(self, first: Epoch) -> int:
         if self.args.max_steps > 0:
-            return 1 << 62  # DefaultFlowCallback stops at max_steps
+            return 1 << 62  # No limit is needed, because DefaultFlowCallback stops at max_steps.
         return math.ceil(self.args.num_train_epochs)
 
 
@@ -239,8 +239,9 @@ class _Steps:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.done = 0  # optimizer steps of this epoch
-        self.all = 0  # ... plus those left in the current world
+        self.done = 0  # number of optimizer steps completed in this epoch
+        # number of optimizer steps of this epoch: those completed, and those left in the current world
+        self.all = 0
         self.begun = False
         self.count = 0
         self.changed = schedules.ScheduleLengthChange()

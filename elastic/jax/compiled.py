@@ -17,7 +17,8 @@ from elastic.errors import Invalid
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-_raised: deque[BaseException] = deque(maxlen=8)  # errors of callbacks, which JAX wraps
+# errors of callbacks, which JAX replaces by its own
+_raised: deque[BaseException] = deque(maxlen=8)
 
 
 def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:

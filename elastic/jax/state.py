@@ -21,7 +21,7 @@ class TreePart(Part):
     """Handler of a `Tree`. Arrays are committed as tensors, numbers and strings as values, all other leaves stay."""
 
     value: Tree
-    _flat: Flat  # without leaves
+    _flat: Flat  # structure of the tree, without its leaves
     _leaves: tuple[Leaf, ...]
 
     def _adopt_value(self) -> None:
@@ -56,7 +56,7 @@ class TreePart(Part):
         ]
 
     def seems_unchanged(self) -> bool:
-        return False  # torch cannot detect JAX's writes
+        return False  # torch cannot detect writes by JAX, so the value counts as changed.
 
     def own(self) -> Any:
         # After an interrupted step, the live tree may have another layout than the committed one.
@@ -140,7 +140,7 @@ class TreePart(Part):
         self.value.value = flat.rebuild(made)
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
-        return set()  # statistics of batches, for example, may differ between workers
+        return set()  # Some values, such as statistics of batches, may differ between workers.
 
     def bytes_to_come(self) -> int:
         _, tensors = self._contents(self.look())
@@ -195,7 +195,8 @@ class JaxState(HandledState):
         values = {n: Tree(v) if trees.has_arrays(v) else v for n, v in kwargs.items()}
         super().__init__(values, rng)
         for name in (each for each, value in values.items() if isinstance(value, Tree)):
-            del self.__dict__[name]  # makes `__getattr__` return the tree instead of its holder
+            # After this, `__getattr__` returns the tree instead of its holder.
+            del self.__dict__[name]
 
     def _tree(self, name: str) -> TreePart | None:
         part = self.__dict__.get("_handlers", {}).get(name)

@@ -111,7 +111,8 @@ def has_arrays(value: Any) -> bool:
     """Return whether a value is a tree with an array of JAX or a Flax module."""
     try:
         leaves = jax.tree.leaves(value, is_leaf=is_module)
-    except ValueError:  # the keys of a dictionary can't be sorted, so it is no tree
+    # If the keys of a dictionary cannot be sorted, JAX does not accept it as a tree.
+    except ValueError:
         return False
     return any(isinstance(leaf, jax.Array) or is_module(leaf) for leaf in leaves)
 
@@ -151,7 +152,7 @@ def _names(paths: Sequence[Any]) -> tuple[str, ...]:
     short = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
     if len({*short}) == len(short):
         return short
-    return tuple(map(jax.tree_util.keystr, paths))  # keys that contain dots
+    return tuple(map(jax.tree_util.keystr, paths))  # Keys that contain dots would be ambiguous.
 
 
 def first_difference(

@@ -213,7 +213,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # Exactly 1 in the last batch.
+            # The factor is exactly 1 in the last batch.
             assert self.steps_per_epoch is not None
             epoch += 1.0 / self.steps_per_epoch
             size = basics.size()
@@ -362,7 +362,8 @@ class UpdateBatchStateCallback(_Position):
     def __init__(self, state: ObjectState) -> None:
         super().__init__(state)
         self.steps_per_epoch: int | None = None
-        self._begun_at = 0  # batches of the current epoch that were completed earlier
+        # number of batches of the current epoch that were completed in an earlier world
+        self._begun_at = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # Valid for this fit() only: the number of steps may differ in another world.

@@ -44,7 +44,7 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
         step = _of_iterators(inspect.unwrap(model.train_function))
         if step is not None:
             step.get_concrete_function(iter(none))
-    # An error of a script's train_step: it will be raised again at the first batch.
+    # An error of a script's train_step will be raised again at the first batch.
     except Exception as error:
         log.debug(
             "the training step could not be traced ahead: %s: %s", type(error).__name__, error
@@ -82,7 +82,8 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         nonlocal sent
         rt = lifecycle.active()
         if not sent and rt is not None and rt.session.recovery.running:
-            sent = True  # only once, even after a failure, because this is called at every step
+            # The send is attempted only once, even after a failure, because this is called at every step.
+            sent = True
             rt.worlds.report_step_input(_step_input(iterator))
         return step(iterator)
 
@@ -97,7 +98,7 @@ def _step_input(iterator: Any) -> bytes:
         return b""
     try:
         proto = tf.data.DatasetSpec(iterator.element_spec).experimental_as_proto()
-    except (NotImplementedError, TypeError, ValueError):  # a type that TensorFlow cannot serialize
+    except (NotImplementedError, TypeError, ValueError):  # TensorFlow cannot serialize this type.
         return b""
     spec: bytes = proto.SerializeToString(deterministic=True)
     return spec if len(spec) <= STEP_INPUT_LIMIT else b""

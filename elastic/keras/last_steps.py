@@ -25,7 +25,7 @@ def limit(model: keras.Model, left: int) -> None:
         model.train_function = step
         if not LEGACY:
             return step(*args[:-1], _first(args[-1], left))
-        own.assign(left)  # read by the step of legacy Keras
+        own.assign(left)  # The step of legacy Keras reads this value.
         try:
             return step(*args)
         finally:

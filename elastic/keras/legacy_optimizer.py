@@ -19,7 +19,7 @@ class ReducesLegacyGradients:
     """Mixin of distributed optimizers."""
 
     _elastic: GradientOptions
-    _elastic_local: set[int]  # IDs of variables
+    _elastic_local: set[int]  # IDs of the variables that are not reduced
     _elastic_passes: GradientAggregation | None
 
     def register_local_var(self, variable: Any) -> None:
@@ -57,7 +57,8 @@ class ReducesLegacyGradients:
             zip(self._reduced([each for each, _ in pairs], variables), variables, strict=True)
         )
 
-    _aggregate_gradients = aggregate_gradients  # its name in tf_keras.optimizers.legacy
+    # tf_keras.optimizers.legacy calls the method by this name.
+    _aggregate_gradients = aggregate_gradients
 
     def _reduced(self, found: list[Any], variables: Sequence[Any]) -> list[Any]:
         local = [id(variable) in self._elastic_local for variable in variables]
@@ -83,7 +84,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
     """Create all variables of an optimizer."""
     if hasattr(optimizer, "build"):
         optimizer.build(variables)
-    else:  # of tf_keras.optimizers.legacy
+    else:  # The optimizer is from tf_keras.optimizers.legacy.
         optimizer._create_all_weights(variables)
     passes = getattr(optimizer, "_elastic_passes", None)
     if passes is not None:
@@ -92,5 +93,5 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 @functools.cache
 def _subclass(kind: type) -> type:
-    # With the same name and module, so that a saved model is an ordinary Keras model.
+    # The class keeps name and module, so that a saved model is an ordinary Keras model.
     return type(kind.__name__, (ReducesLegacyGradients, kind), {"__module__": kind.__module__})

@@ -37,12 +37,12 @@ class KerasSteps:
         # Optimizers and their step counts. None belongs to a graph that has not run yet.
         self._known: dict[int, tuple[Any, int | None]] = {}
         self._used: dict[int, Any] = {}  # optimizers that have made a step
-        # variables, of optimizers that don't store them
+        # variables to which an optimizer was applied that does not store them
         self._applied_to: dict[int, list[Any]] = {}
         self._wrapped: list[tuple[type, str, Any]] = []
         # Objects that were created before the training.
         self._met_optimizers: list[weakref.ref[Any]] = []
-        self._sharded: list[weakref.ref[Any]] = []  # data sets
+        self._sharded: list[weakref.ref[Any]] = []  # data sets that are divided among the ranks
         self._windows = 0
 
     def classes(self) -> list[type]:
@@ -195,7 +195,7 @@ def _in_graph() -> bool:
         import tensorflow as tf
 
         return not tf.executing_eagerly()
-    return tensors.backend() == "jax"  # steps of JAX do not store their counts in variables
+    return tensors.backend() == "jax"  # Steps of JAX do not store their counts in variables.
 
 
 def _steps_of(optimizer: Any) -> int:

@@ -26,11 +26,11 @@ class ReducesGradients:
     """
 
     _elastic: GradientOptions
-    _elastic_local: set[int]  # IDs of variables
-    _elastic_outer: bool  # reduced by an enclosing loss scale
+    _elastic_local: set[int]  # IDs of the variables that are not reduced
+    _elastic_outer: bool  # whether an enclosing loss scale optimizer reduces the gradients
     _elastic_factor: float  # factor for accumulated gradients, which Keras averages
-    _elastic_applied: list[bool]  # which of the applied gradients are local ones
-    gradient_accumulation_steps: int | None  # Keras's own
+    _elastic_applied: list[bool]  # for each applied gradient, whether it is a local one
+    gradient_accumulation_steps: int | None  # attribute of Keras
     _iterations: Any
 
     def register_local_var(self, variable: Any) -> None:
@@ -84,7 +84,7 @@ class ReducesScaledGradients(ReducesGradients):
     pass, even if the inner optimizer accumulates.
     """
 
-    _trainable_variables: list[Any]  # Keras's own
+    _trainable_variables: list[Any]  # attribute of Keras
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
@@ -120,7 +120,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def is_built(optimizer: Any) -> bool:
-    if LEGACY:  # optimizers of tf_keras.optimizers.legacy have no flag, only weights
+    if LEGACY:  # Optimizers of tf_keras.optimizers.legacy have no flag, only weights.
         optimizer = inside(optimizer)
         return bool(getattr(optimizer, "_built", False) or getattr(optimizer, "weights", None))
     return bool(optimizer.built)
@@ -131,7 +131,8 @@ def variables_of(optimizer: Any) -> list[Any]:
     if not LEGACY:
         return list(optimizer.variables)
     own = inside(optimizer).variables
-    scale: Any = getattr(optimizer, "_loss_scale", None)  # a number if it is fixed
+    # The value is a number if the scale is fixed.
+    scale: Any = getattr(optimizer, "_loss_scale", None)
     scales = [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []
     return [*(own() if callable(own) else own), *scales, *accumulated(optimizer)]
 
@@ -191,7 +192,7 @@ def _reduce_around(scale: Any) -> None:
 def _subclass(kind: type) -> type:
     scales = not LEGACY and issubclass(kind, keras.optimizers.LossScaleOptimizer)
     reduces = ReducesScaledGradients if scales else ReducesGradients
-    # With the same name and module, so that a saved model is an ordinary Keras model.
+    # The class keeps name and module, so that a saved model is an ordinary Keras model.
     return type(kind.__name__, (reduces, kind), {"__module__": kind.__module__})
 
 

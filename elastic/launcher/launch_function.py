@@ -69,14 +69,15 @@ def launch(
     # The worker searches for modules in the same folders as this process.
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
 
-    with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:  # mode 0700
+    # The folder has mode 0700.
+    with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:
         call = Path(folder) / "call"
         content = pickled(func, args, kwargs or {})
         call.write_bytes(content)
         command = [executable or sys.executable, "-m", "elastic.launcher.run_function", str(call)]
         job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
         fleet = job.fleet
-        if fleet is not None:  # other machines may not see this folder
+        if fleet is not None:  # Other machines may not see this folder.
             fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(content)})
         job = replace(job, reported=on_report, fleet=fleet)
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))

@@ -21,8 +21,9 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import RESULT_LIMIT
 
 CARRIED = "ELASTIC_CALL_PART_"
-PART = 96 * 1024  # characters; a variable may have 128 KiB
-CARRIED_LIMIT = 512 * 1024  # bytes; all variables and arguments together may have 2 MiB
+PART = 96 * 1024  # maximum number of characters per variable, of which the system permits 128 KiB
+# Maximum number of bytes. All variables and arguments together may have 2 MiB.
+CARRIED_LIMIT = 512 * 1024
 
 
 def carried(call: bytes) -> dict[str, str]:
@@ -46,7 +47,7 @@ def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise Invalid(f"kwargs is a {type(kwargs).__name__}: pass a dict of arguments")
     try:
         call: bytes = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
-    except Exception as error:  # pickling the user's objects can raise any exception
+    except Exception as error:  # Pickling the user's objects can raise any exception.
         what = "".join(str(error).splitlines()[:1]) or type(error).__name__
         raise Invalid(
             f"the function can't be pickled for the workers: {what}; create what can't be pickled inside the"

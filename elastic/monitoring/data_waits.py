@@ -10,7 +10,7 @@ from typing import Any
 from elastic.monitoring.time_account import TimeAccount
 
 _account: TimeAccount | None = None
-_thread = 0  # the thread with counted waits
+_thread = 0  # ID of the thread whose waits are counted
 _listener: Callable[[Any], None] | None = None
 
 

@@ -9,7 +9,7 @@ import torch
 
 SPARSE = sys.maxsize  # marks a sparse gradient, of which only some rows are sent
 
-largest: int | None = None  # elements of the largest tensor; None means not observed
+largest: int | None = None  # number of elements of the largest tensor, or None if none was observed
 
 
 def observe() -> None:

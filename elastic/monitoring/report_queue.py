@@ -17,10 +17,10 @@ import msgspec
 
 from elastic.protocol.messages import Place, Reported
 
-KEPT = 1000  # reports that have not been sent
-KEPT_BYTES = 16 * 1024 * 1024  # ... and their maximum size
+KEPT = 1000  # maximum number of reports that wait to be sent
+KEPT_BYTES = 16 * 1024 * 1024  # maximum size of these reports, in bytes
 WINDOW_BYTES = 128 * 1024
-OVERHEAD_BYTES = 100  # approximate overhead of a message
+OVERHEAD_BYTES = 100  # approximate overhead of a message, in bytes
 
 
 class ReportQueue:
@@ -28,13 +28,13 @@ class ReportQueue:
 
     def __init__(self, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept, self._kept_bytes = kept, kept_bytes
-        self._waiting: deque[Reported] = deque()  # reports without a number
+        self._waiting: deque[Reported] = deque()  # reports that have no number yet
         self._waiting_bytes = 0
         self._under_way: deque[Reported] = deque()
         self._under_way_bytes = 0
-        self._sent = 0  # number of reports in flight that were sent on the present connection
+        self._sent = 0  # number of unacknowledged reports that were sent on the current connection
         self._number = 0
-        self._dropped = 0  # reports dropped since the last one that was sent
+        self._dropped = 0  # number of reports dropped since the last one that was sent
 
     def __len__(self) -> int:
         """Return the number of reports not yet delivered."""

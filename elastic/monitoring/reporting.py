@@ -46,7 +46,8 @@ class Reporting:
         self._send = send
         self._queue = ReportQueue()
         self._changed = threading.Condition()  # guards the queue; held only for short operations
-        self._sending = threading.Lock()  # one sender at a time, in order
+        # lock that lets one thread at a time send, so that the order is kept
+        self._sending = threading.Lock()
         self._lost = False
 
     def add(self, generation: int, place: Place, metrics: bytes) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-steps: int | None = None  # None if no torch optimizer has stepped
-batch: int | None = None  # samples of a step on this rank, or None if unknown
-state_step: int | None = None  # the state's own step at its newest commit, if it has one
+steps: int | None = None  # number of steps, or None if no torch optimizer has stepped
+batch: int | None = None  # number of samples of a step on this rank, or None if unknown
+state_step: int | None = None  # step counter of the state at its newest commit, or None
 commits_every = 1  # number of calls of commit() for which one copy is made
-_counted = 0  # id of the torch optimizer whose steps are counted
-_taken: int | None = None  # an optimizer's own count at the newest commit
+_counted = 0  # ID of the torch optimizer whose steps are counted
+_taken: int | None = None  # step count of an optimizer at the newest commit
 
 
 def committed(step: object, taken: int | None = None) -> None:

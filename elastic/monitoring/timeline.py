@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable
 
 from elastic.monitoring.trace_buffer import TraceBuffer
 
-POKE_AT = 2_000  # waiting records at which the sender is woken
-CYCLES = "cycles"  # the row of CYCLE_START
+POKE_AT = 2_000  # number of waiting records at which the sender is woken
+CYCLES = "cycles"  # name of the row with CYCLE_START
 
 on = False  # whether records are wanted
 mark_cycles = False

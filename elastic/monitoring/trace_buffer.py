@@ -19,8 +19,8 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-LIMIT = 100_000  # waiting records; about 20 MB
-LASTS_NS = 1_000_000_000  # age at which an unfinished span gets a record of its own
+LIMIT = 100_000  # maximum number of waiting records, which take about 20 MB
+LASTS_NS = 1_000_000_000  # age in nanoseconds at which an unfinished span gets a record of its own
 
 
 # An open span: name, begin, and whether it was recorded as a B. A list costs half of an object.
@@ -31,7 +31,7 @@ class TraceBuffer:
     """Buffer of trace records. Any thread may add records, and one thread removes them."""
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.dropped = 0  # records dropped since the last ``take_dropped``
+        self.dropped = 0  # number of records dropped since the last `take_dropped`
         self._limit = limit
         self._records: list[Trace] = []
         self._open: dict[str, list[_Open]] = {}  # open spans by row, outermost first
@@ -68,7 +68,7 @@ class TraceBuffer:
                 return
             span = spans.pop()
             if not spans:
-                del self._open[row]  # names that are never used again must not accumulate
+                del self._open[row]  # Names that are never used again must not accumulate.
         self._close(row, span, at_ns)
 
     def end_all(self, at_ns: int) -> None:
@@ -82,7 +82,7 @@ class TraceBuffer:
     def _close(self, row: str, span: _Open, at_ns: int) -> None:
         name, began_ns, recorded = span
         if recorded:
-            # written even if the buffer is full, because each B record needs an E record
+            # The record is written even if the buffer is full, because each B record needs an E record.
             self._records.append(("E", row, name, at_ns, 0))
         else:
             self.add(("X", row, name, began_ns, at_ns - began_ns))
@@ -98,7 +98,7 @@ class TraceBuffer:
                     if recorded:
                         continue
                     if now_ns - at_ns < LASTS_NS or len(self._records) >= self._limit:
-                        break  # spans inside it are younger
+                        break  # The spans inside this one are younger.
                     span[2] = True
                     self._records.append(("B", row, name, at_ns, 0))
 

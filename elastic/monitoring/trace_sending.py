@@ -16,22 +16,23 @@ from elastic.monitoring.trace_buffer import TraceBuffer
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Trace
 
-BATCH = 2_000  # records of a message; about 150 KB
-BATCH_BYTES = 1 << 20  # bytes of names in a message; a script may choose long ones
-WINDOW = 8  # messages in flight
-ROUND = 8  # requests for the driver's clock
-AGAIN_NS = 30_000_000_000  # time between two rounds of requests
+BATCH = 2_000  # maximum number of records per message, about 150 KB
+# Maximum number of bytes of names per message. A script may choose long ones.
+BATCH_BYTES = 1 << 20
+WINDOW = 8  # maximum number of messages in flight
+ROUND = 8  # number of requests for the driver's clock per round
+AGAIN_NS = 30_000_000_000  # nanoseconds between two rounds of requests
 
 
 class TraceSending:
     """Sending of one worker. Not thread-safe."""
 
     def __init__(self, buffer: TraceBuffer) -> None:
-        self.timeline = 0  # number of the current one, or 0 if there is none
+        self.timeline = 0  # number of the current timeline, or 0 if there is none
         self._buffer = buffer
         self._over = False  # the timeline has ended, and the remaining records have to be sent
-        self._under_way = 0  # messages
-        self._clock = ClockOffset()  # offset from the last complete round
+        self._under_way = 0  # number of messages in flight
+        self._clock = ClockOffset()  # offset of the driver's clock from the last complete round
         self._round = ClockOffset()
         self._round_at_ns = 0
 
@@ -62,7 +63,7 @@ class TraceSending:
             return []
         self._buffer.report_open_spans(now_ns)
         if not self._clock.known:
-            return []  # times cannot be converted yet
+            return []  # Times cannot be converted yet.
         due: list[Message] = []
         while self._under_way < WINDOW and len(self._buffer):
             due.append(self._batch())

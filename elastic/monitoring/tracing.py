@@ -67,13 +67,13 @@ class TracingThroughDriver:
         self._buffer = TraceBuffer()
         self._lock = threading.Lock()  # serializes sending by the link thread and at exit
         self._sending = TraceSending(self._buffer)
-        self._asking = threading.Lock()  # one request at a time
+        self._asking = threading.Lock()  # lock that permits one request at a time
         self._answered = threading.Condition()
         self._requests = 0
         self._answer: protocol.TimelineAnswer | None = None
-        self._present = 0  # number of the timeline being recorded
-        # The timeline of this worker's script. A late stop must not end a newer timeline that other ranks started. None
-        # means that the script has made no request and refers to the first timeline.
+        self._present = 0  # number of the timeline that is being recorded
+        # The timeline that this worker's script refers to. A late stop must not end a newer timeline that other ranks
+        # started. None means that the script has made no request and refers to the first timeline.
         self._known: int | None = None
 
     def begin(self, place: Place) -> None:

@@ -74,7 +74,7 @@ def grouped_allreduce(
 ) -> list[Array]:
     """Reduce several arrays at once. Small arrays of one dtype share a buffer. See `allreduce`."""
     for tensor in tensors:
-        view(tensor)  # checked before anything is copied
+        view(tensor)  # The tensor is checked before anything is copied.
     made = [tensor.copy() for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
     return grouped_allreduce_(made, None, name, priority, *factors, process_set, as_op(op, average))

@@ -46,7 +46,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     _optimizer: Any
     _gradient_predivide_factor: float
     _process_set: ProcessSet
-    _ranks: int  # the divisor included in the optimizer's rescale_grad
+    _ranks: int  # the divisor that is included in the optimizer's rescale_grad
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 " mx.optimizer.create('sgd')"
             )
         check_predivide_factor(gradient_predivide_factor, Op.AVERAGE)
-        # Not by assignment, which would set attributes of the optimizer.
+        # Attributes are not assigned, because this would set them on the wrapped optimizer.
         self.__dict__.update(
             _optimizer=optimizer,
             _gradient_predivide_factor=gradient_predivide_factor,
@@ -77,7 +77,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_set": None}  # the process set belongs to this process
+        return {**self.__dict__, "_process_set": None}  # The process set belongs to this process.
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _process_set=global_process_set)

@@ -51,7 +51,7 @@ class TrainerPart(Part):
         return [f"{self.name} {type(self._optimizer).__name__}"]
 
     def seems_unchanged(self) -> bool:
-        return False  # torch cannot detect MXNet's writes
+        return False  # torch cannot detect writes by MXNet, so the value counts as changed.
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         optimizer = self._optimizer

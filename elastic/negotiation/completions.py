@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from elastic.negotiation import submission
 
-BRIEF_S = 0.003  # how long a caller waits itself before the thread takes over
+BRIEF_S = 0.003  # Seconds that a caller waits by itself before the thread takes over.
 
 Finish = Callable[[], None]
 
@@ -23,9 +23,9 @@ class Completions:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[int, Finish] = {}
-        self._added = False  # a collective was added since the thread last checked
+        self._added = False  # whether a collective was added since the thread last checked
         self._idle = True
-        self._brief = threading.Lock()  # held by the waiting caller itself
+        self._brief = threading.Lock()  # lock that a caller holds while it waits by itself
         self._thread: threading.Thread | None = None
 
     def when_over(self, handle: int, finish: Finish) -> None:

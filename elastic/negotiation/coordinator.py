@@ -49,10 +49,11 @@ class Coordinator:
         self._capacity = capacity
         self._sets: dict[Members, MessageTable] = {}
         self._joined: list[int] = []  # ranks in the order of joining
-        self._gone: dict[int, str] = {}  # ranks that left -> the reason
+        self._gone: dict[int, str] = {}  # for each rank that left, the reason
         # Last reported wait of each rank. The wait may have ended.
         self._waits: dict[int, tuple[Members, Request]] = {}
-        self._since: dict[tuple[Members, str], float] = {}  # when each name was first seen waiting
+        # for each name, the time at which it was first seen waiting
+        self._since: dict[tuple[Members, str], float] = {}
         self._warned: set[tuple[Members, str]] = set()
 
     # ---- offers ----------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ class Coordinator:
     ) -> list[ResponseList]:
         each = self._set(offer.members)
         if rank not in each.offered:
-            return []  # the rank is not a member, and its call has already raised
+            return []  # The rank is not a member, and its call has already raised.
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
             requests = (*each.with_known_numbers(rank, known), *requests)
@@ -137,7 +138,7 @@ class Coordinator:
             found = self._settled(each, name)
             if found is None:
                 continue
-            if each.epoch != epoch and responses:  # numbers assigned before this are void
+            if each.epoch != epoch and responses:  # All numbers assigned before this are void.
                 made.append(ResponseList(each.named_as, epoch, responses=tuple(responses)))
                 responses = []
             responses.append(found)
@@ -252,7 +253,7 @@ class Coordinator:
         stuck = in_cycles(lacking)
         concerned = {rank for each in stuck for rank in self._active(self._set(waits[each][0]))}
         if not stuck or not concerned <= waits.keys():
-            return []  # another rank has not called yet; all ranks will then receive all calls
+            return []  # Another rank has not called yet. All ranks will then receive all calls.
         asked = {
             rank: self._set(waits[rank][0]).asked_by_all(waits[rank][1].name)
             for rank in sorted(stuck)
@@ -285,7 +286,8 @@ class Coordinator:
             (each.named_as, name): ranks
             for each in self._sets.values()
             for name, ranks in each.names()
-            if not ranks.issuperset(self._active(each))  # slow, but all members take part
+            # The collective is slow, but all members take part.
+            if not ranks.issuperset(self._active(each))
         }
         for key in self._since.keys() - waiting.keys():
             del self._since[key]

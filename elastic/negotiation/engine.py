@@ -46,9 +46,10 @@ from elastic.rendezvous.store import Store, listen
 # A collective that takes longer may be waiting for ranks blocked in other collectives.
 BLOCKED_S = 0.3
 LEAVE_S = 0.3  # seconds to send the leave message to rank 0
-_MOST_CYCLES = 5  # how many cycles to wait for a growing batch
+_MOST_CYCLES = 5  # maximum number of cycles to wait for a growing batch
 DRAIN_S = 0.2  # seconds for a woken thread to carry out the decisions that it received
-_SLICE_S = 0.05  # seconds between two checks of a thread that waits while another drives
+# seconds between two checks of a thread that waits while another thread receives decisions
+_SLICE_S = 0.05
 
 
 class Engine:
@@ -79,12 +80,12 @@ class Engine:
             groups=env.group_fusion,
         )
         self._caches: dict[Members, ResponseCache[Pending]] = {}
-        self._fresh: set[Members] = set()  # sets with something not yet sent
+        self._fresh: set[Members] = set()  # process sets with requests that were not sent yet
         self._unnamed: dict[tuple[Members, str], int] = {}
         self._joins = 0  # number of completed joins
         self._undecided = 0
-        self._submitters: set[int] = set()  # thread identifiers
-        self._lock = threading.Lock()  # guards the seven fields above
+        self._submitters: set[int] = set()  # IDs of the threads that have submitted collectives
+        self._lock = threading.Lock()  # lock that guards the seven fields above
         self._sending = threading.Lock()
         self._driving = threading.Lock()
         self._carrying = threading.Lock()
@@ -95,7 +96,7 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        # A thread has taken work from one queue and not yet put it into the next.
+        # Whether a thread has taken work from one queue and not yet put it into the next.
         self._midway = False
         self._thread: threading.Thread | None = None
 
@@ -149,7 +150,7 @@ class Engine:
         self._wake.put(None)
         line = self._line
         if line is not None and self._driving.locked():
-            line.wake()  # the driving thread may be waiting for other decisions
+            line.wake()  # The thread that receives decisions may be waiting for others.
 
     def reach(self) -> None:
         """Connect to rank 0 before anything is submitted. Blocks. A failure is reported by the first collective."""
@@ -163,7 +164,7 @@ class Engine:
         if self._failure or self._left:
             return
         self._left = True
-        # Best effort: the message is lost if rank 0 is gone, or another thread is just connecting.
+        # The message is lost if rank 0 is gone, or if another thread is just connecting.
         with contextlib.suppress(CollectiveFailed):
             if self._line is None and self._driving.acquire(blocking=False):
                 try:
@@ -225,7 +226,8 @@ class Engine:
                 except CollectiveFailed as error:
                     self.fail(error)
                     raise
-                except BaseException as error:  # Ctrl-C, or raised by a signal handler
+                # The exception may be Ctrl-C, or raised by a signal handler.
+                except BaseException as error:
                     if self._midway:
                         self._give_up(f"interrupted by {type(error).__name__}")
                     raise
@@ -299,7 +301,7 @@ class Engine:
     def _send_fresh(self) -> None:
         line = self._line
         if line is None:
-            return  # the connecting thread sends everything
+            return  # The thread that connects sends everything.
         with self._sending:
             with self._lock:
                 made = [self._caches[members].offer() for members in self._fresh]
@@ -316,7 +318,7 @@ class Engine:
         self._limits = rules.limits
         line = ControllerClient(rules, place.rank, self.generation, secret, silence_s(self._env))
         self._line = line
-        if self._failure:  # aborted in the meantime
+        if self._failure:  # The engine was aborted in the meantime.
             line.abort()
         return line
 

@@ -19,8 +19,8 @@ FUSION_BYTES = 128 << 20  # Horovod's default
 class FusionLimits:
     """Limits of fusion. All ranks use the limits of rank 0."""
 
-    fusion_bytes: int = FUSION_BYTES  # maximum bytes of one buffer; 0 disables fusion
-    alone_bytes: int = ALONE_BYTES  # tensors of this size or more are not fused
+    fusion_bytes: int = FUSION_BYTES  # maximum size of a fusion buffer in bytes; 0 disables fusion
+    alone_bytes: int = ALONE_BYTES  # size in bytes from which on a tensor is not fused
     groups: bool = True  # whether a group may share a buffer with other tensors
 
 
@@ -31,7 +31,8 @@ def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[in
     others of a different kind.
     """
     made: list[list[int]] = []
-    open_at: dict[tuple[object, ...], tuple[int, int]] = {}  # kind -> batch, bytes in it
+    # for each kind, the open batch and the bytes in it
+    open_at: dict[tuple[object, ...], tuple[int, int]] = {}
     for index, each in enumerate(responses):
         kind = _kind(each, limits)
         if kind is None:

@@ -24,8 +24,8 @@ class HandleEntry:
         self.runtime = rt
         self.generation = rt.generation
         self.pending = pending
-        self.pick = pick  # creates the result for the user
-        # equal on all ranks: excludes the number assigned by this process
+        self.pick = pick  # function that creates the result for the user
+        # Name that is equal on all ranks, without the number assigned by this process.
         self.shown = shown
 
     def stale(self, rt: Context) -> bool:

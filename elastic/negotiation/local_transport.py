@@ -26,7 +26,7 @@ from elastic.rpc.server import SealedCaller, SealedServer
 LOOK_S = 1.0  # seconds between two checks for collectives that make no progress
 BEAT_S = 5.0  # seconds between two heartbeats
 SILENT_BEATS = 6
-_HELLO_LIMIT = 256  # bytes, before the peer is authenticated
+_HELLO_LIMIT = 256  # maximum number of bytes before the peer is authenticated
 _HELLO_S = 10.0
 
 _hellos: msgspec.msgpack.Decoder[RankHello] = msgspec.msgpack.Decoder(RankHello)
@@ -65,14 +65,15 @@ class LocalController:
         died: Callable[[str], None],
     ) -> None:
         self.rules = rules
-        # Mailbox of rank 0 with decisions, wake-ups, and None at the end.
+        # Mailbox of rank 0 with decisions and wake-ups. None marks the end.
         self.own: queue.SimpleQueue[ResponseList | str | None] = queue.SimpleQueue()
         self._size = size
         self._coordinator = Coordinator(size, env.cache_capacity)
         # Guards the coordinator and the two fields below, and ensures the order of published decisions.
         self._deciding = threading.Lock()
         self._connected: dict[int, SealedCaller] = {}
-        self._early: dict[int, list[bytes]] = {}  # bodies for ranks that have not connected yet
+        # message bodies for ranks that have not connected yet
+        self._early: dict[int, list[bytes]] = {}
         self._warn_s = env.stall_warning_s
         self._end_s = last_resort_s(env)
         self._look_at = time.monotonic() + LOOK_S
@@ -180,7 +181,7 @@ class LocalController:
             # Decisions in transit to other ranks must be returned here too.
             with self._deciding:
                 rest = self._waiting()
-            self.own.put(None)  # wakes the next caller too
+            self.own.put(None)  # This also wakes the next caller.
             decisions += [each for each in rest if isinstance(each, ResponseList)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)

@@ -15,11 +15,12 @@ from elastic.negotiation.messages import ALLREDUCE, Members, Request, Response
 class MessageTable:
     """The pending collectives of one set of ranks."""
 
-    members: Members  # in full
+    members: Members  # all ranks of the process set
     named_as: Members  # members as in messages: empty for the whole world
-    offered: dict[int, int]  # bits of the numbers that each rank has offered
-    waiting: dict[str, dict[int, Request]] = field(default_factory=dict)  # by name, by rank
-    numbers: dict[str, int] = field(default_factory=dict)  # of names
+    offered: dict[int, int]  # for each rank, the bits of the numbers that it has offered
+    # requests, by name and rank
+    waiting: dict[str, dict[int, Request]] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)  # number of each name
     entries: list[Response] = field(default_factory=list)  # responses by number
     seen: set[str] = field(default_factory=set)  # names that were requested at least once
     reducible: int = 0  # bits of the numbers that joined ranks can add zeros to
@@ -27,8 +28,8 @@ class MessageTable:
     watched: int = 0  # bits of the names that were waiting at the last stall check
     epoch: int = 0
     before: list[Response] = field(default_factory=list)  # the entries of the previous epoch
-    unaware: set[int] = field(default_factory=set)  # ranks that have not seen this epoch yet
-    lacking: int = -1  # last missing rank, checked first
+    unaware: set[int] = field(default_factory=set)  # ranks that have not seen the current epoch yet
+    lacking: int = -1  # the last missing rank, which is checked first
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
@@ -48,7 +49,7 @@ class MessageTable:
         if asked is None:
             asked = self.waiting[request.name] = {}
             number = self.numbers.get(request.name)
-            # expand the bits of the other ranks to requests
+            # Expand the bits of the other ranks to requests.
             if number is not None:
                 bit = 1 << number
                 self.by_request |= bit
@@ -110,7 +111,7 @@ class MessageTable:
 
     def forget_numbers(self) -> None:
         """Start a new epoch."""
-        # Convert offers by number to full requests.
+        # The offers of the previous epoch are repeated as full requests, because their numbers are void.
         for rank, offered in self.offered.items():
             for number in bits(offered):
                 request = self.asked(number, rank)

@@ -17,15 +17,16 @@ import msgspec
 
 from elastic.protocol.calls import Called, Calls, distinct
 
-Members = tuple[int, ...]  # ranks in the world, ascending; empty means all of them
+Members = tuple[int, ...]  # ranks of a process set, ascending; empty means the whole world
 ALL: Members = ()
 
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
-WAIT = "wait"  # sent with a name: this rank's only submitting thread is blocked in that collective
+# Operation that reports, with a name, that this rank's only submitting thread is blocked in that collective.
+WAIT = "wait"
 
-_FEW = 4  # how many tensors of a group a sentence lists
+_FEW = 4  # maximum number of tensors of a group that a sentence lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _ELEMENT_BYTES = {
     "bool": 1,
@@ -36,22 +37,23 @@ _ELEMENT_BYTES = {
     "bfloat16": 2,
     "int32": 4,
     "float32": 4,
-}  # other dtypes count as 8 bytes, which is close enough to classify small tensors
+}  # Other dtypes count as 8 bytes, which suffices to recognize small tensors.
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One rank's call of one collective."""
 
     kind: str
-    name: str  # including the kind: allreduce.loss
-    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of each
+    name: str  # name with the kind of the collective, such as allreduce.loss
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of each tensor
     device: str = "cpu"
     op: int = 0
     root: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
-    splits: tuple[int, ...] = ()  # alltoall only: rows for each member
+    splits: tuple[int, ...] = ()  # number of rows for each member, for alltoall only
     payload: str = ""  # value of AGREE, or script line of WAIT
-    lasting: bool = False  # has a name from the script, so the same request is expected again
+    # whether the script has named the request, so that the same request is expected again
+    lasting: bool = False
 
     def called_by(self, rank: int, line: str = "") -> Called:
         """Return a readable description of this rank's call."""
@@ -78,9 +80,10 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     payloads: tuple[str, ...] = ()
     number: int = -1  # cache number from now on, or -1 without one
     error: str = ""
-    refused: bool = False  # not a user error: a rank has left
-    calls: Calls = ()  # the ranks' calls, if the error is that they differ
-    missing: tuple[int, ...] = ()  # ranks that are gone or never submitted it, if refused
+    refused: bool = False  # whether the error is not the user's, because a rank has left
+    calls: Calls = ()  # calls of the ranks, if the error is that they differ
+    # ranks that are gone or never submitted the request, if it is refused
+    missing: tuple[int, ...] = ()
 
     def asked_by(self, position: int) -> Request:
         """Return the request of the member at this position."""
@@ -100,8 +103,8 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
     """From a rank to the coordinator: the collectives that this rank is ready to run."""
 
     members: Members
-    epoch: int  # the epoch of the numbers in ``known``
-    known: bytes = b""  # one bit per number, lowest first
+    epoch: int  # epoch of the numbers in ``known``
+    known: bytes = b""  # one bit for each offered number, lowest first
     requests: tuple[Request, ...] = ()
 
 
@@ -111,11 +114,11 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
     """
 
     members: Members
-    epoch: int  # a higher one than before invalidates all earlier numbers
+    epoch: int  # Epoch. A higher one than before invalidates all earlier numbers.
     known: bytes = b""
     responses: tuple[Response, ...] = ()
     last_joined: int = -1  # the last rank to join, once every rank of the world has joined
-    joined: int = -1  # this rank's join was recorded: later joins come after it
+    joined: int = -1  # rank whose join was recorded, so that later joins come after it
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:

@@ -45,7 +45,7 @@ class FusedBatch:
         self._lock = threading.Lock()
         self._results: Any = None
         self._finished = False
-        self._rows = rows  # rows in the timeline
+        self._rows = rows  # names of the rows in the timeline
         self._backend = backend
         self._began_ns = began_ns
 
@@ -120,7 +120,7 @@ class Pending:
         into: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.kind = kind
-        self.name = name  # if empty, the engine numbers it
+        self.name = name  # name; if empty, the engine assigns a number
         self.members = members
         self.tensors = tensors
         self.device = device
@@ -132,15 +132,15 @@ class Pending:
         self.into = into
         self.lasting = bool(name) and bool(tensors)
         self.key: Hashable = None
-        self.decided = False  # whether it has started or failed
-        self.noted = False  # for a join: recorded by the coordinator
+        self.decided = False  # whether the collective has started or failed
+        self.noted = False  # whether the coordinator has recorded a join
         self.error: BaseException | None = None
         self._engine: Driver | None = None
         self._batch: FusedBatch | None = None
-        self._part: tuple[int, int] | None = None  # its slice of the batch's results
+        self._part: tuple[int, int] | None = None  # range of this collective's results in its batch
         self._value: Any = None
         self._ready: Any = None
-        if device.type == "cuda":  # another thread may start the collective, on a different stream
+        if device.type == "cuda":  # Another thread may start the collective, on a different stream.
             self._ready = torch.cuda.Event()
             self._ready.record()
 
@@ -195,7 +195,8 @@ class Pending:
             return self._engine is not None and self._engine.failed
         if self.error is not None or self._batch is None or self._batch.done():
             return True
-        return self._engine is not None and self._engine.failed  # the wait ends immediately
+        # If the engine has failed, the wait ends immediately.
+        return self._engine is not None and self._engine.failed
 
     def over(self, error: BaseException) -> bool:
         """Return whether this error ended the collective itself."""

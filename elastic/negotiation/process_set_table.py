@@ -65,8 +65,8 @@ class SetEntry:
     """One set. The object is updated when the set is registered (``number`` is not 0), renumbered or removed."""
 
     ranks: Ranks
-    number: int = 0  # 0 means not registered
-    since: int = 0  # the generation in which it was last added
+    number: int = 0  # number of the set; 0 means not registered
+    since: int = 0  # generation in which the set was last added
     removed: bool = False
 
 
@@ -99,10 +99,10 @@ class ProcessSetTable:
 
     def __init__(self) -> None:
         self._entries: dict[int, SetEntry] = {}
-        # numbers are never reused, so that an old number does not refer to another set
+        # Number of the next set. Numbers are never reused, so that an old number does not refer to another set.
         self._next_number = 1
         self.largest = 0  # size of the largest world so far; 0 means none yet
-        self.joined = False  # this table has been part of a world
+        self.joined = False  # whether this table has been part of a world
 
     def in_world(self, size: int) -> None:
         """Record that this worker is in a world of ``size`` ranks."""

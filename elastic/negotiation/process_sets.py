@@ -31,7 +31,7 @@ from elastic.negotiation.process_set_table import (
 )
 from elastic.protocol.messages import COPY
 
-_PACKET_BYTES = 1024  # a table of up to this size takes a single broadcast
+_PACKET_BYTES = 1024  # A table of up to this size takes a single broadcast.
 _HEAD_BYTES = 8
 
 _table = ProcessSetTable()
@@ -118,7 +118,7 @@ class GlobalProcessSet(ProcessSet):
         return True
 
     def __reduce__(self) -> str:
-        return "global_process_set"  # copies and unpickled objects are this same object
+        return "global_process_set"  # Copies and unpickled objects are this same object.
 
     def __repr__(self) -> str:
         return "global_process_set"
@@ -258,7 +258,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     entry = process_set._entry
     if not (entry.number or entry.removed):
-        return False  # never registered, on any rank
+        return False  # The set was never registered, on any rank.
     _look_around(rt)
     removed = _table.remove(_agree(rt, _table.wish(REMOVE, [entry.ranks], rt.generation)))
     _objects.pop(entry, None)
@@ -307,7 +307,7 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
 
 def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
     if rt.provisional:
-        return [wish]  # not negotiated before the new worker joins
+        return [wish]  # The wish is not negotiated before the new worker joins.
     # All changes share one name, so that ranks with different requests are compared.
     texts = submission.agree("process sets", "change", wish.text())
     return [TableProposal.parse(text) for text in texts]

@@ -18,7 +18,7 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 class PendingRequest(Protocol):
     """A collective that this rank has submitted. Keys are equal if and only if requests are."""
 
-    key: Hashable  # kept until the request has a number
+    key: Hashable  # key of the request, kept until the request has a number
 
     @property
     def name(self) -> str: ...
@@ -40,12 +40,12 @@ class ResponseCache(Generic[A]):
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.in_flight: dict[str, A] = {}  # offered or not, undecided
-        self._new: list[A] = []  # not offered yet
+        self.in_flight: dict[str, A] = {}  # undecided requests, offered or not
+        self._new: list[A] = []  # requests that were not offered yet
         self._epoch = 0
-        self._numbers: dict[Hashable, int] = {}  # by key
+        self._numbers: dict[Hashable, int] = {}  # number of each key
         self._keys: dict[str, Hashable] = {}  # keys of the names that have a number
-        self._entries: list[Response] = []  # by number
+        self._entries: list[Response] = []  # responses, by number
 
     def submit(self, asked: A) -> None:
         self.in_flight[asked.name] = asked
@@ -102,7 +102,7 @@ class ResponseCache(Generic[A]):
         assert response.number == len(self._entries), "numbers are given in order"
         self._entries.append(response)
         if asked is not None:
-            # Offered by its old number while another rank sent a different request.
+            # The request was offered by its old number while another rank sent a different request.
             asked.key = asked.key or asked.make_key()
             self._keys[name] = asked.key
             self._numbers[asked.key] = response.number

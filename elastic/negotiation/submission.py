@@ -268,7 +268,7 @@ def _submit(
 
 
 def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
-    # check now: after the negotiation, other ranks depend on this one
+    # The device is checked now, because after the negotiation other ranks depend on this one.
     group_factory.check_device(pending.device.type)
     own_gpu.meet(pending.device)
     rt.engine().submit(pending, soon)
@@ -319,7 +319,7 @@ def synchronize(handle: int) -> Any:
         if rt.broken:
             found.pending.drain()
         if isinstance(found.pending.error, TensorMismatch):
-            # every rank receives this error, which may be why the world has ended
+            # Every rank receives this error, which may be why the world has ended.
             raise found.pending.error
         with rt.guard(found.shown):
             found.pending.wait()

@@ -22,7 +22,7 @@ from elastic.protocol.framing import NONCE_BYTES, FramedConnection, derived
 from elastic.protocol.messages import ProtocolError
 from elastic.rendezvous.store import Store, StoreListener
 
-FRAME_LIMIT = 256 << 20  # bytes
+FRAME_LIMIT = 256 << 20  # maximum size of a frame, in bytes
 _CONNECT_S = 10.0
 _READ_BYTES = 1 << 16
 KEY = "negotiation"  # key of the store under which rank 0 publishes its rules
@@ -101,7 +101,7 @@ class ControllerClient:
         )
         self._aborted = False
         self._silence_s = silence_s
-        self._in_vain = 0  # receive timeouts since rank 0's last message
+        self._in_vain = 0  # number of receive timeouts since the last message of rank 0
         try:
             self._socket = socket.create_connection((rules.host, rules.port), _CONNECT_S)
         except OSError as error:
@@ -163,7 +163,7 @@ class ControllerClient:
 
     def wake(self) -> None:
         """Wake the thread in `receive`. Thread-safe."""
-        with contextlib.suppress(OSError):  # the pipe is full, so the thread wakes up anyway
+        with contextlib.suppress(OSError):  # If the pipe is full, the thread wakes up anyway.
             self._waker.send(b"!")
 
     def _failure(self, error: object) -> CollectiveFailed:

@@ -74,7 +74,7 @@ class AdasumDistributed(WrappedOptimizer):
                 result = self._step_alone(closure)
                 deltas = torch._foreach_sub(parameters, before)
             finally:
-                # Restored immediately, so that an exception from here on leaves the previous values.
+                # The values are restored immediately, so that an exception from here on leaves the previous values.
                 torch._foreach_copy_(parameters, before)
             del before
             self._reduce(parameters, list(deltas))
@@ -82,7 +82,7 @@ class AdasumDistributed(WrappedOptimizer):
         self._reducer.discard()
         return result
 
-    # As in `WrappedOptimizer`, the user's class already runs the step hooks.
+    # The user's class already runs the step hooks, as in `WrappedOptimizer`.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -144,7 +144,7 @@ class AdasumDistributed(WrappedOptimizer):
         for index, delta in enumerate(deltas):
             by_device.setdefault(delta.device, []).append(index)
         for indices in by_device.values():
-            # Contiguous, since the memory format of a parameter may differ between ranks.
+            # The deltas are made contiguous, because the memory format of a parameter may differ between ranks.
             whole = [_real(deltas[index]).contiguous() for index in indices]
             packed = [self._compression.compress(each) for each in whole]
             name = f"adasum.{self._name(parameters[indices[0]])}"
@@ -186,7 +186,7 @@ class BackwardPasses:
     passes are an error in the script, raised by backward.
     """
 
-    pending = False  # gradients are never in flight
+    pending = False  # Gradients are never in flight in this optimizer.
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], passes: int
@@ -195,7 +195,7 @@ class BackwardPasses:
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self._passes = passes
-        self._counts: dict[int, int] = {}  # passes by id of the parameter
+        self._counts: dict[int, int] = {}  # number of passes, by the ID of the parameter
         self._generation: int | None = None  # generation of the counts
         self._hooks = GradientHooks(self)
 
@@ -228,7 +228,7 @@ class BackwardPasses:
             return
         if world.place.size == 1:
             return
-        if self._generation != world.generation:  # an interrupted step is restarted
+        if self._generation != world.generation:  # An interrupted step is restarted.
             self.discard()
             self._generation = world.generation
         count = self._counts.get(id(parameter), 0) + 1

@@ -209,7 +209,7 @@ def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
     if reduction is Op.ADASUM:
         require_global(process_set)
     if process_set.included():
-        resolve(process_set)  # raises for an unregistered set
+        resolve(process_set)  # This raises for an unregistered set.
 
 
 def _check_shards(

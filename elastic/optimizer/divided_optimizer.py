@@ -30,8 +30,8 @@ NUMBERS = (
     "eta",
     "mu",
     "mu_product",
-)  # entries that are kept per parameter, not per element
-GATHERED_BYTES = 4 << 20  # bytes of each rank in one gather
+)  # entries that are kept for each parameter, and not for each element
+GATHERED_BYTES = 4 << 20  # number of bytes of each rank in one gather
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
@@ -70,10 +70,10 @@ class DividedOptimizer(WrappedOptimizer):
     """
 
     zero_order: tuple[int, ...]
-    stepped: Sequence[torch.Tensor] = ()  # whole parameters, during a step only
+    stepped: Sequence[torch.Tensor] = ()  # whole parameters, only during a step
     _gather_memory: dict[
         tuple[Any, ...], torch.Tensor
-    ]  # gather buffers, by the layout they were allocated for
+    ]  # buffers for gathers, by the layout for which they were allocated
 
     def divide(self, order: Sequence[int]) -> None:
         """Divide the parameters among the ranks of another world. The entries remain those of the previous shard."""

@@ -31,11 +31,11 @@ from elastic.runtime import lifecycle
 # later buffers of a step.
 SOON_S = 0.0002
 LATER_S = 0.001
-FORMING_S = 0.05  # interval of checks whether the other ranks form a group
+FORMING_S = 0.05  # seconds between two checks whether the other ranks form a group
 
 
 def _is_divided() -> bool:
-    # Not a for loop, since its variable would keep a dropped optimizer alive.
+    # This is not a for loop, because its variable would keep a dropped optimizer alive.
     return any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers)
 
 
@@ -57,7 +57,7 @@ def join(device: int = -1) -> int:
     """
     rt = lifecycle.current()
     if _is_divided():
-        gc.collect()  # the script may have dropped it
+        gc.collect()  # The script may have dropped an optimizer.
     if _is_divided():
         raise Invalid(
             "join() can't be used with a DistributedOptimizer that has zero=1, because a joined rank does not"
@@ -77,7 +77,7 @@ def join(device: int = -1) -> int:
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
-            if shared is None:  # from here on, this rank contributes zeros
+            if shared is None:  # From here on, this rank contributes zeros.
                 shared = [_SharedPlans(rt, members) for members in _sharing_optimizers(rt)]
             while True:
                 if last is None and submission.poll(handle):
@@ -134,10 +134,11 @@ class _SharedPlans:
 
     def _look(self, now: float, all_joined: bool) -> bool:
         if all_joined and not self._known.channel_open:
-            return False  # no rank will take part in an agreement, and rank 0, which forms groups, may have exited
+            # No rank will take part in an agreement, and rank 0, which forms groups, may have exited.
+            return False
         types = [joined_rank.CPU.type]
         if not self._known.agreed and torch.cuda.is_available():
-            types.append("cuda")  # the first plan is agreed on the device of its gradients
+            types.append("cuda")  # The first plan is agreed on the device of its gradients.
         if not self._known.channel_open:
             if now < self._look_at:
                 return False

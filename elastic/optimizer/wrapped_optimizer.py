@@ -16,7 +16,7 @@ from elastic.failpoints import failpoint
 from elastic.optimizer.gradients import gradient_layout
 from elastic.runtime import lifecycle
 
-# Name of a parameter if none was given: the group, and the index in the group.
+# Name of a parameter if none was given, with the numbers of its group and of the parameter in the group.
 UNNAMED = "allreduce.noname.{}.{}"
 
 
@@ -143,7 +143,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
         lifecycle.current().activity += 1
         if (unwrapped := self._unwrapped()) is not None:
-            # otherwise its schedulers warn that they step before the optimizer
+            # Without this, its schedulers warn that they step before the optimizer.
             unwrapped._opt_called = True  # type: ignore[attr-defined]
         failpoint("optimizer-step")
 
@@ -173,7 +173,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state like the optimizer's own method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
-        if (unwrapped := self._unwrapped()) is not None:  # load_state_dict() has replaced both
+        if (unwrapped := self._unwrapped()) is not None:  # load_state_dict() has replaced both.
             unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
 

@@ -25,8 +25,8 @@ import msgspec
 from elastic.protocol.messages import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
-NONCE_BYTES = 32  # bytes of each end's nonce; new for every connection
-SHOWN = 200  # characters of an unauthenticated peer's text that an error repeats
+NONCE_BYTES = 32  # number of bytes of each end's nonce, which is new for every connection
+SHOWN = 200  # maximum number of characters of an unauthenticated peer's text that an error quotes
 
 
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
@@ -110,7 +110,7 @@ class FramedConnection:
         """Return the next complete message, or None. Raises ProtocolError on invalid bytes."""
         body = self._next_body()
         while body == b"" and self._key_in:
-            body = self._next_body()  # a heartbeat
+            body = self._next_body()  # An empty frame is a heartbeat.
         if body is None:
             return None
         try:

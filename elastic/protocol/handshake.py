@@ -33,7 +33,8 @@ class ClientHandshake:
                 f"the driver uses protocol version {challenge.version}, this {self._role} version {VERSION}: install"
                 " the same hvd-elastic on every host"
             )
-        if len(challenge.nonce) != NONCE_BYTES:  # otherwise the text of a proof would be ambiguous
+        # With a nonce of another length, the text of a proof would be ambiguous.
+        if len(challenge.nonce) != NONCE_BYTES:
             raise ProtocolError("the driver's challenge has an invalid length")
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)

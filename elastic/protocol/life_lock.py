@@ -17,13 +17,13 @@ import platform
 import threading
 from collections.abc import Callable
 
-# in a worker's environment: a file of its agent, and the offset in it
+# Variable in a worker's environment, with a file of its agent and the offset in it.
 LIFE_LOCK = "ELASTIC_LIFE_LOCK"
 
 _NAME = "elastic-life-locks"
-# for each; a pthread_mutex_t of glibc has 40 or 48, and begins with the word that the kernel uses
+# Bytes for each lock. A pthread_mutex_t of glibc has 40 or 48, and begins with the word that the kernel uses.
 _BYTES = 128
-_MOST = 1024  # workers of one agent that are watched at a time
+_MOST = 1024  # maximum number of workers of one agent that are watched at a time
 _WAITERS, _OWNER_DIED = 1 << 31, 1 << 30
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FAILED = ctypes.c_void_p(-1).value
@@ -50,7 +50,7 @@ def hold(location: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         file, _, offset = location.rpartition(":")
         if not os.readlink(file).startswith(f"/memfd:{_NAME}"):
-            return  # the agent has exited, and its process ID was reused
+            return  # The agent has exited, and its process ID was reused.
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         memory = _mapped(fd)
         os.close(fd)
@@ -72,17 +72,18 @@ def _lock(address: int) -> bool:
     mutex, kind = ctypes.c_void_p(address), ctypes.create_string_buffer(64)
     word = ctypes.c_uint32.from_address(address)
     if word.value:
-        return False  # the worker, which is this process's parent, holds the lock
+        return False  # The worker, which is this process's parent, holds the lock.
     locked = (
         _libc.pthread_mutexattr_init(kind) == 0
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        and _libc.pthread_mutex_trylock(mutex) == 0  # fails in a second process of the same worker
-        and word.value == threading.get_native_id()  # layout of glibc
+        # This fails in a second process of the same worker.
+        and _libc.pthread_mutex_trylock(mutex) == 0
+        and word.value == threading.get_native_id()  # This is the layout of glibc.
     )
     if locked:
-        word.value |= _WAITERS  # otherwise the kernel wakes no waiter
+        word.value |= _WAITERS  # Otherwise the kernel wakes no waiter.
     return locked
 
 
@@ -133,7 +134,8 @@ class LifeLock:
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
         try:
             watching.start()
-        except RuntimeError:  # no thread available: the process exit is detected instead
+        # No thread is available, so the exit of the process is detected instead.
+        except RuntimeError:
             self._left = itertools.count(1)
 
     def end(self) -> None:
@@ -146,7 +148,7 @@ class LifeLock:
     def _wait(self, gone: Callable[[], None]) -> None:
         word = ctypes.c_uint32.from_address(self._address)
         while not (value := word.value) & _OWNER_DIED:
-            if not self._futex(_FUTEX_WAIT, value):  # forbidden by a sandbox
+            if not self._futex(_FUTEX_WAIT, value):  # A sandbox forbids the system call.
                 return self._leave()
         if not self._ended:
             gone()

@@ -16,7 +16,8 @@ from msgspec import Meta
 from elastic.protocol.calls import Calls
 
 VERSION = 5
-FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a returned value is the only large message
+# Maximum size of a frame in bytes. A returned value is the only large message.
+FRAME_LIMIT = 64 * 1024 * 1024
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
 RELAY_LIMIT = FRAME_LIMIT + 4096  # limit in bytes for a message of FRAME_LIMIT and its sender
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
@@ -25,15 +26,16 @@ PHASES_LIMIT = 1000
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
-LAUNCHES_LIMIT = 64  # groups on one GPU
-SHARDS_LIMIT = 100_000  # shards of which a worker has a copy
-KEPT_LIMIT = 8  # older commits of which a worker has a copy
-REPORT_LIMIT = 64 * 1024  # bytes of one report of a script
-STEP_INPUT_LIMIT = 16 * 1024  # bytes
+LAUNCHES_LIMIT = 64  # maximum number of groups on one GPU
+SHARDS_LIMIT = 100_000  # maximum number of shards of which a worker has a copy
+KEPT_LIMIT = 8  # maximum number of older commits of which a worker has a copy
+REPORT_LIMIT = 64 * 1024  # maximum size of one report of a script, in bytes
+STEP_INPUT_LIMIT = 16 * 1024  # maximum size of a step input, in bytes
 COPY = "copy of the state"  # name of the wait for a copy of the state
 SHARDS_COMMIT = "commit of the shards"  # name of the wait for a commit of a sharded state
 GRADIENTS = "gradients"  # name of the wait in a step of a DistributedOptimizer
-STACKS_SIGNAL_OFFSET = 4  # above SIGRTMIN; a worker writes its stacks on this signal
+# Offset of the signal above SIGRTMIN. On this signal, a worker writes its stacks.
+STACKS_SIGNAL_OFFSET = 4
 
 
 # NaN and infinity cannot be stored in a journal.
@@ -145,12 +147,12 @@ class Launches(Value):
     """
 
     group: str  # ID of the group, the same on all its ranks
-    size: int  # ranks of the group
+    size: int  # number of ranks of the group
     launched: int
-    arrived: int  # how many the GPU has started
-    done: int  # how many have ended
+    arrived: int  # number of collectives that the GPU has started
+    done: int  # number of collectives that have ended
     took_s: Finite = 0.0  # longest time from a launch to its start on the GPU, in seconds
-    failed: bool = False  # CUDA reports an error
+    failed: bool = False  # whether CUDA reports an error
 
 
 class HeldCommitShards(Value):
@@ -160,9 +162,10 @@ class HeldCommitShards(Value):
     """
 
     commit: Commit
-    shards: int  # of the commit
+    shards: int  # number of shards of the commit
     own: int | None  # shard of this worker, or None if the worker has only copies
-    copies: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards
+    # other shards of which the worker has copies
+    copies: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     mirrored: bool = True  # whether the worker also has all required copies
 
 
@@ -176,7 +179,8 @@ class ShardsHeld(Value):
 
     copies: int
     sealed: Commit | None = None
-    held: Annotated[tuple[HeldCommitShards, ...], Meta(max_length=2)] = ()  # one for each bank
+    # shards of a commit in each of the two banks
+    held: Annotated[tuple[HeldCommitShards, ...], Meta(max_length=2)] = ()
 
 
 class RowBytes(Value):
@@ -203,13 +207,15 @@ def total_rows(parts: Iterable[RowBytes]) -> RowBytes:
 class ShardsPlaced(Value):
     """A worker's part of a sharded state in a world, and where its rows came from."""
 
-    shards: int  # of the world
-    shard: int  # of this worker
-    keeps: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()  # other shards it mirrors
-    lasting: bool = False  # other workers of the host map the memory, so it survives the worker
+    shards: int  # number of shards of the world
+    shard: int  # shard of this worker
+    # other shards of which this worker keeps copies
+    keeps: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
+    # whether other workers of the host map the memory, so that it survives the worker
+    lasting: bool = False
     # The restored commit, as in `HeldCommitShards.commit`; None means a checkpoint.
     restored: Commit | None = None
-    rows: RowBytes = RowBytes()  # of all its rows
+    rows: RowBytes = RowBytes()  # bytes of all rows of this worker, by source
     received: int = 0  # bytes of these rows that another worker sent
     # Shards of the restored commit that no worker of this world had trained, and this worker's rows from them.
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
@@ -293,11 +299,13 @@ class Ready(Message):
 
     generation: int
     commit: Commit | None
-    store: Address  # already bound: where this worker would serve the generation's store as rank 0
-    layout: str = ""  # digest of the state's layout; empty before elastic.run
-    running: bool = True  # False while still in init(), before elastic.run
-    number: int = 0  # count of this process's waits: a late, older Ready is ignored
-    shards: ShardsHeld | None = None  # of a sharded state
+    # address at which this worker would serve the generation's store as rank 0; already bound
+    store: Address
+    layout: str = ""  # digest of the state's layout, empty before elastic.run
+    running: bool = True  # whether the worker is in elastic.run, and not still in init()
+    # Number of this process's waits. A late Ready with a smaller number is ignored.
+    number: int = 0
+    shards: ShardsHeld | None = None  # shards that the worker holds, if its state is sharded
     kept: OlderCommits = OlderCommits()
 
 
@@ -361,11 +369,12 @@ class Progress(Message):
     """
 
     generation: int
-    entered: int  # collectives entered in this generation
+    entered: int  # number of collectives entered in this generation
     inside: str = ""  # name of the collective in which the worker waits, or empty
-    waited_s: Finite = 0.0  # seconds it has been in there
-    phase: str = ""  # current long phase of the worker, or empty
-    gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []  # while it waits
+    waited_s: Finite = 0.0  # seconds that the worker has been inside the collective
+    phase: str = ""  # name of the current long phase of the worker, or empty
+    # progress of the worker's GPU while it waits
+    gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []
     line: str = ""  # script line at which the worker waits, or empty if unknown
 
 
@@ -380,11 +389,11 @@ class Pace(Message):
     """Statistics since the previous Pace. A worker that waits little while its peers wait much is a straggler."""
 
     generation: int
-    collectives: int  # completed
-    waited_s: Finite  # seconds of these that the training thread spent in collectives
-    over_s: Finite  # seconds
-    commits: int = 0  # commits made in that time
-    commit: Commit | None = None  # the newest that all members have agreed on
+    collectives: int  # number of completed collectives
+    waited_s: Finite  # seconds that the training thread spent in collectives
+    over_s: Finite  # seconds that the report covers
+    commits: int = 0  # number of commits made in that time
+    commit: Commit | None = None  # the newest commit that all members have agreed on
 
 
 class TimeSpent(Message):
@@ -395,12 +404,13 @@ class TimeSpent(Message):
 
     generation: int
     times: Times
-    doing: Part  # present activity
-    commit: Commit | None = None  # the newest that all members have agreed on
-    step: int | None = None  # the state's own step at the newest commit, if it has one
-    steps: int | None = None  # steps of an optimizer since training began; None means no step seen
-    batch: int | None = None  # samples of such a step on this worker, if known
-    sealed: Commit | None = None  # of a sharded state: see `ShardsHeld`
+    doing: Part  # current activity of the worker
+    commit: Commit | None = None  # the newest commit that all members have agreed on
+    step: int | None = None  # step counter of the state at the newest commit, or None
+    # number of optimizer steps since training began; None means that no step was seen
+    steps: int | None = None
+    batch: int | None = None  # number of samples of such a step on this worker, or None if unknown
+    sealed: Commit | None = None  # newest sealed commit of a sharded state, see `ShardsHeld`
     every: int = 1  # number of calls of commit() for which one copy is made; see --commit-budget
 
 
@@ -434,13 +444,13 @@ class Miscomputed(Message):
     generation: int
     step: int
     shard: int
-    rank: int  # the culprit
-    digest: Annotated[str, Meta(max_length=16)]  # of its gradients
+    rank: int  # rank of the culprit
+    digest: Annotated[str, Meta(max_length=16)]  # digest of the culprit's gradients
     right: Annotated[str, Meta(max_length=16)]
-    witnesses: Annotated[list[int], Meta(max_length=16)]  # ranks that computed the right ones
-    # last step of this world in which its gradients were compared and right; -1: none
+    witnesses: Annotated[list[int], Meta(max_length=16)]  # ranks that computed the right gradients
+    # Last step of this world in which the culprit's gradients were compared and right. -1 means none.
     agreed: int = -1
-    # Every gradient is compared before it is used, so that no commit can contain a wrong one.
+    # Whether every gradient is compared before it is used, so that no commit can contain a wrong one.
     complete: bool = False
 
 
@@ -451,14 +461,15 @@ class Raised(Message):
     commit: Commit | None
     summary: str
     traceback: str
-    # A GPU or NCCL has failed: see `elastic.runtime.failures.hardware_errors`.
+    # Whether a GPU or NCCL has failed. See `elastic.runtime.failures.hardware_errors`.
     hardware: bool = False
-    final: bool = False  # a retry would fail in the same way
-    # Training never began. No member of the world had a commit, and the world has made none.
+    final: bool = False  # whether a retry would fail in the same way
+    # Whether training never began: no member of the world had a commit, and the world has made none.
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # exit code of the job, if final
     calls: Calls = ()  # mismatched calls, which all ranks received
-    shards_lost: bool = False  # some shards of the state were lost; final
+    # whether some shards of the state were lost, so that the failure is final
+    shards_lost: bool = False
 
 
 class Quit(Message):
@@ -493,20 +504,21 @@ class Reported(Message):
     Reports are delivered in the order of their numbers, each once. See `report_queue`.
     """
 
-    number: int  # position among this process's reports, from 1
-    # the first report that may be undelivered: all before it have been delivered, by this driver or a predecessor
+    number: int  # number of the report among this process's reports, from 1
+    # The first report that may not have been delivered. All earlier ones have been, to this driver or a predecessor.
     oldest: int
-    generation: int  # generation, rank and size at the time of the report
+    generation: int  # generation at the time of the report; rank and size too
     rank: int
     size: int
-    at: Finite  # seconds since 1970
-    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]  # agents do not decode it
-    dropped: int = 0  # reports dropped since the previous one, because the queue was full
+    at: Finite  # time of the report in seconds since 1970
+    # Encoded metrics, which agents do not decode.
+    metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]
+    dropped: int = 0  # number of reports dropped since the previous one, because the queue was full
 
 
 Trace = tuple[
     str, str, str, int, int
-]  # kind, row, name, start (ns), duration (ns): see trace_buffer
+]  # kind, row, name, start (ns) and duration (ns) of each record; see trace_buffer
 
 
 class ClockAsked(Message):
@@ -521,7 +533,8 @@ class Traced(Message):
     timeline: int
     offset_ns: int
     records: Annotated[list[Trace], Meta(max_length=TRACES_LIMIT)]
-    dropped: int = 0  # records dropped since the last message, because the buffer was full
+    # number of records dropped since the last message, because the buffer was full
+    dropped: int = 0
 
 
 class TracedAll(Message):
@@ -604,9 +617,9 @@ class CheckpointWritten(Message):
     number: int
     commit: Commit
     place: str  # folder of the commit
-    size: int  # bytes
+    size: int  # size in bytes
     took_s: Finite
-    step: int | None = None  # the state's own step, if it has one
+    step: int | None = None  # step counter of the state, or None
 
 
 # ---- driver -> worker ----------------------------------------------------------------------------
@@ -884,7 +897,7 @@ def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
     """Encode the body of a frame. Raises ProtocolError if it is larger than ``limit`` bytes."""
     try:
         body = _encoder.encode(message)
-    except UnicodeEncodeError:  # an error may quote a file name that is not text
+    except UnicodeEncodeError:  # An error may quote a file name that is not text.
         plain = msgspec.to_builtins(message, builtin_types=(bytes,))
         body = _encoder.encode(_sayable(plain))
     if len(body) > limit:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-COUNT_LIMIT = 4096  # maximum number for one listener
-BYTES_LIMIT = 128 * 1024 * 1024  # total that all of them may send
+COUNT_LIMIT = 4096  # maximum number of pending handshakes of one listener
+BYTES_LIMIT = 128 * 1024 * 1024  # maximum number of bytes that all pending peers together may send
 
 Caller = TypeVar("Caller", bound=Hashable)
 

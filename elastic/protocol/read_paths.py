@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-DIR = "ELASTIC_CHECKPOINT_DIR"  # same as in `checkpoints.options`
-MOST = 5000  # paths
+DIR = "ELASTIC_CHECKPOINT_DIR"  # variable of the checkpoint folder, as in `checkpoints.options`
+MOST = 5000  # maximum number of paths that are recorded
 _OPENS = frozenset({"open", "sqlite3.connect"})
 _LISTS = frozenset({"os.listdir", "os.scandir"})
-# The process at the other end may read any file.
+# Opening these means that the process at the other end may read any file.
 _LEAVES = frozenset(
     {
         *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
@@ -23,7 +23,8 @@ _LEAVES = frozenset(
     }
 )
 _EVENTS = _OPENS | _LISTS | _LEAVES
-_STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}  # these act on behalf of their caller
+# modules that act on behalf of their caller
+_STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}
 _IMPORTS = ("_frozen_importlib_external", "importlib")
 _READERS = ("data", "integrations")  # modules of this package that read on behalf of a script
 # Packages with compiled code that opens files through Python, and may load libraries.
@@ -51,7 +52,7 @@ class ReadPaths:
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
-            except Exception as error:  # an error here must not make the script's call fail
+            except Exception as error:  # An error here must not make the script's call fail.
                 self.unseen.add(f"{event}: {type(error).__name__}")
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -88,7 +89,7 @@ def _caller(frame: FrameType | None) -> str | None:
     """
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:
-        return None  # `checkpoints.finished` reads the modules
+        return None  # `checkpoints.finished_training` reads the modules itself.
     while frame is not None and name.partition(".")[0] in _STANDARD:
         frame = frame.f_back
         name = _name(frame)

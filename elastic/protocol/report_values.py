@@ -14,7 +14,7 @@ import msgspec
 from elastic.errors import Invalid
 from elastic.protocol.messages import REPORT_LIMIT, Reported, Worker
 
-DEPTH = 32  # nesting of lists and dicts
+DEPTH = 32  # maximum nesting of lists and dicts
 INTEGERS = range(-(2**63), 2**64)
 
 Path = tuple[str | int, ...]
@@ -30,9 +30,9 @@ class Report:
     rank: int  # rank at the time of the report; so are size and generation
     size: int
     generation: int
-    worker: str  # host:slot#start
+    worker: str  # name of the worker, host:slot#start
     metrics: Metrics
-    at: float  # seconds since 1970, by the worker's clock
+    at: float  # time of the report in seconds since 1970, by the worker's clock
 
 
 def packed(metrics: Mapping[str, Any]) -> bytes:
@@ -118,8 +118,9 @@ def _only(value: Any, path: Path) -> Any:
 def _count(value: Any) -> int | None:
     if isinstance(value, type) or not callable(getattr(value, "item", None)):
         return None
-    numel = getattr(value, "numel", None)  # torch
-    count = numel() if callable(numel) else getattr(value, "size", None)  # numpy
+    numel = getattr(value, "numel", None)  # Tensors of torch have this method.
+    # Arrays of numpy have this attribute.
+    count = numel() if callable(numel) else getattr(value, "size", None)
     return count if isinstance(count, int) else None
 
 

@@ -12,9 +12,10 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import ProtocolError
 
 FLAGS = "--tls-cert, --tls-key and --tls-ca"
-_PIECE = 1 << 16  # bytes
+_PIECE = 1 << 16  # number of bytes read at once
 _RECORDS = range(20, 24)  # possible first bytes of a TLS record
-_ALERTS = ("SSLV3_ALERT_", "TLSV1_ALERT_", "TLSV13_ALERT_")  # sent by the peer; OpenSSL's names
+# OpenSSL's names of alerts that the peer has sent
+_ALERTS = ("SSLV3_ALERT_", "TLSV1_ALERT_", "TLSV13_ALERT_")
 _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
@@ -39,7 +40,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
     made.verify_mode = ssl.CERT_REQUIRED
     made.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
     if server:
-        made.num_tickets = 0  # connections last as long as the job, so sessions are never resumed
+        made.num_tickets = 0  # Connections last as long as the job, so sessions are never resumed.
     try:
         made.load_verify_locations(ca)
     except ssl.SSLError:
@@ -113,7 +114,7 @@ class TlsEndpoint:
             while part := self._tls.read(_PIECE):
                 parts.append(part)
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            pass  # after the latter, the stream ends
+            pass  # After SSLZeroReturnError, the stream ends.
         except ssl.SSLError as error:
             raise TlsFailed(_explained(error)) from error
         return b"".join(parts)
@@ -125,7 +126,7 @@ class TlsEndpoint:
         view = memoryview(data)
         try:
             while view:
-                view = view[self._tls.write(view) :]  # a record at a time
+                view = view[self._tls.write(view) :]  # One TLS record is written at a time.
         except ssl.SSLError as error:
             raise TlsFailed(_explained(error)) from error
 

@@ -28,7 +28,7 @@ def is_free(path: str) -> bool:
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
-        return False  # TraceFile reports the error
+        return False  # TraceFile reports the error.
 
 
 class TraceFile:
@@ -37,13 +37,13 @@ class TraceFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # Written under a temporary name first, so that the path contains valid JSON from the start.
+            # The file is written under a temporary name first, so that the path contains valid JSON from the start.
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
                 raise OSError(errno.EINVAL, "the timeline path is not a regular file")
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(beginning)  # O_EXCL does not follow a link that is put there now
+                os.unlink(beginning)  # O_EXCL does not follow a link that is put there now.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(beginning, flags, 0o644)
             try:
@@ -54,14 +54,15 @@ class TraceFile:
                 with contextlib.suppress(OSError):
                     os.unlink(beginning)
                 raise
-        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        # ValueError means that the path contains a null character.
+        except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise Invalid(
                 f"the timeline {path!r} can't be written: {why}. Pass the path of a file in a writable folder"
             ) from None
         self._end = len(OPENING)  # offset of the next event
         self._empty = True
-        self.size = self._end + len(CLOSING)  # bytes
+        self.size = self._end + len(CLOSING)  # size of the file in bytes
 
     def append(self, events: Sequence[str]) -> None:
         """Append JSON objects. Raises OSError if the disk is full, leaving the file as it was."""
@@ -73,7 +74,7 @@ class TraceFile:
             self._put(text + CLOSING, self._end)
         except OSError:
             with contextlib.suppress(OSError):
-                os.pwrite(self._fd, CLOSING, self._end)  # these blocks are already allocated
+                os.pwrite(self._fd, CLOSING, self._end)  # These blocks are already allocated.
                 os.ftruncate(self._fd, self.size)
             raise
         self._end += len(text)
@@ -88,7 +89,7 @@ class TraceFile:
 
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
-        if written != len(text):  # an error of a full disk is raised at the next write
+        if written != len(text):  # The error of a full disk is raised at the next write.
             raise OSError(
                 errno.ENOSPC, f"no space left on the device after {written} of {len(text)} bytes"
             )

@@ -15,7 +15,8 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-ROWS_LIMIT = 10_000  # per process: a script may name each of its collectives differently
+# Maximum number of rows per process. A script may name each of its collectives differently.
+ROWS_LIMIT = 10_000
 LOST = "dropped records"  # name of the row for dropped records
 OTHERS = "others"  # name of the row for everything beyond ROWS_LIMIT
 NAME_LIMIT = 200  # maximum characters of a row's or an event's name

@@ -27,7 +27,7 @@ class WorkerRequest:
     ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
     """
 
-    np: int  # initial number
+    np: int  # initial number of workers
     least: int
     most: int
     elastic: bool
@@ -35,7 +35,7 @@ class WorkerRequest:
     placement_group: Any = CURRENT  # CURRENT, None, or a placement group of Ray's
     # Resources of each bundle of the placement group that the caller uses itself.
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    per_bundle: int = 1  # workers in each bundle with room for them
+    per_bundle: int = 1  # number of workers in each bundle with room for them
     hosts: int | None = None  # exact number of nodes, with np / hosts workers on each
     placement_timeout: float = PLACEMENT_S  # seconds to wait for resources
 
@@ -146,7 +146,8 @@ def start_timeout_s(options: RayOptions) -> float:
 
 
 def _standbys(options: RayOptions) -> int:
-    return int(options.get("standbys") or 0)  # may be a number or its text, as for any flag
+    # The value may be a number or its text, as for any flag.
+    return int(options.get("standbys") or 0)
 
 
 def check_options(options: RayOptions, *, elastic: bool = True) -> None:
@@ -197,7 +198,7 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
         raise Invalid(f"function is a {type(function).__name__}: pass a function")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # functions not written in Python
+    except (TypeError, ValueError):  # Functions that are not written in Python have no signature.
         return
     try:
         signature.bind(*args, **kwargs)

@@ -12,7 +12,7 @@ from elastic.ray.call_results import REGROUP, CallFailure, cause, failure_in, op
 from elastic.ray.driver_client import DriverClient
 
 GRACE_S = 2.0  # seconds for the other ranks to end a call that has failed on one rank
-RELEASED_S = 30.0  # ... and after the request to regroup
+RELEASED_S = 30.0  # seconds for the other ranks to end the call after the request to regroup
 
 
 class CallClient:
@@ -21,7 +21,7 @@ class CallClient:
     def __init__(self, follower: DriverClient, size: int) -> None:
         self._follower = follower
         self._size = size
-        # References of earlier calls that may still be running.
+        # Object references of earlier calls that may still be running.
         self._handed_out: list[list[Any]] = []
 
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
@@ -45,7 +45,7 @@ class CallClient:
                 by = time.monotonic() + GRACE_S
             elif by is not None and not done:
                 if regrouped:
-                    break  # a rank is still computing, and its next call waits for the end
+                    break  # A rank is still computing, and its next call waits for the end.
                 self._regroup()
                 regrouped, by = True, time.monotonic() + RELEASED_S
         self._follower.drain()

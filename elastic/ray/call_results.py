@@ -16,13 +16,13 @@ import cloudpickle
 
 from elastic.errors import CollectiveFailed, ElasticError, Invalid, JobFailed, PeerLost
 
-MAKE = "make"  # (class, args, kwargs): the instance is stored
-RUN = "run"  # (function, args, kwargs)
-EXECUTE = "execute"  # (function,): called with the instance if there is one
-REGROUP = b"regroup"  # these two are not pickled
+MAKE = "make"  # request with (class, args, kwargs), whose instance is stored
+RUN = "run"  # request with (function, args, kwargs)
+EXECUTE = "execute"  # request with (function,), called with the instance if there is one
+REGROUP = b"regroup"  # This request and the next are not pickled.
 END = b"end"
 
-FRAME_LIMIT = 1 << 30  # bytes of a request or an answer
+FRAME_LIMIT = 1 << 30  # maximum number of bytes of a request or an answer
 
 # First byte of an answer. It gives the kind without unpickling the value.
 _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
@@ -61,7 +61,7 @@ class CallFailure:
         if self.error is not None:
             try:
                 error = pickle.loads(self.error)
-            except Exception:  # the class of the exception may exist only on the worker
+            except Exception:  # The class of the exception may exist only on the worker.
                 error = None
         trace = self.traceback.rstrip()
         if not isinstance(error, Exception):
@@ -97,7 +97,7 @@ def failed(error: BaseException, rank: int) -> bytes:
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     try:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    except Exception:  # the exception's __str__ raised
+    except Exception:  # __str__ of the exception raised.
         summary = type(error).__name__
     secondary = isinstance(error, CollectiveFailed | JobFailed | PeerLost)
     return _FAILURE + pickle.dumps(
@@ -111,7 +111,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
     try:
         blob: bytes = cloudpickle.dumps(error)
-        pickle.loads(blob)  # an exception with custom arguments may not unpickle
+        pickle.loads(blob)  # An exception with custom arguments may not unpickle.
     except Exception:
         return None
     return blob

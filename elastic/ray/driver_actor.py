@@ -41,7 +41,7 @@ from elastic.ray.job_updates import JobUpdate, JobUpdates, UpdateBatch
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
-KEPT_S = 600.0  # how long the outcome of a detached job stays available
+KEPT_S = 600.0  # seconds for which the outcome of a detached job stays available
 STOP_CODE = 130
 ENDS_S = 20.0  # seconds for a job that has lost a persistent worker to end
 CLOSE_S = 30.0  # seconds for a job to end after a request
@@ -68,7 +68,8 @@ class DriverSpec:
     telemetry: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     secret: bytes = dataclasses.field(repr=False)
     detached: bool = False
-    call: bytes | None = dataclasses.field(default=None, repr=False)  # call of a detached job
+    # pickled call of a detached job
+    call: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class DriverActor:
 
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
-        os.environ.update(spec.telemetry)  # the OpenTelemetry SDK reads only the environment
+        os.environ.update(spec.telemetry)  # The OpenTelemetry SDK reads only the environment.
         self._job_spec = spec
         self._runs = 0
         self._driver: Stoppable | None = None
@@ -193,7 +194,7 @@ class DriverActor:
         spec = self._job_spec
         count = spec.wanted.least if spec.wanted.elastic else spec.wanted.np
         if self._again:
-            count = 0  # workers of the previous driver keep their placement groups
+            count = 0  # The workers of the previous driver keep their placement groups.
         try:
             await self._discovery.place(count, spec.wanted.placement_timeout)
         except Invalid as error:
@@ -218,7 +219,7 @@ class DriverActor:
             return Ended(2, str(error), invalid=True)
         except OSError as error:
             return Ended(1, f"the driver can't start: {error}")
-        except ElasticError as error:  # another driver runs the job
+        except ElasticError as error:  # Another driver runs the job.
             return Ended(DEPOSED_CODE, str(error))
         finally:
             self._driver = self._desk = None
@@ -236,7 +237,7 @@ class DriverActor:
             flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
         environ = {**os.environ, **spec.environ}
         if self._runs > 1:
-            self._discovery = self._discover()  # a discovery can be used only once
+            self._discovery = self._discover()  # A discovery can be used only once.
         self._starter = RayStarter(
             self._discovery.node_of, call, self._log, job=name, detached=spec.detached
         )
@@ -246,7 +247,7 @@ class DriverActor:
         assert job.fleet is not None
         return dataclasses.replace(
             job,
-            # Do not forward this process's environment, which is Ray's.
+            # The environment of this process is not forwarded, because it is Ray's.
             fleet=dataclasses.replace(job.fleet, forwarded=dict(spec.environ)),
             streams=(self._news.out, self._news.err),
             reported=self._reported,
@@ -334,7 +335,7 @@ class DriverActor:
 
 def _restarted() -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray warns about its own deprecated call
+        warnings.simplefilter("ignore")  # Ray warns about its own deprecated call.
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
@@ -397,7 +398,7 @@ class RayProvider:
     def environ_of(self, host: str) -> Mapping[str, str]:
         if not self._job_spec.wanted.gpus:
             return {}
-        # Slots that share a GPU both list it.
+        # Slots that share a GPU both list its ID.
         ids = [id for slot in self._discovery.gpus_of(host) for id in slot.split(",")]
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
 

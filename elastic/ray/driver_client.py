@@ -35,11 +35,12 @@ from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.job_updates import UpdateBatch
 
 POLL_S = 1.0
-START_S = 120.0  # for the actor's process, whose runtime environment may have to be installed
+# Seconds for the start of the actor's process, whose runtime environment may have to be installed.
+START_S = 120.0
 CLOSE_S = 45.0
 HEAD = "node:__internal_head__"
 
-OnOutput = Callable[[str, bytes], None]  # "stdout" or "stderr", whole lines
+OnOutput = Callable[[str, bytes], None]  # called with "stdout" or "stderr", and whole lines
 OnReport = Callable[[Report], None]
 
 
@@ -76,7 +77,7 @@ class DriverClient:
         self._on_report = on_report
         self._complained = False
         self._source, self._next = "", 0
-        self._telling: Any = None  # pending request for output and reports
+        self._telling: Any = None  # pending request for output and reports, or None
 
     @classmethod
     def made(
@@ -119,11 +120,11 @@ class DriverClient:
         by_client: bool = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
         if detached is not None or by_client:
             of_actor["resources"] = {HEAD: 0.001}
-            # Outside the caller's placement group, because none of its bundles has this resource.
+            # The actor runs outside the caller's placement group, because none of its bundles has this resource.
             of_actor["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()
-            # A hard constraint: on another node, the actor would not end with this process.
+            # The constraint is hard: on another node, the actor would not end with this process.
             of_actor["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         made: Any = ray.remote(DriverActor)
         actor = made.options(**of_actor).remote(spec)
@@ -154,7 +155,7 @@ class DriverClient:
 
     def poll(self, wait_s: float = 0.0) -> bool:
         """Forward output and reports, waiting up to ``wait_s`` seconds for the first. Return whether there were any."""
-        self._telling = None  # the pending request is repeated
+        self._telling = None  # The pending request is repeated.
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)
 
@@ -248,7 +249,7 @@ class DriverClient:
             ray.get(self.actor.close.remote(), timeout=CLOSE_S)
             self.drain()
         except Exception:
-            pass  # Ray raises untyped errors for an actor of an earlier cluster
+            pass  # Ray raises untyped errors for an actor of an earlier cluster.
         with contextlib.suppress(Exception):
             ray.kill(self.actor, no_restart=True)
 
@@ -260,7 +261,7 @@ def stop(job: str) -> bool:
         follower = DriverClient(actor, on_output=lambda stream, data: None)
         follower.close()
     removed = remove_claims(job)
-    with contextlib.suppress(LeadershipLost):  # another job of this name has started
+    with contextlib.suppress(LeadershipLost):  # Another job of this name has started.
         run_apart(lambda: asyncio.run(RayArchive(job).forget()))
     return bool(removed) or actor is not None
 
@@ -285,7 +286,7 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
     """
     check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
-    own.pop("PYTHONPATH", None)  # differs between nodes
+    own.pop("PYTHONPATH", None)  # The variable differs between nodes.
     # the caller is a task or an actor, for which Ray has set this
     if "RAY_RAYLET_PID" in os.environ:
         own.pop("OMP_NUM_THREADS", None)

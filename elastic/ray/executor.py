@@ -184,7 +184,7 @@ class Executor:
         self._on_report = on_report
         self._on_output = on_output
         self._follower: Any = None
-        # With a placement group over several hosts.
+        # Requested workers if a placement group spans several hosts, or None.
         self._spread: arguments.WorkerRequest | None = None
         self._calling: Any = None  # set if workers are persistent
 
@@ -323,7 +323,7 @@ class Executor:
         follower = self._made(*self._prepared(), detached=name, call=call)
         try:
             ended = follower.ended()
-        except KeyboardInterrupt:  # ended by the driver
+        except KeyboardInterrupt:  # The driver may end this process by a signal.
             follower.close()
             raise
         follower.close()

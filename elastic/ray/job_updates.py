@@ -12,7 +12,7 @@ import uuid
 from collections import deque
 from typing import Any, NamedTuple
 
-LIMIT_BYTES = 8 << 20  # bytes that are stored
+LIMIT_BYTES = 8 << 20  # maximum number of bytes that are stored
 AT_ONCE_BYTES = 1 << 20
 
 
@@ -30,8 +30,8 @@ class UpdateBatch(NamedTuple):
         lost: number of dropped bytes.
     """
 
-    source: str  # changes when the driver restarts, after which positions restart at 0
-    next: int  # position in bytes since the start
+    source: str  # ID that changes when the driver restarts, after which positions restart at 0
+    next: int  # position after the last byte, in bytes since the start
     items: list[JobUpdate]
     lost: int
 
@@ -44,9 +44,9 @@ class JobUpdates:
         self._loop = asyncio.get_running_loop()
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        # Each with its end, in bytes since the start.
+        # Items, each with its end in bytes since the start.
         self._items: deque[tuple[JobUpdate, int]] = deque()
-        self._first = 0  # start of the oldest item
+        self._first = 0  # position of the oldest item, in bytes since the start
         self._end = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -74,7 +74,7 @@ class JobUpdates:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
             self._loop.call_soon_threadsafe(self._wake_all)
 
     def _wake_all(self) -> None:

@@ -15,10 +15,10 @@ class Regroupings:
     """
 
     def __init__(self) -> None:
-        # of the last request that this rank acts on or has acted on, sent to the other ranks
+        # Number of the last request that this rank acts on or has acted on. It is sent to the other ranks.
         self.number = 0
-        self._requests = 0  # received requests
-        self._met = 0  # request for which the current world was formed
+        self._requests = 0  # number of received requests
+        self._met = 0  # number of the request for which the current world was formed
         self._meeting = False
 
     def tell(self) -> bool:

@@ -94,7 +94,7 @@ class Serving:
 
     def __init__(self, world: CallWorld) -> None:
         self._world = world
-        self._made: list[Any] = []  # the instance, if any
+        self._made: list[Any] = []  # the instance, if one was made
 
     def answer(self, word: bytes) -> bytes:
         """Execute a request. Catches everything that a function raises, including SystemExit."""
@@ -106,7 +106,7 @@ class Serving:
                 self._world.settle()
         except BaseException as error:
             answer = failed(error, self._world.rank)
-            del error  # frees the frames of the traceback and their objects
+            del error  # This frees the frames of the traceback and their objects.
             gc.collect()
         return answer
 
@@ -116,7 +116,7 @@ class Serving:
         kind, parts = pickle.loads(word)
         if kind == MAKE:
             cls, args, kwargs = parts
-            self._made = []  # free the previous instance first
+            self._made = []  # The previous instance is freed first.
             self._made = [cls(*args, **kwargs)]
             return None
         if kind == RUN:
@@ -140,7 +140,7 @@ def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) ->
         del word
         with contextlib.suppress(
             OSError
-        ):  # the caller has exited, which the next request will detect
+        ):  # The caller has exited, which the next request will detect.
             calls.answer(answer)
 
 

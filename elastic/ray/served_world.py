@@ -70,7 +70,7 @@ class ServedRuntime(WorkerRuntime):
 
     def __init__(self, env: Environment, link: Link) -> None:
         self._served = ServedSession(env, link)
-        self._regroupings = Regroupings()  # under the session's lock
+        self._regroupings = Regroupings()  # guarded by the lock of the session
         super().__init__(env, link, self._served)
 
     @property
@@ -101,7 +101,7 @@ class ServedRuntime(WorkerRuntime):
         regroupings = self._regroupings
         if not regroupings.ahead:
             if self._served.recovery.phase is Phase.TRAINING:
-                return  # formed for the request that this rank acts on
+                return  # The world was formed for the request that this rank acts on.
             self._meet()
         if regroupings.ahead or regroupings.over:
             self._served.give_up(CALLED_OFF, lambda: regroupings.over)

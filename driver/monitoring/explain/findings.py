@@ -623,7 +623,7 @@ def _advices(
         yield _against(cause)
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            # Only these causes would not affect the next worker too.
+            # A cause in the script would also affect the next worker.
             if cause.cause not in OF_THE_SCRIPT:
                 yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind in (ReasonKind.TOO_FEW, ReasonKind.TOO_FEW_SLOTS):

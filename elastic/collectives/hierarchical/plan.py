@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-_ALIGNED = 64  # elements: chunks begin at cache lines
-AHEAD = 2  # chunks reduced on the host before the first must return from the network
+_ALIGNED = 64  # Alignment in elements, so that chunks begin at cache lines.
+# Number of chunks that are reduced on the host before the first must return from the network.
+AHEAD = 2
 
 Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
 
@@ -97,9 +98,10 @@ class Topology:
 class Turn(enum.Enum):
     """Step of a chunk, in this order."""
 
-    REDUCE = enum.auto()  # start: among the ranks of the host
-    CROSS = enum.auto()  # start once reduced: among the hosts
-    SPREAD = enum.auto()  # start once it is back: from the carrier to the ranks of the host
+    REDUCE = enum.auto()  # The collective among the ranks of the host can start.
+    # The chunk is reduced on the host, so the collective among the hosts can start.
+    CROSS = enum.auto()
+    SPREAD = enum.auto()  # The chunk is back, so its carrier can send it to the ranks of the host.
 
 
 def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -135,7 +137,7 @@ class Route(NamedTuple):
 
     first: int | None  # index on this host of the root, which sends to the carrier
     cross: int | None  # host of the root, which sends to the other hosts
-    last: int | None  # index on this host of the carrier, which sends to the others
+    last: int | None  # index on this host of the carrier, which sends to the other ranks
 
 
 def route(topology: Topology, root: int) -> Route:
@@ -167,9 +169,9 @@ class Posting(NamedTuple):
     Two of them may be unnecessary.
     """
 
-    collect: Exchange | None  # exchange within the host
-    cross: Exchange | None  # between hosts
-    deal: Exchange  # exchange within the host
+    collect: Exchange | None  # exchange within the host before that between hosts, or None
+    cross: Exchange | None  # exchange between hosts, or None
+    deal: Exchange  # exchange within the host after that between hosts
 
 
 def posting(topology: Topology) -> Posting:

@@ -83,7 +83,7 @@ class HierarchicalCollectives:
         self._inter_node = inter_node
 
         def end_parts() -> None:
-            # Abort both: ranks that wait in either group wake up and abort their other group in turn.
+            # Both groups are aborted. Ranks that wait in either group wake up and abort their other group in turn.
             host.abort()
             if inter_node is not None:
                 inter_node.abort()

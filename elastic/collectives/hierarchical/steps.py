@@ -65,7 +65,7 @@ class Steps:
         self._host = host
         self._wire = wire
         self._halves = halves
-        self.copies: torch.Tensor | None = None  # memory in the arena
+        self.copies: torch.Tensor | None = None  # memory of the copies in the arena
 
     # ---- allreduce -------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,8 @@ class Steps:
             self._reduce_by_shares(flat, op, scale)
 
     def _reduce_small(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
-        adds = op in (Op.SUM, Op.PRODUCT)  # not scaled yet, so a half-precision sum could overflow
+        # The tensors are not scaled yet, so a half-precision sum could overflow.
+        adds = op in (Op.SUM, Op.PRODUCT)
         wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
         self._wire.run(self._wire.group.allreduce, wide, op)

@@ -15,7 +15,7 @@ class Allocator:
     def __init__(self, size: int, page: int) -> None:
         self._page = page
         self._end = size - size % page
-        # offsets of allocated regions, ascending; `_bytes` has their sizes
+        # Offsets of allocated regions, ascending. `_bytes` contains their sizes.
         self._starts: list[int] = []
         self._bytes: dict[int, int] = {}
         self.reach = 0  # one past the last byte that was ever allocated

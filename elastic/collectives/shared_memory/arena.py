@@ -104,9 +104,10 @@ class Arena:
         """Allocate the pages of the next tensors, of ``size`` bytes together, in advance."""
         region = self.take(size)
         if region is not None:
-            with contextlib.suppress(OSError):  # a kernel before 5.14
+            with contextlib.suppress(OSError):  # Kernels before 5.14 do not support this.
                 memfd.populate(region.address, region.bytes)
-            self._dead.append(region.offset)  # the pages remain allocated
+            # The pages remain allocated until the region is reclaimed.
+            self._dead.append(region.offset)
 
     def quarantine(self, tensor: torch.Tensor) -> bool:
         """Never reuse the region of the tensor, because a peer that could not be stopped may still write to the region.
@@ -135,7 +136,7 @@ class Arena:
             return self._regions.lent
 
     def _free(self, offset: int, size: int) -> None:
-        if os.getpid() != self._pid:  # the parent process still uses the descriptor
+        if os.getpid() != self._pid:  # The parent process still uses the descriptor.
             return
         memfd.give_back(self.address + offset, size)
         self._dead.append(offset)
@@ -176,7 +177,7 @@ def mine() -> Arena | None:
 
 def _make() -> None:
     global _mine, _why_not, _watching_forks
-    if _mine is not None or _why_not:  # another thread has already created it
+    if _mine is not None or _why_not:  # Another thread has already created the arena.
         return
     if not environment.native():
         _why_not = OFF

@@ -115,7 +115,7 @@ class MemoryOffer:
 class _Held:
     def __init__(self) -> None:
         self.mappings: list[Mapping] = []
-        self.control: tuple[int, int] | None = None  # address and size of this rank's own
+        self.control: tuple[int, int] | None = None  # address and size of this rank's control block
         self.staging: Region | None = None
 
     def release(self, quiet: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from elastic.collectives.shared_memory import native_library
 
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # a subclass may store its values elsewhere
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # A subclass may store its values elsewhere.
 
 
 def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
@@ -25,7 +25,7 @@ def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and buffer.is_contiguous()
         and not tensor.is_neg()
-        and not tensor.dtype.is_complex  # may be conjugated lazily
+        and not tensor.dtype.is_complex  # Complex tensors may be conjugated lazily.
     )
 
 

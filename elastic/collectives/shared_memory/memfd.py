@@ -76,7 +76,7 @@ def give_back(address: int, size: int) -> None:
     """Return the pages of this part of a shared mapping to the system, for all processes. It then reads as zeros."""
     try:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))
-    except OSError:  # not supported by this kernel
+    except OSError:  # This kernel does not support memfd.
         ctypes.memset(address, 0, size)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from elastic.errors import CollectiveFailed, TensorMismatch
 
-UNDER_WAY = -1  # as kUnderWay in native/lanes.h
+UNDER_WAY = -1  # value of kUnderWay in native/lanes.h
 _SLICE_S = 0.05  # seconds in native code until Python can handle a signal
 # Tags of monitored_barrier; torch's have 32 bits.
 _HERE, _GO_ON = 1 << 40, 1 << 41
@@ -123,4 +123,4 @@ def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: boo
             f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
         )
     for word in [group.send(nothing, rank, _GO_ON) for rank in others]:
-        word.wait()  # the message is withdrawn if this rank leaves before it was received
+        word.wait()  # The message is withdrawn if this rank leaves before it was received.

@@ -15,10 +15,10 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 11  # same value as in native/abi.cc; changes with every function and struct
-MAX_RANKS = 64  # as kMaxRanks in native/kernels.h
+ABI = 11  # Value in native/abi.cc, which changes with every function and struct.
+MAX_RANKS = 64  # value of kMaxRanks in native/kernels.h
 
-_CHECKSUM = 64  # hexadecimal digits at the end of the file
+_CHECKSUM = 64  # number of hexadecimal digits at the end of the file
 _BUILD = "in a checkout run: make native; elsewhere install g++ and then hvd-elastic again"
 
 Library = ctypes.CDLL

@@ -64,7 +64,7 @@ class _Mapped:
             try:
                 _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
                 return
-            except RuntimeError:  # no thread could be started
+            except RuntimeError:  # No thread could be started.
                 pass
         memfd.unmap(self.address, self.bytes)
 
@@ -86,7 +86,7 @@ class Mapping:
             _settle()
 
 
-_open: dict[tuple[Identity, int], _Mapped] = {}  # by owner and inode
+_open: dict[tuple[Identity, int], _Mapped] = {}  # mapped memory, by owner and inode
 _lock = threading.Lock()
 # A group may be freed at any instruction of any thread, even the one that holds the lock. Released mappings are
 # therefore added here without a lock.

@@ -51,9 +51,9 @@ class Memory(NamedTuple):
     """Memory that the ranks of a group share, as mapped in this process. All lists are by rank."""
 
     control: int  # address of the control block, elastic_control_bytes(size) long
-    arenas: Sequence[tuple[int, int]]  # address and bytes
-    staging: Sequence[int]  # offset in the arena
-    pidfds: Sequence[int]  # -1 means this process
+    arenas: Sequence[tuple[int, int]]  # address and size in bytes of each arena
+    staging: Sequence[int]  # offset of each staging area in its arena
+    pidfds: Sequence[int]  # pidfd of each rank; -1 means this process
     # Called once, when this process no longer uses the memory. False: another rank may still write to the staging.
     release: Callable[[bool], None]
 
@@ -93,7 +93,8 @@ class SharedCollectives:
         self._submitting = threading.Lock()
         # Memory that native code may still access, by ticket, since the caller may drop its handle and tensors.
         self._held: collections.deque[tuple[int, object]] = collections.deque()
-        self._messages: set[SharedMessage] = set()  # the same for messages
+        # messages whose memory native code may still access
+        self._messages: set[SharedMessage] = set()
         self._many = 64  # size of `_messages` at which complete, unreferenced ones are removed
         self._failed: str | None = None
         self._aborted = False
@@ -331,7 +332,7 @@ class SharedCollectives:
         """See `Collectives.drain`. If the result is False, do not use the tensors in flight again."""
         drained = self._native.drain(timeout_s)
         if drained:
-            self._held = collections.deque()  # another thread may still use the old list
+            self._held = collections.deque()  # Another thread may still use the old list.
             self._messages = set()
         return drained
 
@@ -393,7 +394,7 @@ class SharedWork:
 
     def done(self) -> bool:
         verdict = self._native.done(self._ticket)
-        # A failed one is complete when no rank can still write to its tensor.
+        # A failed collective counts as complete once no rank can still write to its tensor.
         return verdict == _DONE or (verdict == _FAILED and self._group.drain(0.0))
 
     def within(self, timeout_s: float) -> bool:

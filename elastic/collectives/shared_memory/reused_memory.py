@@ -16,7 +16,8 @@ import torch
 from elastic.collectives.shared_memory import arena, memfd
 from elastic.collectives.shared_memory.arena import Region
 
-KEPT = 4  # unused regions to keep; some frameworks release a step's results in the middle of the next step
+# Number of unused regions to keep. Some frameworks release a step's results in the middle of the next step.
+KEPT = 4
 
 
 class ReusedMemory:
@@ -24,7 +25,7 @@ class ReusedMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[Region] = []  # longest unused first
+        self._free: list[Region] = []  # unused regions, those unused for longest first
         # A tensor may be freed at any instruction of any thread, even the one that holds the lock.
         self._dead: collections.deque[Region] = collections.deque()
 

@@ -27,7 +27,7 @@ from elastic.integrations.lightning import trainer_progress
 from elastic.run_loop import run
 from elastic.state.torch_state import TorchState
 
-# Lightning's loop classes are private, but nothing public can resume in the middle of an epoch
+# Lightning's loop classes are private, but no public class can resume in the middle of an epoch.
 Trained: Any = _FitLoop
 Stepped: Any = _TrainingEpochLoop
 
@@ -35,7 +35,7 @@ Stepped: Any = _TrainingEpochLoop
 class FollowingStrategy(Protocol):
     """The part of a strategy that the loops use."""
 
-    commit_every: int  # optimizer steps
+    commit_every: int  # number of optimizer steps between two commits
 
     def follow(self) -> None:
         """Update this worker's place to the current world."""
@@ -69,7 +69,7 @@ class ElasticEpochLoop(Stepped):
         super_start = super().on_run_start
         resuming, self.trainer.fit_loop._resuming_from_checkpoint = self.fit.is_resuming, True
         try:
-            super_start(data_fetcher)  # this does not restart the iteration
+            super_start(data_fetcher)  # This does not restart the iteration.
         finally:
             self.trainer.fit_loop._resuming_from_checkpoint = resuming
         if data_fetcher.length is not None:
@@ -146,7 +146,8 @@ class ElasticFitLoop(Trained):
                     "Lightning requests the next batch early to detect the end of the data, but a stream can't"
                     " start a second step while a step's shards are in progress: use a dataset with a length"
                 )
-            self.loader.ahead = 1  # Lightning checks whether another batch follows
+            # Lightning fetches one batch ahead to check whether another follows.
+            self.loader.ahead = 1
 
     def deal(self) -> None:
         """Compute the number of batches in this epoch. It is the sum of completed batches and batches left in the
@@ -156,7 +157,7 @@ class ElasticFitLoop(Trained):
         try:
             whole, left = len(self.loader), self.loader.remaining
         except TypeError:
-            return  # a stream with unknown length
+            return  # A stream has no known length.
         self._look_at_schedules(whole)
         limit = trainer.limit_train_batches
         if isinstance(limit, int):

@@ -19,7 +19,7 @@ from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.optimizer.sharded.reducer import ShardReducer
 
-# Private, but nothing public changes the order of backward and zero_grad.
+# The class is private, but no public class changes the order of backward and zero_grad.
 Automatic: Any = _AutomaticOptimization
 Backward = Callable[[torch.Tensor], object]
 
@@ -39,7 +39,8 @@ class ShardedSteps:
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
-        self._reducers: list[ShardReducer] = []  # the shards reference them weakly
+        # The list keeps the reducers alive, because the shards reference them weakly.
+        self._reducers: list[ShardReducer] = []
 
     def prepare(self, trainer: Trainer) -> None:
         """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid for conflicting settings."""
@@ -90,7 +91,8 @@ class ShardedSteps:
         loader, losses = trainer.fit_loop.loader, []
         for batch in self.shards.over(batches):
             results = trainer.fit_loop.epoch_loop.logged
-            results.batch, results.batch_size = batch, None  # the weight of a logged mean
+            # The batch size is the weight of a logged mean.
+            results.batch, results.batch_size = batch, None
             output = forward(batch)
             loss = output["loss"] if isinstance(output, Mapping) else output
             if not isinstance(loss, torch.Tensor):

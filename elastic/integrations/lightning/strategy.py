@@ -95,7 +95,7 @@ class ElasticStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         unsupported_sharding.check_trainer("Lightning", (), [trainer.lightning_module])
-        # First, because a schedule that uses estimated_stepping_batches makes the loop set up its data.
+        # This comes first, because a schedule that uses estimated_stepping_batches makes the loop set up its data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
         super().setup(trainer)

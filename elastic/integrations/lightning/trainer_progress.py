@@ -32,11 +32,11 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         for name, value in vars(callback).items():
             if isinstance(value, torch.nn.Module) and value is not trainer.lightning_module:
-                values[f"callback_{number}{name}"] = value  # averaged weights
+                values[f"callback_{number}{name}"] = value  # The value may be averaged weights.
     values["progress"] = TrainerProgress(trainer)
     values["means"] = EpochMeans(trainer)
     shards = getattr(trainer.strategy, "shards", None)
-    if shards is not None:  # these states contain the random generators
+    if shards is not None:  # The states of the shards contain the random generators.
         values["shards"] = shards
     return TorchState(model=trainer.strategy.model, rng=shards is None, **values)
 
@@ -77,14 +77,15 @@ class TrainerProgress(Carried):
             epochs.automatic_optimization,
             epochs.manual_optimization,
         ):
-            loop.on_iteration_done()  # the loops continue at the same position, so no loop restarts
+            # The loops continue at the same position, so no loop restarts.
+            loop.on_iteration_done()
         fit.changed.load_state_dict(state["changed"])
         trainer.should_stop = state["should_stop"]
         for callback in trainer.callbacks:
             found = state["callbacks"].get(callback.state_key)
             if found:
                 if isinstance(callback, Checkpoint) and "dirpath" in found:
-                    # Rank 0's: a new worker would have another folder.
+                    # All workers use the folder of rank 0, because a new worker would choose a different one.
                     callback.dirpath = found["dirpath"]
                 callback.load_state_dict(found)
         trainer.precision_plugin.load_state_dict(state["precision"])

@@ -44,8 +44,8 @@ class Compressor(Protocol):
 class Scales(NamedTuple):
     """Factors of gradients at each stage of a reduction."""
 
-    filling: float = 1.0  # while they are copied into the bucket
-    reducing: float = 1.0  # applied by the group during the reduction
+    filling: float = 1.0  # factor applied while gradients are copied into the bucket
+    reducing: float = 1.0  # factor applied by the group during the reduction
     reducing_over: int = 1  # divisor applied by the group during the reduction
     finishing: float = 1.0  # factor applied after the reduction
     finishing_over: int = 1
@@ -53,14 +53,14 @@ class Scales(NamedTuple):
 
 UNSCALED = Scales()
 
-_Watched = tuple[int, torch.Tensor, int]  # position, gradient, and version of the gradient
+_Watched = tuple[int, torch.Tensor, int]  # position of a gradient, the gradient, and its version
 
 
 class GradientBucket(Protocol):
     """Gradients of one dtype and device that are reduced together."""
 
     parameters: Sequence[torch.Tensor]
-    missing: int  # gradients that are not ready yet
+    missing: int  # number of gradients that are not ready yet
     device: torch.device
     scales: Scales
 
@@ -128,7 +128,7 @@ class FlatBucket:
         dtype, device = parameters[0].dtype, parameters[0].device
         self.device = device
         length = elements + marked
-        # Zeros, because the gaps between gradients are sent as well.
+        # The buffer is zeroed, because the gaps between gradients are sent as well.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
         # The buffer to send: complex numbers are viewed as pairs of real ones.
@@ -158,12 +158,13 @@ class FlatBucket:
         ]
         large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
         self._smalls = self._wire[: min(large, default=elements)]
-        # Positions of sparse gradients that are reduced as dense ones, with the number of sparse dimensions, to convert
-        # them back for optimizers that require sparse gradients.
+        # Positions of sparse gradients that are reduced as dense ones, and their numbers of sparse dimensions. They are
+        # converted back for optimizers that require sparse gradients.
         self._sparse: dict[int, int] = {}
-        # Small gradients to copy together: position, and gradient and version if watched.
+        # Small gradients to copy together: position, and the gradient and its version if it is watched.
         self._waiting: list[tuple[int, torch.Tensor | None, int]] = []
-        self._changed: int | None = None  # position of a gradient changed before its copy
+        # position of a gradient that was changed before its copy, or None
+        self._changed: int | None = None
         self._watched: list[_Watched] = []
         self._work: Work | None = None
 
@@ -233,7 +234,7 @@ class FlatBucket:
         if self._waiting:
             self._fill_small()
         if self._mark is not None:
-            self._mark.fill_(mark_value(op, mark))  # replaces the result of the previous step
+            self._mark.fill_(mark_value(op, mark))  # This replaces the result of the previous step.
         self._work = _reduce(group, self._sent, op, self.scales)
 
     def finish(self) -> int | None:
@@ -245,7 +246,7 @@ class FlatBucket:
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
-            # Set again, because a model.zero_grad() after backward removes the gradients.
+            # The gradient is set again, because a model.zero_grad() after backward removes it.
             self._give(position)
         self._work.wait()
         self._work = None
@@ -305,9 +306,9 @@ class CompressedGradient:
         self._compression = compression
         self._wire: torch.Tensor | None = None
         self._context: Any = None
-        self._sparse: int | None = None  # as in a FlatBucket
-        self._waits: _Watched | None = None  # the gradient until the launch
-        self._changed = False  # whether it was changed before the launch
+        self._sparse: int | None = None  # number of sparse dimensions, as in a FlatBucket, or None
+        self._waits: _Watched | None = None  # the gradient until the launch, or None
+        self._changed = False  # whether the gradient was changed before the launch
         self._watched: _Watched | None = None
         self._work: Work | None = None
 
@@ -331,14 +332,14 @@ class CompressedGradient:
         elif parameter.grad.is_sparse:
             self._sparse = parameter.grad.sparse_dim()
             parameter.grad = parameter.grad.to_dense()
-        # Scaled before compression, since sums in a smaller dtype may overflow.
+        # The gradient is scaled before compression, because sums in a smaller dtype may overflow.
         scale = self.scales.filling
         gradient = parameter.grad if scale == 1.0 else parameter.grad * scale
         wire, self._context = self._compression.compress(gradient)
         # With .data, an in-place reduction of an uncompressed gradient does not count as a change by the script.
         self._wire = wire.contiguous().data
         if watch:
-            # Not compressed earlier, because a compression with error feedback may modify the gradient.
+            # The gradient is not compressed earlier, because a compression with error feedback may modify it.
             self._watched = (0, parameter.grad, parameter.grad._version)
         self._work = _reduce(group, _real(self._wire), op, self.scales)
 

@@ -49,7 +49,7 @@ class BackwardEndListener(Protocol):
     backward() raises the exceptions of either method.
     """
 
-    number: int  # equal on all ranks; determines the order of the calls
+    number: int  # Number that is equal on all ranks and determines the order of the calls.
 
     def backward_ended(self, inner: bool) -> None:
         """Handle the end of the pass. May communicate with other ranks, but must not wait for their gradients.
@@ -80,7 +80,7 @@ class _Pass:
 
 # Passes by the engine's ID. Only the engine references them, and it drops passes that fail.
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
-_lock = threading.Lock()  # each device has its own backward thread
+_lock = threading.Lock()  # Each device has its own backward thread.
 
 
 def notify_end(waiter: BackwardEndListener) -> None:
@@ -99,7 +99,8 @@ class GradientHooks:
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))
-        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}  # by id of the parameter
+        # parameter and hook, by the ID of the parameter
+        self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(follower, _remove, self._hooks).atexit = False
 
     def install(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -29,8 +29,9 @@ class OptimizerArguments:
     options: Options
     passes: int
     sparse_as_dense: bool
-    whole_world: bool  # False for a process set, which may differ between ranks
-    fusion_bytes: int | None  # None means the default
+    # whether the ranks are the whole world; a process set may differ between ranks
+    whole_world: bool
+    fusion_bytes: int | None  # size of fusion buffers in bytes, or None for the default
     shards: Shards | None = None
     zero: int = 0
 
@@ -60,7 +61,7 @@ def outside_state(handled: Collection[object]) -> str:
     """Return the lines of this process's optimizers that are not in ``handled``, in an order equal on all processes."""
     if not _outside(handled):
         return ""
-    gc.collect()  # an unreachable optimizer that was not collected yet must not count
+    gc.collect()  # An unreachable optimizer that was not collected yet must not count.
     texts = sorted(each.gradient_layout("") for each in _outside(handled))
     alone = len(texts) == 1
     return "\n".join(

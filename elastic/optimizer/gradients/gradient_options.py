@@ -61,7 +61,8 @@ class Options:
             return Scales(filling=before, finishing=after)
         if inside:
             return Scales(reducing_over=size)
-        if self.casts and wire in (torch.float16, torch.bfloat16):  # the sum may overflow
+        # The sum may overflow in these dtypes.
+        if self.casts and wire in (torch.float16, torch.bfloat16):
             return Scales(filling=1.0 / size)
         return Scales(finishing_over=size)
 

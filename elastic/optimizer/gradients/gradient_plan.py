@@ -32,10 +32,10 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.passes_left = 0
-        self.filled = False  # whether its gradient is in the bucket
+        self.filled = False  # whether the gradient is in the bucket
         # None for sparse gradients, or before the buckets are arranged
         self.bucket: GradientBucket | None = None
-        self.position = 0  # index in the bucket
+        self.position = 0  # index of the slot in the bucket
 
 
 class GradientPlan:
@@ -55,10 +55,10 @@ class GradientPlan:
         self._full_at = (0, 0)  # sizes in bytes at which the first bucket, and any other, is closed
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
-        self.sparse: dict[int, int] = {}  # slot number -> number of sparse dimensions
+        self.sparse: dict[int, int] = {}  # for each slot, the number of sparse dimensions
         # Slots in the agreed order in which they become ready.
         self.order: tuple[int, ...] | None = None
-        self.buckets: list[GradientBucket] = []  # empty until arranged
+        self.buckets: list[GradientBucket] = []  # buckets, empty until they are arranged
         self.rows: list[str] = []  # name of each bucket in the timeline
 
     @property

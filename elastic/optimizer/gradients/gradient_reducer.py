@@ -69,7 +69,7 @@ _POINT_OF = {PassEnd.COMPARE_LAST: ComparisonPoint.LAST_PASS, PassEnd.COMPARE: C
 # All reducers of this process.
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _numbers = itertools.count()
-# By the shapes of their parameters. Plans do not distinguish reducers with equal shapes.
+# Number of reducers, by the shapes of their parameters. Plans do not distinguish reducers with equal shapes.
 _made: collections.Counter[int] = collections.Counter()
 
 
@@ -102,32 +102,34 @@ class GradientReducer:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._lock = threading.Lock()  # each device has its own backward thread
+        self._lock = threading.Lock()  # Each device has its own backward thread.
 
         self._hooks = GradientHooks(self)
 
-        # Fields of the plan.
+        # Signature of the parameters of the plan. This and the next fields belong to the plan.
         self._signature: list[tuple[Any, ...]] | None = None
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank
         self._told: tuple[int, ...] = ()  # the order that was agreed with the other ranks
-        self._changing = False  # whether the two differ
+        self._changing = False  # whether the order of readiness differs from the agreed one
         self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
         self._plan = GradientPlan(self._options, [])
         self._agreed: int | None = None  # generation in which the members compared this plan
-        self._number: plan_agreement.AgreedPlan | None = None  # its number in that generation
+        # number of the plan in that generation, or None
+        self._number: plan_agreement.AgreedPlan | None = None
         self._version = -1  # version of the plan with that number
 
-        # Fields of the current step.
+        # Generation of the current step. This and the next fields belong to the step.
         self._generation: int | None = None
         self._progress = StepProgress()
-        self._size = 1  # number of ranks that it averages over
-        self._members: tuple[int, ...] | None = None  # None means the whole world
+        self._size = 1  # number of ranks over which the step averages
+        # ranks that take part, or None for the whole world
+        self._members: tuple[int, ...] | None = None
         # Parameters in the order of their gradients. Recorded until the plan is agreed, and while it is about to
         # change.
         self._ready: list[torch.Tensor] = []
-        self._launched = 0  # buckets
+        self._launched = 0  # number of launched buckets
         # ID of autograd's graph task that produces gradients of a step with an agreed plan.
         self._known_pass = -1
         self._never: int | None = None  # generation in which no pass is the last of any step
@@ -212,7 +214,7 @@ class GradientReducer:
                     changed = self._wait(world)
                     self._heed_change(world)
             elif world.elastic and included:
-                # Same as in a larger world, so that the optimizer's step does not depend on the size.
+                # The step is the same as in a larger world, so that the optimizer's step does not depend on the size.
                 for parameter in self._parameters.all():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
@@ -234,7 +236,7 @@ class GradientReducer:
                 and self._known_pass == torch._C._current_graph_task_id()
                 and ((gradient := parameter.grad) is None or not gradient.requires_grad)
             ):
-                # Fast path for nearly all calls: models have thousands of parameters.
+                # This is a fast path for nearly all calls, because models have thousands of parameters.
                 slot.passes_left = 0
                 self._progress.complete += 1
                 self._fill(slot, watch=True)
@@ -260,14 +262,14 @@ class GradientReducer:
         if not self._receiving:
             try:
                 self._locate(world)
-            except Invalid:  # the process set was removed; finish() reports the error
+            except Invalid:  # The process set was removed, and finish() reports the error.
                 return
             if self._size == 1:
                 return
             self._begin(world.generation)
         slot = None if self._next else self._plan.slot_of.get(id(parameter))
         if slot is None:
-            self._ready.append(parameter)  # the next plan may contain it
+            self._ready.append(parameter)  # The next plan may contain the parameter.
             if self._next is not None:
                 notify_end(self)
             return
@@ -302,8 +304,8 @@ class GradientReducer:
         """
         world, slots = lifecycle.current(), self._plan.slots
         if self._generation != world.generation or world.broken:
-            return  # finish() raises if the reason is an error
-        # Parameters trained only on other ranks receive no gradient here.
+            return  # finish() raises if the reason is an error.
+        # Parameters that are trained only on other ranks receive no gradient here.
         complete = self._progress.complete == len(slots) or self._progress.complete == sum(
             slot.parameter.requires_grad for slot in slots
         )
@@ -326,7 +328,7 @@ class GradientReducer:
                     self._agree_again(world)
             self._launch_rest(world)
             if not complete:
-                end_counts(self._plan.slots)  # further gradients do not belong to this step
+                end_counts(self._plan.slots)  # Further gradients do not belong to this step.
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def wait_after_backward(self) -> None:
@@ -384,7 +386,7 @@ class GradientReducer:
             self._changing = own != self._told
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
-                self._progress.usual = 0  # the new parameters may have passes of their own
+                self._progress.usual = 0  # The new parameters may have passes of their own.
             self._signature = signature
             named = [
                 (self._parameters.name(each, f"parameter {number}"), each)
@@ -393,7 +395,7 @@ class GradientReducer:
             plan = GradientPlan(self._options, named, lifecycle.current().env.fusion_bytes)
             plan.begin_step(self._passes)
             if self._agreed == generation and self._size > 1:
-                self._next = plan  # the flag of the present plan notifies the other ranks
+                self._next = plan  # The flag of the current plan notifies the other ranks.
             else:
                 self._plan = plan
                 self._agreed = None
@@ -407,7 +409,7 @@ class GradientReducer:
         self._progress.begin()
 
     def _fill(self, slot: Slot, *, watch: bool) -> None:
-        if slot.bucket is None:  # sparse
+        if slot.bucket is None:  # Sparse gradients belong to no bucket.
             return
         slot.bucket.fill(slot.position, watch=watch)
         slot.filled = True
@@ -416,7 +418,7 @@ class GradientReducer:
     def _launch_full(self) -> None:
         world, built = lifecycle.current(), self._plan.buckets
         if world.broken:
-            return  # finish() raises the error
+            return  # finish() raises the error.
         try:
             while self._launched < len(built) and not built[self._launched].missing:
                 self._launch_next(world)
@@ -489,7 +491,7 @@ class GradientReducer:
         try:
             return self._compare(world, moment, anew)
         except Exception:
-            self._clear()  # no work is in flight
+            self._clear()  # No work is in flight.
             raise
 
     def _compare(self, world: Context, moment: ComparisonPoint, anew: bool) -> bool:
@@ -513,7 +515,7 @@ class GradientReducer:
             wire = getattr(torch, bucket.wire().dtype)
             bucket.scales = self._options.scales(self._size, inside, wire)
         self._agreed = world.generation
-        self._progress.usual = 0  # equal on all ranks
+        self._progress.usual = 0  # This is equal on all ranks.
         return last
 
     def _negotiate(
@@ -525,7 +527,7 @@ class GradientReducer:
         anew: bool,
     ) -> tuple[plan_agreement.AgreedPlan | None, bool]:
         plan = self._plan
-        dims: dict[int, int] = {  # keyed by id, because the numbers may change
+        dims: dict[int, int] = {  # The dictionary is keyed by ID, because the numbers may change.
             id(plan.slots[number].parameter): count for number, count in plan.sparse.items()
         }
         for slot in plan.slots:
@@ -639,7 +641,8 @@ class GradientReducer:
         self._progress.usual, self._progress.ended = usual, ended
         for parameter in absent:
             if id(parameter) not in self._plan.slot_of:
-                parameter.grad = None  # frozen on every rank now, so the optimizer must skip it
+                # The parameter is now frozen on every rank, so the optimizer must skip it.
+                parameter.grad = None
         if self._plan.slot_of.keys() <= reduced.keys():
             return
         kept = [

@@ -30,7 +30,7 @@ from elastic.optimizer.gradients.plan_agreement import (
 
 GATHERED = (Op.SUM,)  # reductions, as sent, that gathered gradients support
 CPU = torch.device("cpu")
-AT_ONCE = 2  # buffers of zeros in flight; more would only use memory
+AT_ONCE = 2  # Maximum number of buffers of zeros in flight. More would only use memory.
 
 Members = tuple[int, ...] | None
 
@@ -179,8 +179,8 @@ class JoinedRank:
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
-        self.over = False  # no rank has any data left
-        self.ended = False  # the other ranks have replaced the plan
+        self.over = False  # whether no rank has any data left
+        self.ended = False  # whether the other ranks have replaced the plan
         self._rt = rt
         self._members = members
         self._layout = agreed.layout

@@ -14,16 +14,16 @@ from typing import Any
 
 from elastic.rendezvous import environment
 
-LARGE_BYTES = 1 << 20  # threshold below which glibc keeps freed blocks
+LARGE_BYTES = 1 << 20  # block size in bytes below which glibc keeps freed blocks
 # Maximum of glibc's dynamic threshold. A fixed threshold must not be lower.
 LEAST_THRESHOLD = 32 << 20
-MOST_THRESHOLD = 64 << 20  # larger blocks cause more fragmentation
-_ROOM = 4096  # bytes for header and alignment, which must stay below the threshold
+MOST_THRESHOLD = 64 << 20  # Larger blocks cause more fragmentation.
+_ROOM = 4096  # number of bytes for header and alignment, which must stay below the threshold
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 # Bytes to keep at the end of the heap. At most two gradients exist at a time.
 _MOST_KEPT = 256 << 20
-_MOST_TOLD = (1 << 31) - 1  # mallopt takes an int
+_MOST_TOLD = (1 << 31) - 1  # mallopt takes an int.
 
 
 class MallocTuning:

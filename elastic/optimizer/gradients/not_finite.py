@@ -19,8 +19,9 @@ from elastic.state.snapshots.digest import digest
 
 WHOLE_BYTES = (
     1 << 20
-)  # a larger gradient on a CPU is sampled: reading it takes up to a tenth of a step
-SAMPLE = 4096  # elements of a bucket to check; a non-finite value spreads to nearly all gradients
+)  # A larger gradient on a CPU is sampled, because reading it takes up to a tenth of a step.
+# Number of elements of a bucket to check. A non-finite value spreads to nearly all gradients.
+SAMPLE = 4096
 
 
 def finite(tensor: torch.Tensor) -> bool:
@@ -34,7 +35,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel() or not tensor.is_floating_point():
         return ()
-    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8.
     return tuple(torch.aminmax(numbers))
 
 
@@ -53,11 +54,12 @@ class FirstNotFinite:
     """Observations of one worker. All ranks receive the same reduced gradients and therefore record the same step."""
 
     def __init__(self) -> None:
-        self._found: dict[str, int] = {}  # digests of parameters, by reducer
-        self._committed: dict[str, int] = {}  # `_found` at the newest commit
-        self._odd: set[str] = set()  # reducers with non-finite last gradients
-        self._missed = False  # other ranks have stepped without this one
-        self._fine: set[str] = set()  # reducers that have seen finite gradients since
+        # for each reducer, the digest of its parameters at its first non-finite gradient
+        self._found: dict[str, int] = {}
+        self._committed: dict[str, int] = {}  # content of `_found` at the newest commit
+        self._odd: set[str] = set()  # reducers whose last gradients were not finite
+        self._missed = False  # whether other ranks have stepped without this one
+        self._fine: set[str] = set()  # reducers whose gradients have been finite since then
 
     def look(
         self,

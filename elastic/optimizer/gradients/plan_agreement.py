@@ -28,7 +28,7 @@ from elastic.errors import StateMismatch
 from elastic.protocol.messages import GRADIENTS
 
 CHANNEL = "gradients plans"  # group for agreeing on all plans of a generation but the first
-MAX_PLANS = 64  # plan numbers that can be reused
+MAX_PLANS = 64  # maximum number of plan numbers, which can be reused
 
 
 # ---- the step flag ---------------------------------------------------------------------------------------------------
@@ -37,14 +37,15 @@ MAX_PLANS = 64  # plan numbers that can be reused
 class StepFlag(enum.Enum):
     """Last element of a plan's first buffer, as sent by a rank and as reduced over all ranks."""
 
-    JOINED = 0  # the rank has no more data; after the reduction, no rank has data
+    # The rank has no more data. After the reduction, the flag means that no rank has data.
+    JOINED = 0
     STEP = 1
-    # last step with this plan, because a rank changed its parameters, or because no rank adopts the plan
+    # This is the last step with this plan, because a rank changed its parameters, or because no rank adopts the plan.
     CHANGE = 2
 
 
-# By reduction, chosen so that a flag is preserved with any number of joined ranks and in any floating dtype: a sum may
-# lose precision, become infinite or be scaled, but keeps its sign.
+# Values of the flags for each reduction. They preserve a flag with any number of joined ranks and in any floating
+# dtype: a sum may lose precision, become infinite or be scaled, but keeps its sign.
 _VALUES: dict[Op, dict[StepFlag, float]] = {
     Op.SUM: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: -math.inf},
     Op.MAX: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: 2.0},
@@ -69,7 +70,8 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
         case Op.MAX | Op.MIN:
             changed = abs(reduced) > 1.5
         case _:
-            changed = not reduced > 1.0  # True also for NaN: zero times an overflowed product
+            # This is also True for NaN, the product of zero and an overflowed product.
+            changed = not reduced > 1.0
     return StepFlag.CHANGE if changed else StepFlag.STEP
 
 
@@ -128,9 +130,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 class ComparisonPoint(enum.IntEnum):
     """Point of a step at which a rank compares its plan with other ranks."""
 
-    LAST_PASS = 0  # at the end of the last backward pass of a step
-    PASS = 1  # at the end of a backward pass that, on this rank, is not the last
-    STEP = 2  # in step() or synchronize()
+    LAST_PASS = 0  # the plans are compared at the end of the last backward pass of a step
+    # the plans are compared at the end of a backward pass that is not the last on this rank
+    PASS = 1
+    STEP = 2  # the plans are compared in step() or synchronize()
 
 
 class PlanProposal(NamedTuple):
@@ -168,9 +171,11 @@ class PlanProposal(NamedTuple):
         return self.digest, self.parameters, self.replaces, self.anew
 
 
-_NOTHING = -(1 << 62)  # less than every value of a field, and the negative is greater
+# Smaller than every value of a field. Its negative is greater than every value.
+_NOTHING = -(1 << 62)
 _FIELDS = len(PlanProposal._fields)
-VECTOR = 2 * _FIELDS + 1 + MAX_PLANS  # elements
+# number of elements of the vector that ranks reduce to compare plans
+VECTOR = 2 * _FIELDS + 1 + MAX_PLANS
 
 
 def order_digest(order: Sequence[int]) -> int:
@@ -283,7 +288,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
-        self.channel_open = False  # whether all ranks have formed the group CHANNEL
+        self.channel_open = False  # whether all ranks have formed the group of CHANNEL
 
     @property
     def channel(self) -> str:
@@ -313,7 +318,7 @@ class Plans:
             owner: its reducer; None on a rank that has joined, where the reducer of a replaced plan is notified.
         """
         if self.agreed:
-            self.channel_open = True  # this agreement used that group
+            self.channel_open = True  # This agreement used that group.
         if number == len(self.agreed):
             self.agreed.append(AgreedPlan(number, layout, owner))
             return self.agreed[number]

@@ -51,7 +51,7 @@ def find(
     group.allreduce(lowest, Op.MAX).wait()
     other = None if int(lowest) == _NOBODY else -int(lowest)
     other_lines = lines if other is None else _share(group, device, other, own)
-    agreement.wait_for_all(group)  # before the callers raise
+    agreement.wait_for_all(group)  # All ranks must have read the result before the callers raise.
     return PlanDifference(first, other, lines, other_lines)
 
 

@@ -21,34 +21,35 @@ from typing import Protocol
 class StepPhase(enum.Enum):
     """Phase of a step on this rank."""
 
-    IDLE = enum.auto()  # no gradient has arrived, and no reduction is in flight
-    RECEIVING = enum.auto()  # gradients arrive; full buckets of an agreed plan are launched
-    COMPLETING = enum.auto()  # the last pass has ended and all buckets are launched
+    IDLE = enum.auto()  # No gradient has arrived, and no reduction is in flight.
+    RECEIVING = enum.auto()  # Gradients arrive, and full buckets of an agreed plan are launched.
+    COMPLETING = enum.auto()  # The last pass has ended, and all buckets are launched.
     LATE = (
         enum.auto()
     )  # A rank has not recognized the last pass, so no collective is launched before finish().
-    REDUCED = enum.auto()  # all gradients are reduced, and step() was not called yet
+    REDUCED = enum.auto()  # All gradients are reduced, and step() was not called yet.
 
 
 class PlanState(enum.Enum):
     """Whether this rank's plan was compared with the other ranks' plans."""
 
-    AGREED = enum.auto()  # compared in this generation: buckets can be launched
+    AGREED = enum.auto()  # The plan was compared in this generation, so buckets can be launched.
     UNCOMPARED = enum.auto()
     CHANGED = (
         enum.auto()
-    )  # the parameters of this rank have changed, and the other ranks have the previous plan
+    )  # The parameters of this rank have changed, and the other ranks have the previous plan.
 
 
 class PassEnd(enum.Enum):
     """Decision at the end of a backward pass."""
 
-    NOTHING = enum.auto()  # another pass follows, or finish() reduces
-    LAUNCH = enum.auto()  # last pass, so launch the remaining buckets
-    COMPARE_LAST = enum.auto()  # compare plans after the last pass on this rank
+    NOTHING = enum.auto()  # Do nothing: another pass follows, or finish() reduces.
+    LAUNCH = enum.auto()  # Launch the remaining buckets, because this was the last pass.
+    COMPARE_LAST = enum.auto()  # Compare plans, because this was the last pass on this rank.
     # compare plans, because ranks with all their gradients wait for the comparison
     COMPARE = enum.auto()
-    REPLACE_PLAN = enum.auto()  # last pass, so agree on the changed plan, then launch
+    # Agree on the changed plan, then launch, because this was the last pass.
+    REPLACE_PLAN = enum.auto()
 
 
 class CountedSlot(Protocol):

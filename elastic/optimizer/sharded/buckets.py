@@ -27,7 +27,8 @@ from elastic.optimizer.gradients.flat_buckets import (
     zeros,
 )
 
-ROOM = 64  # elements after the last gradient, so that the ranks' pieces of a bucket can have equal lengths
+# Number of elements after the last gradient, so that the ranks' pieces of a bucket can have equal lengths.
+ROOM = 64
 
 
 class ShardBucket:
@@ -49,7 +50,7 @@ class ShardBucket:
         self.device = parameters[0].device
         self.dtype = dtype
         self.compressed = dtype != parameters[0].dtype
-        self.missing = 0  # gradients of the current shard that are not ready yet
+        self.missing = 0  # number of gradients of the current shard that are not ready yet
         self.work: Work | None = None
         self._small = [each.nbytes < SMALL_BYTES for each in parameters]
         self._waiting: list[int] = []
@@ -59,7 +60,7 @@ class ShardBucket:
         self._last = False
         self._divisor = 1
         self._adds = host_sum.may(dtype, self.device)
-        # The parameters' gradients after the last shard.
+        # The gradients of the parameters after the last shard.
         self._given: list[torch.Tensor] = []
         self._versions = [0] * len(parameters)
         self.make(1)
@@ -117,7 +118,7 @@ class ShardBucket:
 
     def step_begins(self) -> None:
         for parameter in self.parameters:
-            parameter.grad = None  # the gradient of the previous step is not part of any shard
+            parameter.grad = None  # The gradient of the previous step is not part of any shard.
         self.drop()
         self.missing = -1
 
@@ -218,7 +219,7 @@ class ShardBucket:
             copy.run(value, [value[0].data_ptr()])
         else:
             torch._foreach_copy_(views, value)
-        for view in views:  # torch._foreach_div_ would round the divisor to half precision first
+        for view in views:  # torch._foreach_div_ would round the divisor to half precision first.
             rescale_(view, 1.0, self._divisor)
 
     def values(self, position: int) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Work
 from elastic.exact.tree import Program
 
-PIECE = 16  # elements; the length of a piece is a multiple of this
+PIECE = 16  # Number of elements. The length of a piece is a multiple of it.
 
 
 def evaluate(

@@ -21,7 +21,7 @@ class ShardSlot:
     __slots__ = ("bucket", "number", "passes_left", "position")
 
     def __init__(self, number: int, bucket: ShardBucket, position: int) -> None:
-        self.number = number  # index among the trained parameters
+        self.number = number  # index of the parameter among the trained parameters
         self.bucket = bucket
         self.position = position
         self.passes_left = 0
@@ -43,7 +43,7 @@ class ShardPlan:
         self._trained: Sequence[torch.Tensor] = []
         self._signature: list[tuple[object, ...]] = []
         self._full_bytes = bucket_plan.FULL_BYTES
-        self._in_memory: list[int] = []  # bytes of gradients
+        self._in_memory: list[int] = []  # size of each gradient in bytes
 
     def train(self, parameters: Sequence[torch.Tensor], full_bytes: int) -> bool:
         """Create buckets for these parameters. Return whether other parameters were trained before."""

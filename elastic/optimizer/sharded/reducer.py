@@ -72,30 +72,32 @@ class ShardReducer:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
-        self._lock = threading.Lock()  # each device has its own backward thread
+        self._lock = threading.Lock()  # Each device has its own backward thread.
         self._plan = ShardPlan(compression)
-        self._ready: list[int] = []  # parameters in the order of their gradients in the last shard
+        # parameters of the last shard, in the order in which their gradients became ready
+        self._ready: list[int] = []
         self._step: ShardStep | None = None
         self._program: tree.Program = ()
         self._complete: dict[int, bool] = {}  # whether each shard of this rank completes a partial
         self._shard: tree.Merge | None = None
         self._last = False
-        # The division of shards that these ranks have compared.
+        # The division of shards that the ranks have compared.
         self._held: tuple[tuple[int, ...], ...] | None = None
-        self._agreed: int | None = None  # generation in which the ranks compared this plan
-        self._in_memory = False  # whether these ranks can all access each other's buckets
+        self._agreed: int | None = None  # generation in which the ranks compared the plan
+        self._in_memory = False  # whether all ranks can access each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
-        self._keeps = False  # whether gradients of the present shard are kept to be merged later
-        self._storages: set[int] = set()  # storages of these gradients
+        self._keeps = False  # whether gradients of the current shard are kept to be merged later
+        self._storages: set[int] = set()  # storages of the gradients that are kept
         self._noting = False  # whether digests of gradients are requested
-        self._digests: dict[int, dict[str, int]] = {}  # of checked shards, by parameter
-        self._checked = False  # whether the present shard is one of these
+        # digests of the checked shards, by shard and parameter
+        self._digests: dict[int, dict[str, int]] = {}
+        self._checked = False  # whether the current shard is checked
         self._examines = False  # whether to find shards with conspicuous gradients
-        # Smallest and largest gradients, by shard.
+        # smallest and largest gradients of each shard
         self._extremes: dict[int, list[torch.Tensor]] = {}
-        self._second_pass: int | None = None  # the shard; not None iff one is in progress
-        self._kept: list[torch.Tensor | None] = []  # gradients before it
+        self._second_pass: int | None = None  # the shard of the second pass in progress, or None
+        self._kept: list[torch.Tensor | None] = []  # gradients before the second pass
         shards.listen(self, trains=optimizer)
 
     @classmethod
@@ -178,7 +180,7 @@ class ShardReducer:
         self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
             for bucket in self._plan.buckets:
-                bucket.make(bucket.depth)  # operations in flight may still write to the old memory
+                bucket.make(bucket.depth)  # Operations in flight may still write to the old memory.
         self._stale = []
         depth = max(1, len(step.partials[step.rank])) if self.shards.exact else 1
         for bucket in self._plan.buckets:
@@ -186,7 +188,7 @@ class ShardReducer:
                 bucket.make(depth)
             bucket.step_begins()
         if self._step is None or self._step.held is not step.held:
-            if self._held is not step.held:  # buffers may no longer fit into the shared memory
+            if self._held is not step.held:  # The buffers may no longer fit into the shared memory.
                 self._agreed, self._held = None, step.held
             self._program = tree.program(step.partials, self.shards.count)
             complete = tree.completes(step.merges)
@@ -199,7 +201,7 @@ class ShardReducer:
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        # keep no gradients, because each gradient is added to the previous sum
+        # No gradients are kept, because each gradient is added to the previous sum.
         if not self.shards.exact:
             before = int(self._shard is not None)
             merge = tree.Merge(merge.shard, before, before)
@@ -358,7 +360,7 @@ class ShardReducer:
                     self._agree(world)
                 while self._launched < len(self._plan.buckets):
                     self._launch_next(world)
-                # Start the second half of all buckets before waiting for any of them to complete.
+                # The second half of all buckets is started before any of them is awaited.
                 for bucket in self._plan.buckets:
                     if isinstance(bucket.work, PartialsExchange):
                         bucket.work.advance()
@@ -425,7 +427,7 @@ class ShardReducer:
         if len(step.held) == 1:
             return (
                 group.barrier()
-            )  # in a world of one rank, the root is already complete (see `_divisor_of_root`)
+            )  # In a world of one rank, the root is already complete (see `_divisor_of_root`).
         if self._in_memory and isinstance(group, SumsTrees):
             return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]

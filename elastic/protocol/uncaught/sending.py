@@ -16,9 +16,10 @@ import msgspec
 from elastic.errors import CollectiveFailed, DriverLost, Interrupted, summary_of
 from elastic.protocol.uncaught import folded_traceback
 
-DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"  # in a worker's environment: the pipe and its inode
+# Variable in a worker's environment, with the pipe and its inode.
+DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"
 READ_S = 5.0
-LIMIT = 64 * 1024  # characters of a traceback that are sent
+LIMIT = 64 * 1024  # maximum number of characters of a traceback that are sent
 
 
 class Uncaught(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +129,7 @@ def opened(environ: Mapping[str, str]) -> int | None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    if str(os.fstat(fd).st_ino) != inode:  # another process has reused the agent's process ID
+    if str(os.fstat(fd).st_ino) != inode:  # Another process has reused the agent's process ID.
         os.close(fd)
         return None
     return fd

@@ -29,12 +29,12 @@ def arrange() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sent = False
-        if os.getpid() == process:  # a forked child is not the worker
+        if os.getpid() == process:  # A forked child is not the worker.
             try:
                 from elastic.protocol.uncaught import sending
 
                 sent = sending.send(error, os.environ)
-            except Exception:  # this interpreter may have another version of this package, or none
+            except Exception:  # This interpreter may have another version of this package, or none.
                 sent = False
         if not sent:
             before(kind, error, trace)
@@ -49,7 +49,7 @@ def observe_reads() -> None:
             from elastic.protocol import read_paths
 
             read_paths.observe(os.environ)
-        except Exception:  # this interpreter may have another version of this package, or none
+        except Exception:  # This interpreter may have another version of this package, or none.
             return
 
 
