@@ -1,4 +1,4 @@
-"""Detection of other packages that install into our folders: elastic (elastic constants) and horovod."""
+"""Detects other packages that install into the folders of this package: elastic (elastic constants) and horovod."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def warn_of_conflicts(package: str, folder: str) -> None:
 
 
 def remedy(package: str) -> str:
-    """Return instructions to fix it."""
+    """Return instructions to remove the conflict with a package."""
     return (
         "use separate environments, or run: pip uninstall"
         f" {package}; pip install --force-reinstall --no-deps hvd-elastic"

@@ -86,7 +86,7 @@ def refuse_collectives(why: Callable[[], str]) -> None:
 
 
 def refusal() -> str:
-    """Return the reason why a script can run no collective now, or an empty result if it can."""
+    """Return the reason why a script can run no collective now, or an empty string if it can."""
     return _refusal()
 
 

@@ -54,7 +54,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class LeaveRequested(Interrupted):
-    """This worker was asked to leave and has stopped at a safepoint: end the process."""
+    """This worker was asked to leave and has stopped at a safepoint. ``elastic.run`` ends the process."""
 
 
 class ElasticError(Exception):
@@ -62,7 +62,7 @@ class ElasticError(Exception):
 
 
 class NotInitialized(ElasticError, ValueError):
-    """A query or collective was called before ``init()``."""
+    """A function that needs the world was called before ``init()``."""
 
 
 class StateMismatch(ElasticError):
@@ -70,7 +70,7 @@ class StateMismatch(ElasticError):
 
 
 class ShardLost(ElasticError):
-    """Shards of a sharded state are lost, because no worker holds them. Ends the job unless a checkpoint exists.
+    """Shards of a sharded state are lost, because no worker holds them. The job ends unless a checkpoint exists.
 
     Args:
         lost: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
@@ -93,11 +93,12 @@ class ShardLost(ElasticError):
 
 
 class GradientsDiffer(ElasticError):
-    """Ranks computed different gradients of one shard, and a vote can't identify the correct gradients. See
+    """Ranks computed different gradients of one shard, and a vote cannot identify the correct ones. See
     `elastic.Shards`.
 
     Args:
-        step, shard: of the gradients.
+        step: step of the gradients.
+        shard: shard of the gradients.
         computed: rank and digest of each computation, in their order.
     """
 
@@ -115,14 +116,14 @@ class GradientsDiffer(ElasticError):
 
 
 class JobFailed(ElasticError, RuntimeError):
-    """A launched job failed; the message names rank, host and exit code.
+    """A launched job failed. The message names rank, host and exit code.
 
-    Also a RuntimeError, which callers of ``horovod.run`` catch.
+    This is also a RuntimeError, which callers of ``horovod.run`` catch.
     """
 
 
 class ScriptMistakes(ElasticError):
-    """The first steps of the script showed a mistake, with ``--strict``. Ends the job with exit code 2."""
+    """With ``--strict``: the first steps of the script showed a mistake. The job ends with exit code 2."""
 
 
 class RequestRefused(ElasticError):
@@ -130,8 +131,9 @@ class RequestRefused(ElasticError):
 
 
 class JobOver(JobFailed):
-    """`JobFailed` inside a worker. The driver has already reported the reason, so the worker exits without a
-    traceback."""
+    """The job has failed, as seen by a worker. The driver has already reported the reason, so the worker exits
+    without a traceback.
+    """
 
 
 class DeviceLost(ElasticError):
@@ -143,7 +145,7 @@ class DriverLost(ElasticError):
 
 
 class WorkerOrphaned(JobFailed, DriverLost):
-    """`JobFailed` inside a worker that lost its driver, so the worker itself reports the reason."""
+    """The job has failed, as seen by a worker that has lost its driver. The worker itself reports the reason."""
 
 
 class Differing(NamedTuple):
@@ -157,17 +159,18 @@ class Differing(NamedTuple):
 
 
 class CollectiveFailed(HorovodInternalError):
-    """A collective of one group failed or was aborted. The runtime converts it to ``PeerLost`` if the job can recover.
+    """A collective of one group failed or was aborted. The runtime converts the error to ``PeerLost`` if the job can
+    recover.
 
-    In a world of a fixed size it reaches the script, since the lost worker is not replaced.
+    In a world of a fixed size the error reaches the script, because the lost worker is not replaced.
 
     Attributes:
-        aborted: the group was aborted, by this or another rank, so the cause is not known here.
+        aborted: whether the group was aborted, by this or another rank, so that the cause is not known here.
         ended: the rank whose process exited, if known.
         differs: the group, if its ranks called different collectives.
-        late: a rank did not arrive in time.
-        rank: the rank that left, exited, differed or was late, by its rank in the group, if known.
-        awaited: the key under which ranks were awaited at the store.
+        late: whether a rank did not arrive in time.
+        rank: rank in the group of the worker that left, exited, differed or was late, if known.
+        awaited: key in the store under which ranks were awaited.
     """
 
     def __init__(
@@ -230,13 +233,13 @@ class Invalid(ElasticError, ValueError):
 class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
     """A collective does not support the request, such as a reducescatter of maxima. Raised before anything is sent.
 
-    Horovod raises some of these as a HorovodInternalError or a NotImplementedError. Here it is not recovered from,
-    because the same code would make the same request again.
+    Horovod raises HorovodInternalError or NotImplementedError in some of these cases. ``elastic.run`` does not recover
+    from this error, because the same code would make the same request again.
     """
 
 
 class Fixed(enum.Enum):
-    """Kinds of objects with a layout that is fixed for one world. See `NotElastic`."""
+    """Kind of an object whose layout is fixed for one world. See `NotElastic`."""
 
     PROCESS_GROUP = "process group of some ranks"
     PARAMETERS = "sharded parameters"
@@ -246,13 +249,13 @@ class Fixed(enum.Enum):
 
 
 class NotElastic(Invalid, NotImplementedError):
-    """A script uses an object that can't follow a change of the world.
+    """The script uses an object that cannot follow a change of the world.
 
-    Raised before the training starts, or before the next update after a change. It ends the worker: the same script
-    would use the same object again.
+    Raised before the training starts, or before the next update after a change. The error ends the worker, because the
+    same script would use the same object again.
 
     Args:
-        kind: its kind.
+        kind: kind of the object.
     """
 
     def __init__(self, message: str, kind: Fixed) -> None:
@@ -268,7 +271,7 @@ class NotReduced(Invalid):
     diverge.
 
     Args:
-        parameter: its name, as in ``model.layer.weight``.
+        parameter: name of the parameter, as in ``model.layer.weight``.
     """
 
     def __init__(self, message: str, parameter: str) -> None:
@@ -280,7 +283,7 @@ class NotReduced(Invalid):
 
 
 class DuplicateName(Invalid):
-    """A collective was submitted under the name of one in flight."""
+    """A collective was submitted under the name of a collective that is still in flight."""
 
 
 class UnsupportedType(Invalid, TypeError):
@@ -288,20 +291,21 @@ class UnsupportedType(Invalid, TypeError):
 
 
 class NotPicklable(Invalid, TypeError):
-    """An attempt to pickle or copy an object that belongs to its process, such as a state."""
+    """An object that belongs to its process, such as a state, was pickled or copied."""
 
 
 class StaleValueWarning(UserWarning):
-    """A value of the script was made for an earlier world and does not follow the change.
+    """A value in the script was made for an earlier world and does not follow the change.
 
-    For example a learning-rate schedule or an environment variable. The message says what to do.
+    Such a value is, for example, a learning-rate schedule or an environment variable. The message says what to do.
     """
 
 
 def summary_of(error: BaseException) -> str:
-    """Return ``OSError: the first line of its message``, with up to `SUMMARY_LIMIT` characters and without notes.
+    """Return class and message of an error, as in ``OSError: the first line of its message``, with up to
+    `SUMMARY_LIMIT` characters and without notes.
 
-    Returns only the class name if the message is empty.
+    If the message is empty, return only the name of the class.
     """
     try:
         text = str(error)

@@ -2,10 +2,10 @@
 
 Pure: no I/O, no clock.
 
-In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not
-caught by accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log,
-clean up or retry: for such scripts, interruptions are raised as subclasses of both. Importing this module
-changes nothing. The ``horovod`` package calls `raise_as_horovod`.
+In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
+accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry.
+In such scripts, interruptions are raised as subclasses of both. Importing this module changes nothing. The ``horovod``
+package calls `raise_as_horovod`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 
 
 class HorovodPeerLost(PeerLost, HorovodInternalError):
-    """``PeerLost`` as caught by a script written for Horovod.
+    """``PeerLost``, in a form that a script written for Horovod catches.
 
-    If a handler does not re-raise it, it is raised again at the next collective, step or commit.
+    If a handler of the script does not re-raise the exception, it is raised again at the next collective, step or
+    commit.
     """
 
 
 class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
-    """``WorldChanging`` as caught by a script written for Horovod.
+    """``WorldChanging``, in a form that a script written for Horovod catches.
 
-    ``skip_sync`` is False: whether a new worker lacks the state is only known once the next world is formed.
+    ``skip_sync`` is False, because it becomes known only with the next world whether a new worker lacks the state.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -38,7 +39,7 @@ class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The library was built against another version of the framework."""
+    """The library was built against a different version of the framework."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(

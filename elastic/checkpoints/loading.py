@@ -1,4 +1,4 @@
-"""Load a checkpoint into a state. Only values that were pickled because they were not plain data are unpickled."""
+"""Loads a checkpoint into a state. Only values that were pickled because they were not plain data are unpickled."""
 
 from __future__ import annotations
 

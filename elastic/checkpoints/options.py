@@ -23,12 +23,12 @@ class CheckpointOptions:
 
     Args:
         url: folder of all checkpoints.
-        every_commits: interval in commits, or None.
-        every_s: interval in seconds, or None. If both are None, only the script requests checkpoints.
+        every_commits: number of commits between two checkpoints, or None.
+        every_s: seconds between two checkpoints, or None. If both are None, only the script requests checkpoints.
         keep: number of checkpoints to keep.
         run: run number of the checkpoints that are written.
-        floor: runs with a smaller number belong to another training.
-        start: a folder and a commit in it to start from if ``url`` has no checkpoint yet.
+        floor: smallest run number of this training. Runs with a smaller number belong to another training.
+        start: a folder, and a commit in it from which to start if ``url`` has no checkpoint yet.
     """
 
     url: str
@@ -66,7 +66,7 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
 
 
 def parse_from(text: str) -> tuple[str, str]:
-    """Parse ``DIR@COMMIT``.
+    """Parse ``DIR@COMMIT`` to the folder and the commit.
 
     Raises:
         Invalid: the text has another form.
@@ -81,7 +81,7 @@ def parse_from(text: str) -> tuple[str, str]:
 
 
 def read(environ: Mapping[str, str]) -> CheckpointOptions | None:
-    """Return the options, or None if checkpoints are off.
+    """Return the checkpoint options in the environment, or None if checkpoints are off.
 
     Raises:
         Invalid: a variable has an invalid value.

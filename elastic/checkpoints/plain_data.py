@@ -16,11 +16,11 @@ Encode = Callable[[Any], Any]
 
 
 class NotPlain(ValueError):
-    """A value of a type that only pickle can store."""
+    """The value has a type that only pickle can store."""
 
 
 class CorruptedData(ValueError):
-    """Input that `encode` did not produce."""
+    """The input was not produced by `encode`."""
 
 
 def _refuse(value: Any) -> Any:
@@ -61,7 +61,7 @@ def encode(value: Any, other: Encode = _refuse) -> Any:
 
 
 def word(kind: str, content: Any) -> dict[str, Any]:
-    """Return the object that represents a value of this type."""
+    """Return the JSON object that represents a value of the type ``kind``."""
     return {"~": kind, "v": content}
 
 
@@ -96,14 +96,14 @@ def _unknown(kind: str, content: Any) -> Any:
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
-    """Inverse of `encode`, for the result of ``json.loads``.
+    """Convert the result of ``json.loads`` back to the value that was passed to `encode`.
 
     Args:
         text: the decoded JSON.
-        other: called with type and content of each object that ``other`` of `encode` has made.
+        other: called with type and content of each object that the function ``other`` of `encode` has made.
 
     Raises:
-        CorruptedData: `encode` did not produce the input.
+        CorruptedData: the input was not produced by `encode`.
     """
 
     def back(each: Any) -> Any:

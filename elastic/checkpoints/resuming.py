@@ -1,4 +1,4 @@
-"""Load the newest durable commit into a state when no worker holds a commit in memory. Acts, on rank 0."""
+"""Loads the newest durable commit into a state when no worker holds a commit in memory. Acts, on rank 0."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def load_newest(
 def load_proposed(
     storage: Storage, options: CheckpointOptions, state: ObjectState, passed: Passed
 ) -> tuple[str, Manifest] | None:
-    """Like `load_newest`, but skip the commits in ``passed`` and do not retry."""
+    """Set the state to the newest complete commit that is not in ``passed``. Does not retry.
+
+    Results and errors are those of `load_newest`.
+    """
     while (found := proposal(storage, options, passed)) is not None:
         where, manifest = found
         try:
@@ -98,8 +101,7 @@ def proposal(
 def report(
     manifest: Manifest, url: str, options: CheckpointOptions, send: Callable[[Message], object]
 ) -> None:
-    """Report the restored commit to the driver. The driver may not know the commit if its writer died before the
-    report.
+    """Report the restored commit to the driver, which does not know the commit if its writer died before the report.
 
     Each run numbers its commits from 1, so commits of earlier runs are skipped.
     """

@@ -1,8 +1,8 @@
-"""Choice of the commits that a rank writes to storage. Pure: no I/O, no clock.
+"""Chooses the commits that a rank writes to storage. Pure: no I/O, no clock.
 
 All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
 for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this;
-then no rank writes the commit, and rank 0 names the next one further ahead. Rank 0 names no commit while one is being
+then no rank writes the commit, and rank 0 names a commit further ahead. Rank 0 names no commit while one is being
 written. (If each rank counted commits for itself, ranks that are still writing would skip a commit that the others
 write. With slow storage, no checkpoint would ever be complete.)
 """
@@ -24,11 +24,11 @@ UNANSWERED_S = 2.0
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a commit.
+    """What a rank does after a commit.
 
     Args:
-        begin: the request to write this commit for.
-        ask: the number that rank 0 requests.
+        begin: number of the request for which this commit is written, or None.
+        ask: number of the commit that rank 0 requests, or None.
     """
 
     begin: int | None = None
@@ -36,7 +36,7 @@ class Step:
 
 
 class Schedule:
-    """Schedule of one rank.
+    """Decides which commits one rank writes.
 
     ``at_commit`` is called by the training thread, all other methods by the link thread. No lock is needed, because
     `told` stores a number before it checks whether the number is already past.
@@ -60,22 +60,24 @@ class Schedule:
         self._interval_s = 0.0  # smoothed time between two commits
 
     def wanted(self) -> None:
-        """Write the next commit. The script calls this on all ranks alike, so no message is needed."""
+        """Request that the next commit is written. The script calls this on all ranks alike, so no message is
+        needed.
+        """
         self._next = True
 
     def hasten(self, now: float) -> None:
-        """Write one of the next commits regardless of the interval."""
+        """Request that one of the next commits is written, regardless of the interval."""
         self._due_at = min(self._due_at, now)
 
     @property
     def target(self) -> int | None:
-        """The pending request, or None."""
+        """Return the number of the commit requested last, or None if no request is pending."""
         return self._target
 
     def told(self, generation: int, number: int) -> bool:
-        """Request the first commit from ``number`` on.
+        """Request the first commit with a number of at least ``number``.
 
-        Return False if it was already made, so the request is too late.
+        Return False if this commit was already made, so that the request is too late.
         """
         if generation != self._generation:
             return False
@@ -86,11 +88,11 @@ class Schedule:
         return False
 
     def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
-        """Decide the next action after a commit.
+        """Decide what to do after a commit.
 
         Args:
-            commit: the commit just made.
-            now: seconds.
+            commit: the commit that was just made.
+            now: current time, in seconds.
             leads: whether this is rank 0.
             busy: whether an earlier commit is still being written.
         """
@@ -126,7 +128,9 @@ class Schedule:
         return Step(ask=ask)
 
     def dropped(self, number: int, now: float, *, again: bool) -> None:
-        """Cancel a request: a rank could not write the commit or, with ``again``, received the request too late."""
+        """Cancel a request, because a rank could not write the commit. With ``again``, the rank received the request
+        too late, and another commit is requested.
+        """
         if number == self._owed and (again or number == self._wanted):
             self._due_at = now  # Retry with one of the next commits.
         self.settled(number)
@@ -139,11 +143,11 @@ class Schedule:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """Reduce the lead after a checkpoint was written; called on rank 0."""
+        """Reduce the lead of requests after a checkpoint was written. Called on rank 0."""
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:
-        """Record that the outcome of this request is known."""
+        """Record that the outcome of a request is known."""
         if number == self._owed:
             self._owed = None
 

@@ -1,4 +1,4 @@
-"""Load the newest durable commit of a fully sharded state into a world of any size. Acts, on all ranks.
+"""Loads the newest durable commit of a fully sharded state into a world of any size. Acts, on all ranks.
 
 Rank 0 chooses the checkpoint, loads the replicated values and sends them to the other ranks. Then each rank reads its
 rows of the sharded tensors. All ranks use the same commit: if one rank cannot read it, all ranks try the previous one.
@@ -37,17 +37,17 @@ Targets = Mapping[str, tuple[Rows, torch.Tensor]]
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The checkpoint that all ranks read. ``url`` is its folder."""
+    """The checkpoint that all ranks read. ``url`` is the folder that contains it."""
 
     url: str
     manifest: Manifest
 
 
 class ShardReader:
-    """Reader of one rank.
+    """Reads a checkpoint on one rank, together with the other ranks.
 
     Args:
-        met: shards that the ranks hold; None in a world of a single rank without a driver.
+        met: shards that the ranks hold. None in a world of a single rank without a driver.
     """
 
     def __init__(
@@ -65,15 +65,14 @@ class ShardReader:
         self._passed: resuming.Passed = {}  # used on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
-        """Set the state to the newest commit that all ranks can read, and commit it. Return False without such a
-        commit.
+        """Set the state to the newest commit that all ranks can read, and commit it. Return False if there is none.
 
         Args:
             reset: called before the state is changed.
 
         Raises:
-            StateMismatch: the state does not match, at rank 0.
-            Invalid: there are checkpoints, but none can be read, at rank 0.
+            StateMismatch: the state does not match the commit. Raised on rank 0.
+            Invalid: there are checkpoints, but none can be read. Raised on rank 0.
             PeerLost: a rank was lost.
             OSError: the storage failed.
         """
@@ -144,8 +143,8 @@ class ShardReader:
                 self._state.reset()
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:
-        """Read this rank's rows and random generators. Return why they cannot be read, or an empty result if they
-        were.
+        """Read this rank's rows and random generators. Return the reason if they cannot be read, otherwise an empty
+        string.
         """
         storage, rank = Storage(chosen.url), self._rt.place.rank
         try:

@@ -34,10 +34,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(text: Any) -> Any:
-    """Inverse of `to_plain`.
+    """Convert the result of `to_plain` back to the value.
 
     Raises:
-        CorruptedData: `to_plain` did not produce the input.
+        CorruptedData: the input was not produced by `to_plain`.
     """
     return decode(text, _back)
 
@@ -98,7 +98,7 @@ def _scalar(content: Any) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype of this name, such as ``float32``.
+    """Return torch's dtype with this name, such as ``float32``.
 
     Raises:
         CorruptedData: this version of torch has no such dtype.

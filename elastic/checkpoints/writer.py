@@ -52,15 +52,15 @@ class _Corrupted(Exception):
 
 
 class _Dropped(Exception):
-    """The checkpoint is no longer needed."""
+    """The checkpoint that is being written is no longer needed."""
 
 
 @dataclass
 class _Attempt:
-    """One commit that is being written.
+    """A commit that is being written.
 
     Args:
-        number: the request that it fulfills.
+        number: number of the request that the commit fulfills.
     """
 
     number: int
@@ -78,7 +78,7 @@ class _Attempt:
 
 
 class CheckpointWriter:
-    """Checkpoint writer of the process.
+    """Writes the checkpoints of one process.
 
     Args:
         storage: folder of checkpoints.
@@ -123,7 +123,7 @@ class CheckpointWriter:
     # ---- training thread -----------------------------------------------------------------------------------------
 
     def saved(self) -> None:
-        """Record a commit of this rank or of all ranks."""
+        """Record that this rank, alone or with all ranks, has committed."""
         self.first_not_finite.saved()
 
     def stepped_back(self) -> None:
@@ -170,7 +170,7 @@ class CheckpointWriter:
         self._begin(functools.partial(self._share, attempt))
 
     def _report_gradients(self, commit: Commit) -> None:
-        """Report non-finite gradients immediately: the faulty worker may exit before the next checkpoint."""
+        """Report non-finite gradients immediately, because the faulty worker may exit before the next checkpoint."""
         first, generation = self.first_not_finite, commit.generation
         if self._alone or not first.lasts():
             self._not_finite = None
@@ -187,21 +187,21 @@ class CheckpointWriter:
         self._send(message)
 
     def want(self) -> None:
-        """Request that the next commit be written, or a later one if that is impossible. Called on all ranks alike."""
+        """Request that the next commit is written, or a later one if that is impossible. Called on all ranks alike."""
         self._schedule.wanted()
 
     def finish(
         self, state: ObjectState, commit: Commit, place: Place, over: Callable[[], bool]
     ) -> None:
-        """Wait until the last commit is durable after the training function has returned.
+        """After the training function has returned, wait until the last commit is durable.
 
         All ranks must call this after the same commit.
 
         Args:
             state: state of the training.
-            commit: the last one.
+            commit: the last commit.
             place: place of this rank.
-            over: whether the world broke, which ends the wait.
+            over: returns whether the world broke, which ends the wait.
         """
         if self._alone:
             commit = Commit(commit.generation, self._commits)
@@ -222,8 +222,8 @@ class CheckpointWriter:
     def returned(self, commit: Commit, place: Place, incarnation: int) -> None:
         """Record, for the driver, that the training function returned after this commit.
 
-        This requires that the commit is durable and that the workers are those of the first world, since it is unknown
-        which files a lost worker has read.
+        Nothing is recorded unless the commit is durable and the workers are those of the first world, because it is
+        unknown which files a lost worker has read.
         """
         first = self._worlds == 1 and incarnation == 1 and commit.generation <= FIRST_GENERATIONS
         if self.newest == commit and first:
@@ -433,9 +433,9 @@ class CheckpointWriter:
         return 0
 
     def _persist(self, attempt: _Attempt, write: Callable[[], None]) -> bool:
-        """Retry ``write`` until it succeeds or is cancelled.
+        """Call ``write`` until it succeeds or the attempt is cancelled. Return whether it succeeded.
 
-        Returns whether it succeeded. Logs a storage failure once.
+        A storage failure is logged once.
         """
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),

@@ -1,4 +1,6 @@
-"""Write a commit: each rank its share, then one rank the index and the manifest. Blocks, so call it in a thread."""
+"""Writes a commit: each rank writes its share, then one rank the index and the manifest. Blocks, so call it in a
+thread.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,7 @@ def _write(item: StateItem, file: str, out: CheckedFile) -> StoredTensor:
 
 
 def replica_digests(held: HeldCommit) -> dict[str, int]:
-    """Return, by part, the digest of the tensors that are equal on all ranks.
+    """Return, for each part of the state, the digest of the tensors that are equal on all ranks.
 
     Raises:
         DeviceLost: the accelerator failed.
@@ -119,7 +121,8 @@ def replica_digests(held: HeldCommit) -> dict[str, int]:
 
 
 def not_finite(held: HeldCommit) -> set[str]:
-    """Return the parameters that contain an infinity or NaN; of sharded parameters, in the rows of this rank.
+    """Return the names of the parameters that contain an infinity or NaN. Of sharded parameters, only this rank's rows
+    count.
 
     Raises:
         DeviceLost: the accelerator failed.
@@ -143,7 +146,7 @@ def seal(
     alive: Alive,
     look: Callable[[list[Share]], None] = lambda shares: None,
 ) -> Manifest:
-    """Complete the checkpoint once all shares are written. ``look`` may raise to prevent this.
+    """Complete a checkpoint once all shares are written. ``look`` is called before, and may raise to prevent this.
 
     Raises:
         OSError: the storage failed.
@@ -224,7 +227,7 @@ def _saved_atom(value: Any) -> bytes:
 
 
 def _saved_object(value: Any, what: str) -> bytes:
-    """Serialize a value as torch.distributed.checkpoint expects.
+    """Serialize a value in the way that torch.distributed.checkpoint expects.
 
     A value that cannot be pickled is replaced by its repr.
     """
@@ -256,9 +259,10 @@ _last_index: tuple[Any, bytes] = None, b""
 def _index(
     made: Contents, tensors: list[StoredTensor], objects: dict[Path, tuple[str, int, int]]
 ) -> bytes:
-    """Return the content of ``.metadata`` of torch.distributed.checkpoint.
+    """Return the content of the file ``.metadata`` of torch.distributed.checkpoint.
 
-    Creating it is slow with thousands of tensors, and it rarely changes between checkpoints, so the last one is cached.
+    With thousands of tensors, its creation is slow. The content rarely changes between checkpoints, so the last one is
+    cached.
     """
     global _last_index
     names = [([dotted(p) for p in each.paths], each.tensor.stride()) for each in made.items]

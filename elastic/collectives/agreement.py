@@ -1,4 +1,4 @@
-"""Errors that every rank of a group detects in the same collective. Runs collectives."""
+"""Raises errors that every rank of a group detects in the same collective. Runs collectives."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def wait_for_all(group: Collectives) -> None:
 
 
 def raise_together(group: Collectives, error: Exception) -> NoReturn:
-    """Raise an error on this rank, once every rank has found it. Call it on all ranks."""
+    """Raise an error on this rank, once every rank has found the error. Call this on all ranks."""
     wait_for_all(group)
     raise error

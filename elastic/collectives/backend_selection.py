@@ -1,4 +1,4 @@
-"""Choice of how the ranks of a CPU group communicate: shared memory, Gloo or both. Pure: no clock, network or memory.
+"""Decides how the ranks of a CPU group communicate: by shared memory, Gloo or both. Pure: no clock, network or memory.
 
 Every rank has the same rows and therefore computes the same plan. Processes share memory if they are on one host: on
 the same boot of one kernel, in one PID namespace (so that a process is found by its ID), and in one network namespace
@@ -17,7 +17,9 @@ MAX_LOCAL_RANKS = 64  # maximum number of ranks per host in a native group
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True):
-    """Environment in which processes can find each other. The numbers are inodes of namespaces."""
+    """Identity of a host: the boot of the kernel, and the namespaces in which processes can find each other. The
+    numbers are inodes.
+    """
 
     boot: str
     processes: int
@@ -25,7 +27,7 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """One process, distinguished from any other with the same ID."""
+    """Identity of one process, which distinguishes it from any other process with the same ID."""
 
     host: Host
     pid: int
@@ -34,7 +36,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shareable(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a process offers: its descriptor there, and the properties to verify."""
+    """Memory that a process offers: its descriptor in that process, and the properties to verify."""
 
     fd: int
     inode: int
@@ -42,10 +44,10 @@ class Shareable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Information that one rank publishes before the decision.
+    """What one rank publishes before the backend is selected.
 
     ``control`` is a control block for the group of its host, used if this rank is the first there. ``staging`` is the
-    offset of the rank's staging in its arena. ``cores`` is a mask of the cores it may run on, lowest first.
+    offset of the rank's staging in its arena. ``cores`` is a mask of the cores on which the rank may run, lowest first.
     """
 
     native: bool  # whether native groups are not turned off
@@ -65,13 +67,12 @@ class Backend(enum.Enum):
 
 @dataclass(frozen=True)
 class BackendSelection:
-    """Result of the choice.
+    """The selected backend, and the hosts of the ranks.
 
     Args:
         backend: the backend.
         hosts: the ranks of each host, ascending. Hosts are in the order of their first ranks.
-        why: reason why ranks on one machine do not share memory, or an empty result if they do, or if no host has
-            several ranks.
+        why: reason why ranks on one machine do not share memory. Empty if they do, or if no host has several ranks.
     """
 
     backend: Backend
@@ -84,7 +85,7 @@ class BackendSelection:
 
 
 def plan(rows: Sequence[RankInfo]) -> BackendSelection:
-    """Return the plan of a group whose rank r published ``rows[r]``."""
+    """Select the backend of a group in which rank r has published ``rows[r]``."""
     hosts = _hosts(rows)
     if all(len(ranks) == 1 for ranks in hosts):
         return BackendSelection(Backend.GLOO, hosts, _unknown(rows) or _apart(rows))

@@ -1,4 +1,4 @@
-"""Supported dtypes and operations. All backends raise the same errors and compute the same numbers.
+"""Supported dtypes and operations of collectives. All backends raise the same errors and compute the same numbers.
 
 Small tensors are sent to every rank as a whole and reduced there.
 """
@@ -74,9 +74,9 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 def carried(
     tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
 ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """Return the tensor that Gloo and NCCL reduce for ``tensor``, and a function to call afterwards, if any.
+    """Return the tensor that Gloo and NCCL reduce in place of ``tensor``, and a function to call afterwards, or None.
 
-    For MIN and MAX of floats, this is their `_order`, in 32 or 64 bits.
+    For MIN and MAX of floats, the returned tensor contains their `_order`, in 32 or 64 bits.
     """
     result = tensor.detach()  # In-place writes to a parameter must not be tracked by autograd.
     if tensor.dtype in _WIDENED:
@@ -93,7 +93,7 @@ def carried(
 
 
 def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
-    """Multiply floats by ``scale``, then divide by ``divisor``, in place. Each operation rounds once."""
+    """Multiply floats by ``scale``, then divide by ``divisor``, in place. Each of the two operations rounds once."""
     if tensor.is_complex():  # Complex division can be off by one bit.
         rescale_(torch.view_as_real(tensor), scale, divisor)
         return tensor
@@ -108,9 +108,10 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 
 
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
-    """Return integers in the order of these floats: -0.0 is less than 0.0, and ``op``, MIN or MAX, selects NaN.
+    """Return integers in the order of these floats. -0.0 is less than 0.0, and NaN is selected by ``op``, MIN or MAX.
 
-    Gloo's reduction of floats would lose NaN or not, depending on which rank has it. NCCL's would lose it.
+    Without this, Gloo's reduction of floats would lose NaN or not, depending on which rank has it, and NCCL's would
+    always lose it.
     """
     wide = floats if floats.dtype in _INTEGERS else floats.float()
     keys = _turned(wide.view(_INTEGERS[wide.dtype]))
@@ -140,7 +141,7 @@ def _beyond(keys: torch.Tensor, op: Op) -> int:
 
 
 def total(parts: Sequence[torch.Tensor] | torch.Tensor, op: Op) -> torch.Tensor:
-    """Reduce the ranks' parts in order, so that all ranks on any machine get the same bits.
+    """Reduce the ranks' parts in rank order, so that all ranks on any machine get the same bits.
 
     Half precision is summed in float32 and rounded once; integers wrap around.
     """

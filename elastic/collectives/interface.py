@@ -1,7 +1,7 @@
 """Interface of all collectives: one group of ranks, of one generation, on one backend.
 
-Callers do not depend on Gloo or NCCL. Implementations do not depend on State, the optimizer or the driver.
-Every tensor is contiguous and on the group's device. Ranks are indices in the group.
+Callers do not depend on Gloo or NCCL. Implementations do not depend on State, the optimizer or the driver. Every tensor
+is contiguous and on the group's device. Ranks are indices in the group.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Work(Protocol):
         """Return whether `wait` would return or raise immediately."""
 
     def within(self, timeout_s: float) -> bool:
-        """Like `wait`, for at most ``timeout_s`` seconds. Return whether it is done."""
+        """Wait for at most ``timeout_s`` seconds. Return whether the collective is done."""
 
     def wait(self) -> None:
-        """Block until the result is in place.
+        """Block until the result of the collective is in place.
 
         Raises:
             CollectiveFailed: the group has failed or was aborted.
@@ -57,9 +57,9 @@ class ReportsMissingRanks(Protocol):
 
 
 class Collectives(Protocol):
-    """Group of ranks.
+    """Collectives of one group of ranks.
 
-    All calls are asynchronous and in the same order on every rank.
+    All calls are asynchronous, and every rank makes them in the same order.
 
     Args:
         op: SUM, MIN, MAX or PRODUCT.
@@ -72,25 +72,27 @@ class Collectives(Protocol):
     scales_inside: bool
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
-        """Reduce in place. Every rank's tensor has the same number of elements and dtype.
+        """Reduce a tensor over all ranks in place. Every rank's tensor has the same number of elements and dtype.
 
-        The result is multiplied by ``scale`` and then divided by ``divisor``, which are equal on every rank; integers
-        ignore both. An average is a sum with a divisor. Multiplying by 1/n would differ in the last bit.
+        The result is multiplied by ``scale`` and then divided by ``divisor``, which are equal on every rank. Integers
+        ignore both. An average is a sum with a divisor, because a multiplication by 1/n would differ in the last bit.
         """
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """Broadcast in place from rank ``root``."""
+        """Overwrite a tensor in place with that of rank ``root``. Shapes and dtypes are equal on all ranks."""
 
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
-        """Set ``outputs[r]`` to rank r's tensor. All have the same shape."""
+        """Set ``outputs[r]`` to the tensor of rank r. All tensors have the same shape and dtype."""
 
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
-        """Exchange rows along dimension 0: ``sent[r]`` rows are sent to rank r, ``received[r]`` received from it."""
+        """Exchange rows along dimension 0: ``sent[r]`` rows are sent to rank r, and ``received[r]`` rows received
+        from rank r.
+        """
 
     def barrier(self) -> Work:
-        """Complete when every rank has called it."""
+        """Return a work that completes when every rank has called this method."""
 
     def abort(self) -> None:
         """Make all pending waits and later calls raise CollectiveFailed. Thread-safe and idempotent. Never blocks."""
@@ -98,26 +100,32 @@ class Collectives(Protocol):
     def drain(self, timeout_s: float) -> bool:
         """Wait, after `abort`, until no collective of this group writes to any tensor.
 
-        Call it before tensors that were in flight are written again. Returns False if a collective still writes after
+        Call this before tensors that were in flight are written again. Returns False if a collective still writes after
         ``timeout_s`` seconds.
         """
 
     def close(self) -> None:
-        """Free sockets and threads, after `abort`. May take tens of milliseconds, so call it off the critical path."""
+        """Free sockets and threads, after `abort`. May take tens of milliseconds, so call this off the critical
+        path.
+        """
 
 
 @runtime_checkable
 class GathersAndScatters(Protocol):
     """A group with native collectives for models with sharded parameters.
 
-    Each takes lists of tensors and launches them as one. Reductions are of floating point. The order of the additions
-    and the rounding of factors are the backend's, and half precision may be summed in half precision.
+    Each method takes lists of tensors and launches the collectives as one. Tensors of reductions are of floating-point
+    types. The order of the additions and the rounding of factors depend on the backend, and half precision may be
+    summed in half precision.
 
-    Without them, an all-gather fills a list of tensors, and a reduce-scatter is an alltoall and a local reduction.
+    In a group without these methods, an all-gather fills a list of tensors, and a reduce-scatter is an alltoall and a
+    local reduction.
     """
 
     def allgather_into(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Work:
-        """Set each output, of ``size`` times as many elements, to the ranks' tensors, one after the other."""
+        """Set each output to the tensors of all ranks, one after the other. An output has ``size`` times as many
+        elements.
+        """
 
     def reduce_scatter(
         self,
@@ -126,26 +134,26 @@ class GathersAndScatters(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Set each output to the sum of the ranks' parts for this rank, multiplied by ``scale`` / ``divisor``.
+        """Set each output to the sum of the ranks' parts for this rank, multiplied by ``scale / divisor``.
 
-        Each of ``tensors`` has ``size`` times as many elements, the parts in the order of the ranks.
+        Each of ``tensors`` has ``size`` times as many elements as its output: the parts, in the order of the ranks.
         """
 
     def allreduce_scaled(
         self, tensors: list[torch.Tensor], scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        """Set each tensor to the sum of the ranks' tensors, multiplied by ``scale`` / ``divisor``."""
+        """Set each tensor to the sum of the ranks' tensors, multiplied by ``scale / divisor``."""
 
 
 @runtime_checkable
 class StreamOrdered(Protocol):
-    """A work on a GPU after which operators can be queued without waiting on the host."""
+    """A collective on a GPU after which operators can be queued without waiting on the host."""
 
     def follow(self, limit_s: float | None = None) -> None:
         """Make the current stream wait for the collective.
 
-        The group fails if the collective does not end within ``limit_s`` seconds, or the group's own shorter timeout,
-        of the end of the one before it.
+        The group fails if the collective does not end within ``limit_s`` seconds after the end of the previous
+        collective. If the group's own timeout is shorter, it applies instead.
 
         The collective can still fail after this returns and leave invalid values, which operators behind it then read.
         `Runtime.settle` raises in that case, and must be called before any value is kept.
@@ -167,11 +175,14 @@ class ReducesInto(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Like `Collectives.allreduce`, but without modifying ``tensor``.
+        """Reduce ``tensor`` into ``result``, as by `Collectives.allreduce`, without modifying ``tensor``.
 
         Args:
-            tensor: the tensor to reduce.
             result: receives the result. It has the shape and dtype of ``tensor``, and shares no memory with it.
+            tensor: the tensor to reduce.
+            op: operation.
+            scale: factor of the result.
+            divisor: divisor of the result.
         """
 
 
@@ -191,12 +202,11 @@ class SumsTrees(Protocol):
         The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
 
         Args:
-            places: places in memory that all ranks map, with equal row strides and as many rows as this rank needs.
+            places: tensor in memory that all ranks map, with equal row strides and as many rows as this rank needs.
             elements: number of elements of a row to use.
             program: program in postfix notation. ``(rank, row)`` pushes a value, and None replaces the top two values
-                by
-                their sum.
-            divisor: see above.
+                by their sum.
+            divisor: divisor of the result.
 
         Raises:
             ValueError: ``places`` is in other memory.
@@ -204,7 +214,9 @@ class SumsTrees(Protocol):
 
 
 class Counts(NamedTuple):
-    """Progress of the collectives of one group. Each field counts collectives in their order."""
+    """Progress of the collectives of one group. Each field is a number of collectives, which are counted in their
+    order.
+    """
 
     launched: int
     arrived: int
@@ -219,7 +231,7 @@ class DeviceCollectives(Collectives, Protocol):
 
     @property
     def unsettled(self) -> bool:
-        """Whether streams wait for a collective with an unknown outcome."""
+        """Return whether streams wait for a collective with an unknown outcome."""
 
     def settle(self) -> None:
         """Wait until all collectives that streams follow have ended.
@@ -229,11 +241,11 @@ class DeviceCollectives(Collectives, Protocol):
         """
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest running collective if streams wait for a collective. Otherwise return
-        None.
+        """Return the launch time of the oldest running collective, or None if no stream waits for a collective.
 
-        Returns None if the group has failed, because a kernel that survives an abort does not wait for a peer. Fails
-        the group if the backend has detected an error. The training thread cannot do so while it waits in CUDA.
+        Also returns None if the group has failed, because a kernel that survives an abort does not wait for a peer.
+        Fails the group if the backend has detected an error, which the training thread cannot do while it waits in
+        CUDA.
         """
 
     def counts(self) -> Counts:
@@ -257,25 +269,26 @@ class MessageWork(Work, Protocol):
 
     @property
     def source(self) -> int:
-        """Rank of the sender, once received."""
+        """Return the rank of the sender, once the message is received."""
 
 
 class Messenger(Protocol):
-    """A group for point-to-point messages only. Ranks and tensors as in `Collectives`."""
+    """A group for point-to-point messages only. Ranks and tensors are as in `Collectives`."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> MessageWork:
-        """Send to one rank. Messages with the same receiver and tag, 0 to MAX_TAG, arrive in order."""
+        """Send a tensor to one rank. Messages with the same receiver and tag, 0 to MAX_TAG, arrive in order."""
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """Receive from rank ``source``, or from any rank if ``source`` is None. `MessageWork.source` returns the
-        sender.
+        """Receive into a tensor from rank ``source``, or from any rank if ``source`` is None. `MessageWork.source`
+        returns the sender.
 
         Waiting for the work raises TensorMismatch if the message has another dtype or number of elements. The error
-        names both.
+        names both tensors.
         """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank. No message can be sent if it fails.
+        """Block until rank 0 has received a message of each other rank. After a failure, the group can send no more
+        messages.
 
         Raises:
             CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with

@@ -1,4 +1,4 @@
-"""Description of a message's tensor, and the error if it does not match the receive. Pure but for torch."""
+"""Description of a message's tensor, and the error if it does not match the receiver's. Pure, except for torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def type_of(tensor: torch.Tensor) -> TensorType:
 
 
 def code_of(dtype: torch.dtype) -> int:
-    """Return the code of a dtype, 32 bits."""
+    """Return the code of a dtype, a number of 32 bits."""
     return _CODES.get(dtype) or zlib.crc32(str(dtype).encode())
 
 

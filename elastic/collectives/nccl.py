@@ -50,7 +50,7 @@ _WARM_UP_S = 30.0
 
 
 class NcclCollectives:
-    """One group of one generation, on the tensors of one CUDA device. Call `connect` first. Any thread may call
+    """NCCL group of one generation, for the tensors of one CUDA device. Call `connect` first. Any thread may call
     `abort`.
     """
 
@@ -127,7 +127,7 @@ class NcclCollectives:
             self._stop()
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
-        """Create the communicator. A separate function, so that all temporaries are freed when it returns."""
+        """Create the communicator. This is a separate function, so that all temporaries are freed when it returns."""
         torch.cuda.set_device(self._device)
         nccl: Any = c10d.ProcessGroupNCCL  # This class exists only in torch's CUDA builds.
         options = _options(self._collective_timeout_s)
@@ -237,7 +237,7 @@ class NcclCollectives:
     def _scaled(
         self, options: Any, result: torch.Tensor, scale: float, divisor: int
     ) -> list[Callable[[], object]]:
-        """Set the sum that NCCL computes. Return what is left to do afterwards."""
+        """Set the sum that NCCL computes. Return the functions that complete the result afterwards."""
         if scale == 1.0 and divisor == self.size:
             options.reduceOp = c10d.ReduceOp.AVG
         elif result.dtype is torch.bfloat16 and scale != divisor:
@@ -446,7 +446,9 @@ class NcclCollectives:
             _abort(self._backend)
 
     def _free(self) -> None:
-        """Free the group once, in its own thread, which waits for the kernels and for NCCL's thread for its peers."""
+        """Free the group once, in a thread of its own, which waits for the kernels and for NCCL's thread for its
+        peers.
+        """
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0
@@ -483,9 +485,10 @@ class NcclCollectives:
 
 
 def warm_up(device: torch.device) -> None:
-    """Create a communicator of this rank alone, reduce, and free it.
+    """Create a communicator of this rank alone, reduce a tensor, and free the communicator.
 
-    The first one of a process loads kernels and inspects the machine: 0.7 s on an H100, later ones took 0.04 s.
+    The first communicator of a process loads kernels and inspects the machine: 0.7 s on an H100, later ones took 0.04
+    s.
     """
     nccl: Any = c10d.ProcessGroupNCCL
     backend = None
@@ -499,7 +502,7 @@ def warm_up(device: torch.device) -> None:
 
 
 class NcclWork:
-    """A collective in flight in one group. ``then`` moves the result to its destination."""
+    """A collective in flight in an NCCL group. ``then`` moves the result to its destination."""
 
     def __init__(
         self, group: NcclCollectives, work: Any, then: Callable[[], object] | None
@@ -527,7 +530,7 @@ class NcclWork:
         return [] if event is None else [event]
 
     def has_arrived(self) -> bool:
-        """Return whether the GPU has reached it.
+        """Return whether the GPU has reached the collective.
 
         Raises:
             RuntimeError: the device has failed.
@@ -544,13 +547,13 @@ class NcclWork:
         return self._group._failed is not None or self.finished()
 
     def finished(self) -> bool:
-        """Return whether its kernels have ended, successfully or not."""
+        """Return whether the kernels of the collective have ended, successfully or not."""
         # This may be called by any thread, and most threads use device 0.
         with torch.cuda.device(self._group._device):
             return bool(self._work.is_completed())
 
     def order(self) -> None:
-        """Make the present stream wait for its kernel. Unlike `wait`, this does not detect errors."""
+        """Make the current stream wait for the kernel of the collective. Unlike `wait`, this does not detect errors."""
         if self._end is None:
             self._work.get_future().wait()
         else:

@@ -35,7 +35,7 @@ def _function(name: str, *argtypes: type) -> ctypes._NamedFuncPointer | None:
 
 
 def can_revoke() -> bool:
-    """Return whether this NCCL has `revoke`."""
+    """Return whether this version of NCCL has `revoke`."""
     return _function("ncclCommRevoke", ctypes.c_void_p, ctypes.c_int) is not None
 
 
@@ -54,9 +54,9 @@ def revoke(communicator: int) -> int:
 
 
 def reported(communicator: int) -> int:
-    """Return the error that NCCL has detected on a communicator, 0 for none.
+    """Return the code of the error that NCCL has detected on a communicator, or 0.
 
-    Must not be called while another thread launches a collective on it.
+    Must not be called while another thread launches a collective on the communicator.
     """
     function = _function("ncclCommGetAsyncError", ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
     state = ctypes.c_int(_SUCCESS)
@@ -69,7 +69,7 @@ def _error(result: int) -> int:
 
 
 def words(error: int) -> str:
-    """Return NCCL's message for an error."""
+    """Return NCCL's message for an error code."""
     library = _linked()
     assert library is not None, "NCCL is not loaded, so it returned no error"
     library.ncclGetErrorString.restype = ctypes.c_char_p

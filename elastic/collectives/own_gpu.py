@@ -1,6 +1,7 @@
-"""The GPU that this process trains on, the same in all threads and groups. CUDA starts every thread on device 0.
+"""The GPU on which this process trains, the same in all threads and groups. CUDA starts every thread on device 0.
 
-It is the GPU of the tensors that the training thread reduces or, before the first reduction, the device chosen there.
+It is the GPU of the tensors that the training thread reduces, or, before the first reduction, the device that this
+thread has chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def meet(device: torch.device) -> None:
     """Record that a tensor on this device is about to be reduced.
 
     Raises:
-        Invalid: it is on a second GPU.
+        Invalid: the tensor is on a different GPU than earlier ones.
     """
     global _index
     if device.type != "cuda" or device.index is None:
@@ -34,22 +35,24 @@ def meet(device: torch.device) -> None:
 
 
 def settle() -> None:
-    """Use the training thread's device in other threads. Called in the training thread. Does not initialize a GPU."""
+    """Make the device of the training thread the device of other threads. Called in the training thread. Does not
+    initialize a GPU.
+    """
     global _chosen
     if torch.cuda.is_initialized():
         _chosen = torch.cuda.current_device()
 
 
 def uuid(device: torch.device) -> str:
-    """Return the GPU's UUID, which is the same in all processes, or an empty result if it has none."""
+    """Return the UUID of a GPU, which is the same in all processes, or an empty string if it has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def refuse_shared(uuids: Sequence[str], visible: int) -> None:
-    """Check that the ranks of a group use different GPUs.
+    """Raise Invalid if two ranks of a group use the same GPU.
 
     Args:
-        uuids: the GPU of each rank.
+        uuids: the UUID of each rank's GPU.
         visible: number of GPUs that this process sees.
 
     Raises:
@@ -66,7 +69,7 @@ def refuse_shared(uuids: Sequence[str], visible: int) -> None:
 
 
 def of(type: str) -> torch.device:
-    """Return the device of this type that this process uses."""
+    """Return the device of a type, such as ``cuda``, that this process uses."""
     return device() if type == "cuda" else torch.device(type)
 
 

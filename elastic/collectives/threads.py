@@ -22,7 +22,7 @@ _leave_at: float | None = None
 
 
 class ProcessExiting(BaseException):
-    """The process is exiting and stops waiting for this thread."""
+    """Raised in a thread when the process is exiting and stops waiting for the thread."""
 
 
 def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
@@ -37,7 +37,7 @@ def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thr
 
 
 def finish(timeout_s: float) -> bool:
-    """Return whether all threads ended within the timeout."""
+    """Wait for the threads that `begin` has started. Return whether all ended within the timeout."""
     global _leave_at
     until = time.monotonic() + timeout_s
     _leave_at = until - _LEAVE_S
@@ -68,7 +68,7 @@ def leave_if_ending() -> None:
 
 
 class Completion:
-    """Call ``then`` exactly once to store the result of a collective. Each waiting thread returns after the call."""
+    """Calls ``then`` exactly once to store the result of a collective. Each waiting thread returns after this call."""
 
     def __init__(self, then: Callable[[], object] | None) -> None:
         self._then = then

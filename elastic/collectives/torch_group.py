@@ -1,4 +1,4 @@
-"""Common code of Gloo and NCCL for torch's process groups."""
+"""Code that Gloo and NCCL share for torch's process groups."""
 
 from __future__ import annotations
 

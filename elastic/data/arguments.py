@@ -1,4 +1,4 @@
-"""Arguments of a loader, checked before anything is loaded."""
+"""Arguments of a loader, which are checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Seeds(Enum):
-    """Granularity of seeding while data is loaded."""
+    """When random generators are seeded while data are loaded."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"
@@ -72,11 +72,11 @@ class LoaderArguments:
 
     @property
     def ready(self) -> bool:
-        """Whether each sample of the dataset is already a batch."""
+        """Return whether each sample of the dataset is already a batch."""
         return self.batch_size is None or self.batch_sampler is not None
 
     def dealing(self, size: int) -> SamplePartition:
-        """Return how steps are divided in a world of ``size``."""
+        """Return how steps are divided among the ranks of a world of ``size`` ranks."""
         if self.global_batch_size is not None:
             return SamplePartition(self.shards or size, self.global_batch_size, self.drop_last)
         each = 1 if self.ready or self.batch_size is None else self.batch_size

@@ -1,4 +1,4 @@
-"""Gradients produced by batches: detect new gradients, and zero the gradients of placeholder batches."""
+"""Detects new gradients that a loader's batches have produced, and zeroes the gradients of placeholder batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class BatchGradients:
-    """Gradients of the parameters that a loader's batches train. The set is empty until `parameters` is set."""
+    """The gradients of the parameters that a loader's batches train. The set is empty until `parameters` is set."""
 
     def __init__(self) -> None:
         self.parameters: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -17,7 +17,7 @@ class BatchGradients:
         self._hooks: list[Any] = []
 
     def look(self) -> None:
-        """Take the present gradients as a reference for `new`."""
+        """Take the current gradients as the reference for `new`."""
         self._before = self._present()
 
     @property

@@ -39,11 +39,13 @@ class GivenShards(Protocol):
 
     @property
     def held(self) -> Sequence[int]:
-        """The shards of this rank in the current world, ascending. Reading them counts as fetching a step."""
+        """Return the shards of this rank in the current world, ascending. Reading them counts as fetching a step."""
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The same shards as `held`. Reading this attribute does not count as fetching a step."""
+        """Return the shards of this rank in the current world, ascending. Unlike `held`, this does not count as
+        fetching a step.
+        """
 
 
 loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this process
@@ -154,12 +156,12 @@ class DataLoader:
 
     @property
     def position(self) -> Position:
-        """Epoch, and the number of its samples that all ranks together have received."""
+        """The epoch, and the number of its samples that all ranks together have received."""
         return self._progress.position
 
     @property
     def shards(self) -> GivenShards | None:
-        """The shards that its steps are divided into."""
+        """The shards into which the loader's steps are divided, or None."""
         return self._shards
 
     @property
@@ -215,13 +217,14 @@ class DataLoader:
         """Mark the loader as part of a state with these parameters.
 
         Args:
-            stepped: an optimizer of the state trains them.
+            parameters: returns the parameters of the state.
+            stepped: whether an optimizer of the state trains them.
         """
         self._in_state = True
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
     def layout(self) -> str:
-        """Lines of the state's layout, which must be equal on all ranks and in a checkpoint."""
+        """Return the loader's lines of the state's layout, which must be equal on all ranks and in a checkpoint."""
         arguments, length = self.arguments, self._source.length(self.epoch)
         by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler
         order = "shuffled" if arguments.shuffle else "in order"
@@ -240,7 +243,7 @@ class DataLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of a commit: four, for any dataset."""
+        """Return the values of the loader for a commit. Their number does not depend on the dataset."""
         return self._progress.state_dict(before_steps=self._look_for_steps())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,7 +255,8 @@ class DataLoader:
     def reset(self) -> bool:
         """Return to the trained position after a change of the world, and divide the remaining samples again.
 
-        Returns whether batches that were handed out will be handed out again, so that their gradients must not count.
+        Returns:
+            Whether batches that were handed out will be handed out again, so that their gradients must not count.
         """
         position = self._progress.committed(before_steps=self._look_for_steps())
         again = position != self.position
@@ -261,7 +265,7 @@ class DataLoader:
         return again
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """Return epochs and sample IDs that were first counted by this commit. For tests (ELASTIC_DIGESTS=1)."""
+        """Return the epochs and sample IDs that this commit counts first. For tests (ELASTIC_DIGESTS=1)."""
         upto = self._progress.committed(before_steps=self._look_for_steps())
         done: dict[int, list[int]] = {}
         for _, epoch, samples in (each for each in self._handed if each[0] <= upto):
@@ -286,8 +290,9 @@ class DataLoader:
     def _look_for_steps(self) -> bool:
         """Record optimizer steps.
 
-        Returns whether the first step since this loader was created is imminent, that is, batches of this pass have
-        produced gradients.
+        Returns:
+            Whether the first step since this loader was created is imminent, that is, batches of this pass have
+            produced gradients.
         """
         count, progress = optimizer_steps.count(), self._progress
         if count != self._count:
@@ -315,7 +320,8 @@ class DataLoader:
         """Divide the rest of the epoch among the ranks of the current world, and start to load this rank's part.
 
         Args:
-            again: this iteration began earlier in this world, with other parts.
+            world: the current world.
+            again: whether this iteration began earlier in this world, with other parts.
         """
         progress = self._progress
         self._dealt = dealing = self.arguments.dealing(world[1])
@@ -364,7 +370,7 @@ class DataLoader:
             self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
 
     def _next_of(self, number: int) -> World:
-        """Check, before each batch, that this pass can continue, and return the current world. Raises Invalid."""
+        """Check, before each batch, that this pass can continue. Return the current world. Raises Invalid."""
         if number != self._passes:
             raise Invalid(
                 "a second iteration over this loader started, so the first iteration can't continue: create a"
@@ -376,7 +382,7 @@ class DataLoader:
 
 
 class LoaderIterator(Iterator[Any]):
-    """One pass over the rest of an epoch. Follows changes of the loader's position and of the world."""
+    """One pass over the rest of an epoch. It follows changes of the loader's position and of the world."""
 
     def __init__(self, loader: DataLoader, number: int) -> None:
         self._loader = loader
@@ -417,7 +423,7 @@ class LoaderIterator(Iterator[Any]):
 
 
 class StepShards(Iterator[Any]):
-    """Shards of this rank in one step, with one batch per shard. Batches are loaded on demand. Iterate over all of
+    """The shards of this rank in one step, with one batch per shard. Batches are loaded on demand. Iterate over all of
     them.
 
     Args:
@@ -435,12 +441,12 @@ class StepShards(Iterator[Any]):
 
     @property
     def in_state(self) -> bool:
-        """Return whether commits have the loader's position."""
+        """Return whether commits contain the loader's position."""
         return self._loader.in_state
 
     @property
     def shards(self) -> GivenShards | None:
-        """Shards of the step, or None if the loader was created with a number of shards."""
+        """The shards of the step, or None if the loader was created with a number of shards."""
         return self._loader.shards
 
     @property
@@ -463,8 +469,9 @@ class StepShards(Iterator[Any]):
         return batch
 
     def take(self) -> tuple[Any, bool]:
-        """Return the next batch, and whether loading it changed this process's random generators, which must then be
-        seeded."""
+        """Return the next batch, and whether loading it changed this process's random generators. If so, they must
+        be seeded.
+        """
         seeded = self._loader._source.seeded
         if seeded is None or self._loader.num_workers > 0:
             return next(self), False
@@ -476,12 +483,12 @@ class StepShards(Iterator[Any]):
 
     @property
     def loads_any(self) -> bool:
-        """Whether `again` can load the batch of any shard."""
+        """Return whether `again` can load the batch of any shard."""
         return not self._loader.arguments.streams
 
     @contextlib.contextmanager
     def again(self, shard: int) -> Iterator[Any]:
-        """Load the batch of any shard in this process, and make it the current one within the block."""
+        """Load the batch of any shard in this process, and make it the current batch within the block."""
         loader = self._loader
         before = loader.weight, loader.shard
         loader.weight, loader.shard = self._dealt.weight(self._step, shard), shard
@@ -495,7 +502,7 @@ class StepShards(Iterator[Any]):
             loader.weight, loader.shard = before
 
     def check_done(self) -> None:
-        """Raise Invalid if a batch of the step was not used."""
+        """Raise Invalid if the script has not used a batch of the step."""
         if self._left:
             raise Invalid(
                 f"{self._left} shards of a step were skipped, and their samples would be lost: iterate over all"

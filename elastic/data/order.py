@@ -1,4 +1,4 @@
-"""The order of an epoch's samples: the same in every process and world."""
+"""The order of the samples in an epoch, the same in every process and world."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 def sequential(length: int) -> torch.Tensor:
-    """Return 0, 1, ... as int64 of shape ``[length]``."""
+    """Return the order 0, 1, ..., as int64 of shape ``[length]``."""
     return torch.arange(length, dtype=torch.int64, device="cpu")
 
 
 class EpochOrder:
-    """Cache of the current epoch's order, since every recovery needs it again."""
+    """Cache of the order of the current epoch, because every recovery needs it again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
         # function of length and epoch that returns the order as a sliceable object
@@ -35,14 +35,16 @@ class EpochOrder:
         self._order: Any = None
 
     def of(self, length: int, epoch: int) -> Any:
-        """Return an int64 array of shape ``[length]``, or a list of the values that a sampler has drawn."""
+        """Return the order of an epoch: an int64 array of shape ``[length]``, or a list of the values that a sampler
+        has drawn.
+        """
         if self._of != (length, epoch):
             self._order, self._of = self._draw(length, epoch), (length, epoch)
         return self._order
 
 
 def permutation(shuffle: bool, seed: int) -> EpochOrder:
-    """Return the order in which each sample occurs once."""
+    """Return an order in which each sample occurs once, shuffled with ``seed`` or not."""
     # Slicing a numpy array costs a fraction of slicing a tensor.
     return EpochOrder(
         lambda length, epoch: (
@@ -75,7 +77,9 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed this process's generators of torch (CPU), random and numpy, and restore them afterwards."""
+    """Context in which this process's generators of torch (CPU), random and numpy are seeded. Restores them
+    afterwards.
+    """
     with kept():
         plant(seed)
         yield
@@ -83,7 +87,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restore this process's generators of torch (CPU), random and numpy afterwards."""
+    """Context after which this process's generators of torch (CPU), random and numpy are restored."""
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     try:

@@ -1,4 +1,4 @@
-"""Assignment of samples to steps, and to ranks or shards. Pure: a function of the job's position.
+"""Assigns samples to steps, and to ranks or shards. Pure: a function of the job's position.
 
 An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. A position
 therefore consists of two numbers, independent of the number of ranks and of prefetched batches. A step consumes the
@@ -25,7 +25,7 @@ from elastic.errors import Invalid
 
 
 class Position(NamedTuple):
-    """Position of the job: ``consumed`` samples of the order of ``epoch``, by all ranks together."""
+    """Position of the job: all ranks together have consumed ``consumed`` samples of the order of ``epoch``."""
 
     epoch: int = 0
     consumed: int = 0
@@ -33,9 +33,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplePartition:
-    """Steps of ``batch`` samples for all ``parts`` together: ranks of a world, or shards. Raises Invalid.
+    """Division of an epoch into steps of ``batch`` samples, and of each step into ``parts`` (ranks or shards). Raises
+    Invalid.
 
-    With ``drop_last`` an epoch ends if less than a whole step is left.
+    With ``drop_last``, the epoch ends when less than a whole step is left.
     """
 
     parts: int
@@ -51,11 +52,13 @@ class SamplePartition:
 
     @property
     def reach(self) -> int:
-        """Number of samples to read ahead in a stream, sufficient to compute `size`."""
+        """Return how many samples of a stream must be read ahead to compute `size`."""
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
-        """Return the number of samples in the next step, of ``left`` in the epoch, or 0 if the epoch is over."""
+        """Return the number of samples in the next step if the epoch has ``left`` samples left. 0 means that the
+        epoch is over.
+        """
         if left < self.batch and self.drop_last:
             return 0
         if self.drop_last or not self.batch < left < self.reach or self.batch < 2 * self.parts:
@@ -63,30 +66,32 @@ class SamplePartition:
         return left - left // 2
 
     def steps(self, left: int) -> int:
-        """Number of steps in an epoch with ``left`` samples."""
+        """Return the number of steps in an epoch with ``left`` samples."""
         return left // self.batch if self.drop_last else -(-left // self.batch)
 
     def step(self, consumed: int, length: int) -> range:
-        """Return the next step's positions in the epoch's order, or an empty result if the epoch is over."""
+        """Return the next step's positions in the epoch's order. Empty if the epoch is over."""
         return range(consumed, consumed + self.size(max(0, length - consumed)))
 
     def part(self, step: range, number: int) -> range:
-        """Places of rank or shard ``number``. Empty only if the step has fewer samples than parts."""
+        """Return the positions of rank or shard ``number`` in a step. Empty only if the step has fewer samples than
+        parts.
+        """
         size, larger = divmod(len(step), self.parts)
         start = number * size + min(number, larger)
         return step[start : start + size + (number < larger)]
 
     def weight(self, step: range, number: int) -> float:
-        """Factor for a mean over the part, so that the mean over parts is the mean over the step.
+        """Return the factor for the mean over a part with which the mean over all parts is the mean over the step.
 
-        1.0 if all parts are equal, 0.0 for an empty one.
+        The factor is 1.0 if all parts are equal, and 0.0 for an empty part.
         """
         if len(step) % self.parts == 0:
             return 1.0
         return len(self.part(step, number)) * self.parts / len(step)
 
     def rest(self, consumed: int, length: int) -> Iterator[range]:
-        """The remaining steps of an epoch, from a position on."""
+        """Yield the remaining steps of an epoch, from a position on."""
         while step := self.step(consumed, length):
             yield step
             consumed = step.stop

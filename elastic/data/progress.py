@@ -1,9 +1,9 @@
-"""Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
+"""The progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
-A batch is handed out, then trained on. Batches that loader workers have prefetched do not count. If an
-optimizer steps between batches, its steps define what has been trained: a commit before the step, or in the
-middle of a gradient accumulation, has the position of the last step, and the batches since then are handed out
-again. If no optimizer ever steps, as in an evaluation, every batch that was handed out counts.
+A batch is handed out, then trained on. Batches that loader workers have prefetched do not count. If an optimizer steps
+between batches, its steps define what has been trained: a commit before the step, or in the middle of a gradient
+accumulation, has the position of the last step, and the batches since then are handed out again. If no optimizer ever
+steps, as in an evaluation, every batch that was handed out counts.
 
     handed out      | b0 | b1 | b2 | b3 |
     optimizer steps           ^              a commit here has the position after b1: b2 and b3 are handed out again
@@ -22,7 +22,7 @@ class DataProgress:
     """Progress of one loader.
 
     Args:
-        ahead: batches that the loop has fetched before it trains on the current one.
+        ahead: number of batches that the loop fetches before it trains on the current one.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,13 @@ class DataProgress:
 
     @property
     def reached(self) -> Position:
-        """Position after the last batch that is being trained on."""
+        """Return the position after the last batch on which the script trains."""
         return self._handed[0]
 
     def begin(self, length: int | None) -> Position:
-        """Start an iteration where the previous one stopped. Raises Invalid if the dataset has changed."""
+        """Start an iteration where the previous one stopped. Return this position. Raises Invalid if the dataset has
+        changed.
+        """
         if self.position.consumed and self.length is not None and length != self.length:
             raise Invalid(
                 f"the dataset has {length} samples now, but had {self.length} samples at the start of epoch"
@@ -55,7 +57,7 @@ class DataProgress:
         return self.position
 
     def hand(self, consumed: int) -> None:
-        """Record that a batch was handed out, and ``consumed`` samples of the epoch with it."""
+        """Record that a batch was handed out, after which ``consumed`` samples of the epoch are consumed."""
         self.position = Position(self.position.epoch, consumed)
         self._handed.append(self.position)
 
@@ -81,10 +83,10 @@ class DataProgress:
         self._handed = deque([self.position], maxlen=self.ahead + 1)
 
     def committed(self, *, before_steps: bool = False) -> Position:
-        """Position for a commit now.
+        """Return the position that a commit contains now.
 
         Args:
-            before_steps: an optimizer is going to step, for the first time.
+            before_steps: whether an optimizer is about to step for the first time.
         """
         return self._trained if self.by_steps or before_steps else self.reached
 
@@ -96,7 +98,7 @@ class DataProgress:
         self.settle()
 
     def state_dict(self, *, before_steps: bool = False) -> dict[str, Any]:
-        """Numbers of a commit. Their size is constant."""
+        """Return the values for a commit. Their size is constant."""
         position = self.committed(before_steps=before_steps)
         return {
             "epoch": position.epoch,

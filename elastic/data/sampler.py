@@ -1,4 +1,4 @@
-"""Division of the samples of an epoch among the workers of the world, repeated when the world changes.
+"""Divides the samples of an epoch among the workers of the world, again whenever the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
 order, one per rank. The samples that all workers have finished are therefore always a prefix of the order. The length
@@ -82,7 +82,7 @@ class ElasticSampler(Sampler[int]):
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank has finished a batch of ``batch_size`` samples of its own. Raises Invalid.
 
-        The last batch of a partition may be smaller than the loader's batch size; pass either.
+        The last batch of a partition may be smaller than the loader's batch size. Pass either of these sizes.
         """
         size = operator.index(batch_size)
         if size <= 0:
@@ -145,7 +145,9 @@ class ElasticSampler(Sampler[int]):
             self.reset()
 
     def _epoch_order(self) -> torch.Tensor:
-        """Return the order as int64 [samples]. Cached, because every recovery needs it again."""
+        """Return the order of the epoch as int64 of shape ``[samples]``. Cached, because every recovery needs it
+        again.
+        """
         of = (len(self.dataset), self.epoch, self.seed)
         if self._order is None or self._order_of != of:
             self._order = (
@@ -158,7 +160,7 @@ class ElasticSampler(Sampler[int]):
 
 
 def present_world() -> tuple[int, int, int]:
-    """Return rank, size and generation."""
+    """Return rank, size and generation of the current world."""
     found = lifecycle.position()
     if found is None:
         return 0, 1, 0

@@ -11,10 +11,10 @@ from elastic.data.order import kept, plant
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset indexed by batches of pairs (seed, indices to load under that seed).
+    """A map-style dataset that is indexed by batches of pairs: a seed, and the indices to load under that seed.
 
     The generators of torch (CPU), random and numpy are seeded before these indices are loaded. ``collate`` makes a
-    batch of all samples and continues with the generators of the last one. With ``restores``, as needed in the
+    batch of all samples and continues with the generators of the last pair. With ``restores``, as needed in the
     training process, the generators are restored afterwards, which costs as much as twenty seedings.
     """
 

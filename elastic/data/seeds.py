@@ -1,4 +1,6 @@
-"""Seeds that depend on the loaded sample or batch, not on the process or rank that loads it. Pure: no I/O, no clock."""
+"""Seeds that depend on the loaded sample or batch, and not on the process or rank that loads it. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import hashlib
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """Return a 64-bit hash, as in ``seed_of("sample", seed, epoch, index)``. It is the same in every process and
-    version.
+    """Return a 64-bit hash, as in ``seed_of("sample", seed, epoch, index)``. Every process and version returns the
+    same.
 
     The hash is BLAKE2b (RFC 7693) of the arguments, joined by commas.
     """
@@ -21,5 +23,5 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def batch_seed(seed: int, epoch: int, start: int, part: int) -> int:
-    """Return the seed for a part of the step that starts at this place of an epoch."""
+    """Return the seed for a part of the step that starts at position ``start`` of an epoch."""
     return seed_of("batch", seed, epoch, start, part)

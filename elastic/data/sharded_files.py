@@ -16,16 +16,18 @@ from elastic.errors import Invalid
 
 
 class ShardedFiles(Dataset[Any]):
-    """Map-style dataset: sample ``i`` of the concatenated files, as ``read(file)`` returns them.
+    """Map-style dataset of the samples in several files, one file after another. ``read(file)`` returns the samples of
+    a file.
 
     ``read`` returns an indexable object (a memory map, a Parquet row group, an array), or an iterable, which is read
-    forward from its start.
+    forward from its start. A loader with ``shuffle`` shuffles the files, and the samples within each file that can be
+    indexed. Each process keeps one file open.
 
     Args:
-        lengths: samples of each file; without it, every file is read once to count them. A loader with ``shuffle``
-            shuffles the files, and the samples within each file that can be indexed. Each process keeps one file open.
+        lengths: number of samples of each file. Without it, every file is read once to count them.
 
-    Raises Invalid.
+    Raises:
+        Invalid: a file has no samples, or the lengths do not match the files.
     """
 
     def __init__(
@@ -74,13 +76,13 @@ class ShardedFiles(Dataset[Any]):
 
     @property
     def indexed(self) -> bool:
-        """Whether samples of a file can be read in any order."""
+        """Whether the samples of a file can be read in any order."""
         if self._indexed is None:
             self._indexed = hasattr(self._opened(0), "__getitem__")
         return self._indexed
 
     def epoch_order(self, seed: int, epoch: int) -> Any:
-        """An int64 array of shape ``[samples]``, file by file: the order for a loader with ``shuffle``."""
+        """Return the order for a loader with ``shuffle``, file by file: an int64 array of shape ``[samples]``."""
         pieces = []
         for number in shuffled(len(self.files), seed, epoch).tolist():
             length = self.lengths[number]

@@ -1,4 +1,4 @@
-"""Loading of the assigned samples with torch's DataLoader: by index, or as parts of a stream."""
+"""Loads the assigned samples with torch's DataLoader: by index, or as parts of a stream."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Loaded = tuple[range, int, Any]  # a step, the number of a part, and its batch
 
 
 class Source(Protocol):
-    """The part of a dataset that a loader uses.
+    """Interface by which a loader reads a dataset.
 
-    Args:
+    Attributes:
         seeded: loads samples under seeds, if set.
     """
 
     seeded: SeededDataset | None
 
     def length(self, epoch: int) -> int | None:
-        """Return the number of samples in an epoch, or None if only the end of the stream determines it."""
+        """Return the number of samples in an epoch, or None if only the end of the stream determines the number."""
 
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
@@ -42,14 +42,14 @@ class Source(Protocol):
         """
 
     def ids(self, epoch: int, places: range) -> list[int]:
-        """Return the IDs of the samples at these places of the epoch's order."""
+        """Return the IDs of the samples at these positions of the epoch's order."""
 
     def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
-        """Load any part of a step in this process, as `begin` does."""
+        """Load any part of a step in this process, with the same result as `begin`."""
 
 
 class IndexedSource:
-    """A map-style dataset."""
+    """Source of the samples of a map-style dataset."""
 
     def __init__(self, arguments: LoaderArguments) -> None:
         self._arguments = arguments
@@ -112,7 +112,7 @@ class IndexedSource:
 
 
 class StreamSource:
-    """An iterable dataset."""
+    """Source of the samples of an iterable dataset."""
 
     def __init__(self, arguments: LoaderArguments) -> None:
         self._arguments = arguments

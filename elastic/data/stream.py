@@ -1,8 +1,9 @@
-"""Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
+"""Divides one stream of samples into steps, and each step into the ranks' parts. Runs in loader workers.
 
 A stream has no index. Every rank therefore reads all of it, and reaches a position by reading all samples before it or
-by calling the stream's own ``skip(n)``. The rank of a sample depends only on its place in the stream. With W loader
-workers, each reads the whole stream and worker ``n % W`` creates batch n, because torch returns batches in that order.
+by calling the stream's own ``skip(n)``. The rank of a sample depends only on the sample's place in the stream. With W
+loader workers, each reads the whole stream and worker ``n % W`` creates batch n, because torch returns batches in that
+order.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ NOBODY = -1  # placeholder for a rank without a part of the step
 
 
 class StreamDataset(IterableDataset[Any]):
-    """Parts of the steps of ``source``, from the position given to `deal` on.
+    """The parts of the steps of the stream ``source``, from the position that was passed to `deal`.
 
     Args:
-        seed: each sample is read, and each part collated, under its own seeds. Persistent loader workers receive the
-            position through shared memory.
+        seed: if given, each sample is read, and each part collated, under its own seeds. Persistent loader workers
+            receive the position through shared memory.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class StreamDataset(IterableDataset[Any]):
         self._assignment[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[tuple[int, int, int, Any]]:
-        """Yield start and end of a step, a part's number, and its batch."""
+        """Yield, for each part, the start and end of its step, the number of the part, and its batch."""
         epoch, consumed, parts, batch, drop_last, number, *mine = self._assignment.tolist()
         dealing = SamplePartition(parts, batch, bool(drop_last))
         info = get_worker_info()
@@ -118,7 +119,7 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
 def _steps(
     samples: Iterator[Any], dealing: SamplePartition, start: int
 ) -> Iterator[tuple[range, Any]]:
-    """Yield steps and their samples. Reads ahead as far as needed to know the size of a step."""
+    """Yield each step and its samples. Reads ahead as far as needed to know the size of a step."""
     ahead: deque[Any] = deque()
     while True:
         ahead.extend(islice(samples, dealing.reach - len(ahead)))

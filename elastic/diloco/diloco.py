@@ -183,7 +183,7 @@ class DiLoCo:
 
     @property
     def merged(self) -> list[int]:
-        """Number of merges of each fragment."""
+        """For each fragment, the number of its merges."""
         return self.rounds.merged
 
     @property
@@ -266,8 +266,9 @@ class DiLoCo:
         return None
 
     def _take_merges(self, root: int, missing: tuple[int, ...]) -> None:
-        """Adopt the outer parameters of a rank on which the last collective completed, if it failed here.
-        Collective."""
+        """If the last collective failed on this rank, adopt the outer parameters of a rank on which it completed.
+        Collective.
+        """
         mine = [each.detach() for each in self.outer], self.outer_optimizer.state_dict()
         outer, entries = broadcast_object(mine, root, "diloco.merges")
         if not missing:
@@ -345,7 +346,16 @@ class DiLoCo:
         return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
 
     def _quantized(self, fragment: int, change: torch.Tensor, bits: int) -> torch.Tensor:
-        """Pack pseudo-gradients and earlier errors, and keep the new errors until the fragment is merged."""
+        """Pack pseudo-gradients together with earlier errors, and keep the new errors until the fragment is merged.
+
+        Args:
+            fragment: number of the fragment.
+            change: pseudo-gradients, 1-dimensional.
+            bits: number of bits per element, 8 or 4.
+
+        Returns:
+            the packed values, see `quantization.pack`.
+        """
         wanted = change.float() + self._residuals[fragment]
         packed = quantization.pack(wanted, bits)
         errors = wanted - quantization.unpack(packed, len(wanted), bits)
@@ -408,7 +418,7 @@ class DiLoCo:
         self.adopt(fragment)
 
     def adopt(self, fragment: int) -> None:
-        """Complete a merge on this or another rank after this rank received the outer parameters."""
+        """Complete a merge, performed on this or another rank, after this rank received the outer parameters."""
         if self._residuals:
             number, errors = self._sent_residual or (-1, self._residuals[fragment])
             # Errors that were sent, by a step that was restored later, must not be sent twice.
@@ -427,7 +437,7 @@ class DiLoCo:
     # ---- for its handler -------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Agree with the ranks of a new world, and complete a merge that the previous one has left pending. Collective.
+        """Agree with the ranks of a new world, and complete a merge that the previous world left pending. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -436,7 +446,7 @@ class DiLoCo:
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
     def take_shared(self, values: dict[str, Any]) -> None:
-        """Set the numbers of `Rounds.shared`."""
+        """Set the numbers that `Rounds.shared` of another rank has returned."""
         self.rounds.take_shared(values)
         self._in_flight = []
 

@@ -1,7 +1,7 @@
-"""Packing of pseudo-gradients in 8 or 4 bits with a scale for each block of 128 elements.
+"""Packs pseudo-gradients into 8 or 4 bits with a scale for each block of 128 elements.
 
-A block is its largest absolute value divided by 127 or 7, a float32, and a code for each element, so that the error of
-an element is at most half the scale. 4 bits take 0.266, and 8 bits 0.516, of the bytes of bfloat16.
+The scale of a block is its largest absolute value divided by 127 or 7, a float32. Each element is stored as a code, so
+that its error is at most half the scale. 4 bits take 0.266, and 8 bits 0.516, of the bytes of bfloat16.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ WEIGHT_BYTES = 8
 
 
 def packed_bytes(elements: int, bits: int) -> int:
-    """Return the size of packed elements. The last block is padded."""
+    """Return the number of bytes of packed elements. The last block is padded."""
     return -(-elements // BLOCK) * (SCALE_BYTES + BLOCK * bits // 8)
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Quantize and pack.
+    """Quantize values and pack them.
 
     Args:
         values: 1-dimensional, floating point. A block with a value that is not finite becomes NaN.
         bits: number of bits per element, 8 or 4.
 
     Returns:
-        uint8, of `packed_bytes` elements: all scales, then all codes.
+        a uint8 tensor of `packed_bytes` elements: all scales, then all codes.
     """
     largest = 2 ** (bits - 1) - 1
     padding = -len(values) % BLOCK
@@ -44,7 +44,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
-    """Return the values that `pack` has packed, with its errors.
+    """Return the values that `pack` has packed, with the errors of quantization.
 
     Args:
         packed: the result of `pack`.
@@ -52,7 +52,7 @@ def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
         bits: number of bits per element, 8 or 4.
 
     Returns:
-        float32, 1-dimensional.
+        a float32 tensor, 1-dimensional.
     """
     end = -(-elements // BLOCK) * SCALE_BYTES
     scales, codes = packed[:end].view(torch.float32), packed[end:]

@@ -4,9 +4,9 @@ after a change of the world. Leaders exchange the changes of their islands; a wo
 Pure: no I/O, no clock.
 
 `Rounds.step` yields actions, which the caller performs in this order and answers. If a collective fails because a peer
-was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays pending, and is repeated
-in the next world. A collective may complete on some ranks and fail on others; the others then take the
-merge from a rank on which it has completed.
+was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays pending, and is repeated in
+the next world. A collective may complete on some ranks and fail on others. The other ranks then take the merge from a
+rank on which it has completed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from elastic.errors import Invalid
 
 @dataclass(frozen=True)
 class CompareReports:
-    """Exchange ``report`` with all ranks. The answer is the list of all reports, by rank."""
+    """Action: exchange ``report`` with all ranks. The answer is the list of all reports, by rank."""
 
     report: str
 
 
 @dataclass(frozen=True)
 class TakeMerges:
-    """Receive outer parameters and optimizer from rank ``root``; ``fragments`` are those that it has merged and this
-    rank has not. Collective: ranks without such fragments take part as well."""
+    """Action: receive outer parameters and optimizer from rank ``root``. ``fragments`` are those that the root has
+    merged and this rank has not. Collective: ranks without such fragments take part as well.
+    """
 
     root: int
     fragments: tuple[int, ...]
@@ -209,7 +210,7 @@ class Rounds:
             self.tokens[fragment] += tokens or 0.0
 
     def _scheduled(self) -> Sent | None:
-        """Return the fragment that is sent after this step, unless it was merged."""
+        """Return the fragment that is sent after this step, or None if there is none or it was merged already."""
         sent = self.schedule.sent_at(self.position)
         return sent if sent is not None and self._is_owed(sent) else None
 

@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 
 
 class Sent(NamedTuple):
-    """Fragment in flight."""
+    """A fragment in flight."""
 
     fragment: int  # index of the fragment
     step: int  # inner step after which the fragment was sent
@@ -31,12 +31,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """Schedule of a round.
+    """Decides when the fragments of a round are sent and merged.
 
     Args:
-        every: inner steps of a round, at least 1.
+        every: number of inner steps in a round, at least 1.
         fragments: number of parts of the parameters, each sent once a round.
-        delay: inner steps between sending and merging a fragment; 0 waits for the result at once.
+        delay: number of inner steps between sending and merging a fragment. 0 means to wait for the result at once.
 
     Raises:
         Invalid: a number is out of range.
@@ -64,7 +64,7 @@ class RoundSchedule:
             )
 
     def sent_at(self, step: int) -> Sent | None:
-        """Return the fragment that is sent after an inner step. Return None if no fragment is sent."""
+        """Return the fragment that is sent after an inner step, or None."""
         place = (step - 1) % self.every + 1
         for fragment in range(self.fragments):
             if (fragment + 1) * self.every // self.fragments == place:

@@ -1,4 +1,4 @@
-"""Assignment of shards to ranks. Pure: a function of the number of shards of each rank."""
+"""Assigns shards to ranks. Pure: a function of the number of shards of each rank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from elastic.exact import load_balancing
 
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return the shards of each rank for an even division, in which numbers differ by at most one. See `place`.
+    """Return the shards of each rank if they are divided evenly, so that their numbers differ by at most one. See
+    `place`.
 
-    Ranks beyond the number of shards have none: warm spares.
+    Ranks beyond the number of shards have none; they are warm spares.
     """
     if shards < 1 or ranks < 1:
         raise ValueError(
@@ -42,5 +43,7 @@ def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def balance(shards: int, ranks: int) -> float:
-    """Return the share of the ranks' time spent computing. 1.0 if no rank waits for others with more shards."""
+    """Return the share of the ranks' time that they spend computing. It is 1.0 if no rank waits for ranks with more
+    shards.
+    """
     return shards / (ranks * -(-shards // ranks))

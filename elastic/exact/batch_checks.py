@@ -1,4 +1,4 @@
-"""Check of the argument of `Shards.over`: this rank's micro-batches of one step."""
+"""Checks the argument of `Shards.over`: this rank's micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
     Args:
         batches: the argument of `Shards.over`.
         shards: the shards.
-        committed: commits contain the number of the step, so they must contain the position in the data, too.
-        verified: batches of other ranks are needed, too.
+        committed: whether commits contain the number of the step. If so, they must contain the position in the data
+            too.
+        verified: whether shards are verified, which needs batches of other ranks too.
     """
     held, count = shards.held, shards.count
     if isinstance(batches, DataLoader):

@@ -28,7 +28,7 @@ COMPARED_BYTES = 1 << 20
 
 
 class KeptBuffer:
-    """One buffer with its value at the start of the step and its result of shard 0."""
+    """One buffer, with its value at the start of the step and the result of shard 0."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.start = tensor.detach().clone()
@@ -48,11 +48,11 @@ class KeptBuffer:
         return tensor.is_cuda or not torch.equal(_bytes(tensor), _bytes(self.start))
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Record that the buffer has the value of ``start`` now."""
+        """Record that the buffer has the value ``start`` now."""
         self._seen = self._trait(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Make the present value the start of the step."""
+        """Make the current value of the buffer the value at the start of the step."""
         if self.start.shape == tensor.shape and self.start.dtype == tensor.dtype:
             self.start.copy_(tensor)
         else:
@@ -100,7 +100,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BufferKeeper:
-    """Tracker of buffers of models. The models are referenced weakly. All ranks watch equal models in the same
+    """Tracks the buffers of models. The models are referenced weakly. All ranks watch equal models in the same
     order.
     """
 

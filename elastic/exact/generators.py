@@ -1,4 +1,4 @@
-"""Seeding, saving and restoring of this process's random generators."""
+"""Seeds, saves and restores this process's random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORD = "I"  # unsigned words of 32 bits, of which the Mersenne Twister has 624
 
 
 def set_seed(seed: int) -> None:
-    """Seed torch on every device, NumPy if imported, and Python.
+    """Seed the generators of torch on every device, of NumPy if it is imported, and of Python.
 
     Args:
         seed: 64 bits. NumPy uses the lower 32.
@@ -44,7 +44,7 @@ def state() -> dict[str, Any]:
 
 
 def set_state(saved: dict[str, Any]) -> None:
-    """Set the generators that this process has to a saved `state`, possibly of another process."""
+    """Set the generators of this process to the result of `state`, possibly of another process."""
     torch.set_rng_state(_tensor(saved["torch"]))
     version, words, normal = saved["python"]
     random.setstate((version, tuple(array.array(WORD, words)), normal))

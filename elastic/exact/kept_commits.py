@@ -26,9 +26,11 @@ class KeptCommits(Generic[Copy]):
         return [each for each, _ in self._kept]
 
     def due(self, step: int, window: int) -> bool:
-        """Return whether to keep the commit of a step, and drop those that are not needed beside it.
+        """Return whether to keep the commit of this step. Drops commits that are no longer needed.
 
-        ``window``: number of steps to cover; 0 keeps none.
+        Args:
+            step: number of the step.
+            window: number of steps to cover. 0 means that no commits are kept.
         """
         if not window:
             self._kept.clear()
@@ -42,7 +44,7 @@ class KeptCommits(Generic[Copy]):
         self._kept.append((KeptCommit(commit, step), copy))
 
     def forget_after(self, commit: Commit) -> None:
-        """Drop commits that are newer than the one with which a world begins."""
+        """Drop commits that are newer than the commit from which a world begins."""
         self._kept = [(each, copy) for each, copy in self._kept if each.commit <= commit]
 
     def copy_of(self, commit: Commit) -> Copy | None:

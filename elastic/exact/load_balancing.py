@@ -1,4 +1,5 @@
-"""Number of shards of each rank, by measured speed. Pure: all ranks compute the same division from the same numbers.
+"""Decides how many shards each rank computes, by measured speed. Pure: all ranks compute the same division from the
+same numbers.
 
 Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th, and all pass these
 numbers to `LoadBalancer.exchanged`. Measurements are noisy, so a division changes only if the new one is faster by
@@ -52,9 +53,10 @@ def step_s(seconds: Sequence[float], division: Division) -> float:
 
 
 def known(seconds: Sequence[float]) -> list[float]:
-    """Return positive seconds per shard for all ranks. A rank without a measurement (0.0) gets the mean of the others.
+    """Return positive seconds per shard for all ranks. A rank without a measurement (0.0) gets the mean of the other
+    ranks.
 
-    Returns an empty list if no rank has measured.
+    The list is empty if no rank has measured.
     """
     measured = [each for each in seconds if 0.0 < each < math.inf]
     if not measured:
@@ -64,19 +66,20 @@ def known(seconds: Sequence[float]) -> list[float]:
 
 
 class SpeedWindow:
-    """Seconds per shard of this rank in its last steps, without the first step of the process, which includes
-    warm-up."""
+    """The seconds per shard of this rank in its last steps, without the first step of the process, which includes
+    warm-up.
+    """
 
     def __init__(self) -> None:
         # durations of the latest steps, or None before the first step
         self._steps: deque[float] | None = None
 
     def took(self, seconds: float, shards: int) -> None:
-        """Record a step.
+        """Record the time of a step.
 
         Args:
-            shards: number of shards of this rank.
-            seconds: total time of these shards.
+            seconds: total time of this rank's shards in the step, in seconds.
+            shards: number of these shards.
         """
         if self._steps is None:
             self._steps = deque(maxlen=WINDOW)
@@ -90,7 +93,7 @@ class SpeedWindow:
 
 
 class LoadBalancer:
-    """The division of one world. All ranks make the same calls in the same order.
+    """Decides the division of shards in one world. All ranks make the same calls in the same order.
 
     Attributes:
         division: number of shards by rank.
@@ -120,10 +123,10 @@ class LoadBalancer:
         return self._fetched_early is False
 
     def exchanged(self, seconds: Sequence[float], may_change: bool = True) -> None:
-        """Decide from the numbers of all ranks.
+        """Decide on a new division from the numbers of all ranks.
 
         Args:
-            seconds: seconds per shard of each rank; 0.0 for one that has not measured yet.
+            seconds: seconds per shard of each rank; 0.0 for a rank that has not measured yet.
             may_change: whether `may_change` is true on all ranks. Otherwise, a script might compute other shards than
                 it has fetched.
         """

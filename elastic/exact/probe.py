@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 
 def lines() -> list[str]:
-    """Return the settings, then the digests, as ``arithmetic.threads 1`` and ``arithmetic.convolution 1f0a...``.
+    """Return the settings and the digests of this process's arithmetic, as ``arithmetic.threads 1`` and
+    ``arithmetic.convolution 1f0a...``.
 
     The result is cached for the same settings. The computation takes about 50 ms on one core, and does not change
     random generators.
@@ -49,7 +50,7 @@ def _settings() -> list[str]:
 
 
 def _precision(ask: Callable[[], str]) -> str:
-    """Return the precision from torch's older settings, or from the newer ones if a script has set those.
+    """Return the precision from torch's older settings, or from the newer settings if a script has set those.
 
     Setting the newer ones disables the older ones.
     """

@@ -1,4 +1,4 @@
-"""Time that this process spends on the shards of a step, measured on the host or, for a GPU, in its stream."""
+"""Measures the time that this process spends on the shards of a step, on the host or, for a GPU, in its stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.exact.load_balancing import SpeedWindow
 
 
 class ShardClock:
-    """Measures the time from the first shard of a step to the end of its last one.
+    """Measures the time from the start of the first shard of a step to the end of the last one.
 
     On a GPU, events are recorded and read in a later step, so that no step waits for them.
     """
@@ -28,7 +28,9 @@ class ShardClock:
         self._began = self._now()
 
     def end(self, shards: int) -> None:
-        """Record a step of ``shards`` shards. Ignored without a `begin`, as on a rank without shards."""
+        """Record the end of a step with ``shards`` shards. Ignored if `begin` was not called, as on a rank without
+        shards.
+        """
         began, self._began = self._began, None
         if began is None:
             return

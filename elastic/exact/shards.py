@@ -190,35 +190,39 @@ class Shards:
 
     @property
     def verifying(self) -> bool:
-        """Whether the loop computes a shard of another rank, or one of its own again, only for a comparison.
+        """Whether the current pass of the loop serves only for a comparison: it computes a shard of another rank, or
+        one of this rank's own again.
 
-        The loss of such a pass belongs to no step: `mean` and `means` leave it out.
+        The loss of such a pass belongs to no step, so `mean` and `means` omit it.
         """
         return self._verifier.shard is not None
 
     @property
     def window(self) -> int:
-        """Number of steps before a rank is found to be wrong in which its gradients are doubted; 0: of none."""
+        """Number of steps for which the gradients of a rank are doubted before the rank is found to be wrong. 0
+        means none.
+        """
         if self.verify_window is not None or not self.verify:
             return self.verify_window or 0
         return verification.window(self._step().held, self.verify)
 
     @property
     def checked(self) -> frozenset[int]:
-        """Shards of this rank in the present step with gradients that need a digest."""
+        """Shards of this rank in the current step whose gradients need a digest."""
         return self._verifier.checked
 
     @property
     def held(self) -> tuple[int, ...]:
-        """This rank's shards in the current world. They do not change in this world if the script reads them before
-        each commit."""
+        """This rank's shards in the current world. If the script reads this attribute before each commit, they do
+        not change in this world.
+        """
         self._fetched = self._fetched or self._present is None
         return self.assigned
 
     @property
     def assigned(self) -> tuple[int, ...]:
-        """Shards of this rank. Unlike `held`, reading this attribute does not keep the division beyond the next
-        commit.
+        """This rank's shards. Unlike reading `held`, reading this attribute does not keep the division beyond the
+        next commit.
         """
         step = self._step()
         return step.held[step.rank]
@@ -240,9 +244,7 @@ class Shards:
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
-        """Start a step in loaders with their own loop. A call of `begin_shard` for each shard follows, then
-        `end_step`.
-        """
+        """Start a step, for loaders with their own loop. Call `begin_shard` for each shard, then `end_step`."""
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
             raise Invalid(
@@ -266,7 +268,7 @@ class Shards:
         return step.held[step.rank]
 
     def begin_shard(self, shard: int) -> None:
-        """Start a shard, which lasts until the next one or the end of the step. Sets the random generators."""
+        """Start a shard, which lasts until the next shard or the end of the step. Sets the random generators."""
         step = self._under_way()
         own = step.merges
         if self._done == len(own) or own[self._done].shard != shard:
@@ -347,7 +349,9 @@ class Shards:
         return self._present
 
     def _check_threads(self) -> None:
-        """Check the number of threads, the only setting that scripts change during a run and that is cheap to check."""
+        """Check the number of threads. It is the only setting that scripts change during a run and that is cheap to
+        check.
+        """
         threads = torch.get_num_threads()
         if self._thread_count is None or not self.exact:
             self._thread_count = threads
@@ -390,7 +394,9 @@ class Shards:
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """Return the mean over all shards of one number each, such as a loss. Bitwise equal in every world."""
+        """Return the mean over all shards of one number per shard, such as a loss. Bitwise equal in every world. See
+        `means`.
+        """
         return self.means(value=values)["value"]
 
     def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
@@ -470,7 +476,8 @@ class Shards:
         """Notify the listener of every step from now on. Listeners are referenced weakly.
 
         Args:
-            trains: the optimizer whose gradients the listener sums.
+            listener: the listener.
+            trains: the optimizer whose gradients the listener sums, or None.
         """
         self._listeners.append(weakref.ref(listener))
         if trains is not None:
@@ -478,7 +485,7 @@ class Shards:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers with gradients that are summed over these shards."""
+        """Return the optimizers whose gradients are summed over these shards."""
         return list(self._served)
 
     def check_workers(self, least: int) -> None:
@@ -593,7 +600,7 @@ class Shards:
 
     @property
     def layout(self) -> list[str]:
-        """Return the lines that must agree on all ranks."""
+        """Return the lines of the state's layout that must be equal on all ranks."""
         kind = "exact" if self.exact else "in the order of ranks"
         return [f"shards {self.count} seed {self.seed} {kind}"]
 
@@ -694,14 +701,15 @@ def _weakly(method: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def in_use() -> bool:
-    """Return whether the script has run, or is in, a loop over the shards of a step in the present job."""
+    """Return whether the script has run, or is running, a loop over the shards of a step in the current job."""
     runtime = lifecycle.active()
     return runtime is not None and any(each.began_with(runtime) for each in _all)
 
 
 def _why_no_collective() -> str:
-    """Return the reason why a collective is not possible: ranks have different numbers of shards, so not all would call
-    it."""
+    """Return why no collective is possible within a loop over shards: ranks have different numbers of shards, so not
+    all ranks would call the collective.
+    """
     for shards in _all:
         if shards.looping():
             return (

@@ -8,11 +8,11 @@ from elastic.exact import tree
 
 
 class PassResult(NamedTuple):
-    """Gradients of one shard, as one rank has computed them.
+    """The gradients of one shard, as one rank has computed them.
 
     Attributes:
-        digest: 0 without any.
-        largest: the largest absolute value; infinity if one is infinite or NaN, 0.0 without any.
+        digest: digest of the gradients; 0 if there are none.
+        largest: largest absolute value; infinity if a value is infinite or NaN, 0.0 if there are no gradients.
     """
 
     digest: int
@@ -20,7 +20,7 @@ class PassResult(NamedTuple):
 
 
 class ShardStep(NamedTuple):
-    """One step, from the view of this rank."""
+    """One step of the shards, as seen by this rank."""
 
     number: int
     held: tuple[tuple[int, ...], ...]  # the shards that each rank computes
@@ -35,9 +35,10 @@ class StepListener(Protocol):
     def step_begins(self, step: ShardStep) -> None: ...
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        """Begin a shard.
+        """Handle the beginning of a shard.
 
         Args:
+            merge: operations for the shard's value.
             last: whether this is the last of this rank's shards.
         """
 
@@ -47,16 +48,16 @@ class StepListener(Protocol):
         """Finish the step after all shards of this rank. Raises PeerLost."""
 
     def step_abandoned(self) -> None:
-        """Discard an incomplete step."""
+        """Discard the step that was not completed."""
 
     def second_pass_begins(self, shard: int) -> None:
         """Begin to compute a shard again, after this rank's own, for a comparison. See `elastic.exact.verifier`."""
 
     def second_pass_ends(self, shard: int) -> PassResult:
-        """End the second pass without a trace, and return its result."""
+        """End the second pass, restore the gradients from before it, and return its result."""
 
     def digest_of(self, shard: int) -> int:
-        """Return the same digest of one of this rank's own shards that `Shards.checked` contains."""
+        """Return the digest of the gradients of one of this rank's own shards. `Shards.checked` contains the shard."""
 
     def largest(self, shard: int) -> float:
-        """Return the same of one of this rank's own shards, if shards are verified."""
+        """Return the largest absolute gradient of one of this rank's own shards, if shards are verified."""

@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """The sum over the shards ``start``, ..., ``stop - 1``."""
+    """Node of the tree: the sum over the shards ``start``, ..., ``stop - 1``."""
 
     start: int
     stop: int
 
 
 class Merge(NamedTuple):
-    """Operations for the value of one shard. Push it to ``place`` of a stack, then add the top two values
-    ``merges`` times.
+    """Operations for the value of one shard: push it to ``place`` of a stack, then add the top two values ``merges``
+    times.
     """
 
     shard: int
@@ -37,7 +37,7 @@ class Merge(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Value of a rank at one place of its stack. A program pushes the value."""
+    """Instruction of a program: push the value that a rank has at one place of its stack."""
 
     rank: int
     place: int
@@ -55,7 +55,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def parent(left: Node, right: Node, shards: int) -> Node | None:
-    """Return the node that is the sum of these two nodes. Return None if ``shards`` shards have no such node."""
+    """Return the node that is the sum of these two nodes, or None if the tree of ``shards`` shards has no such node."""
     size = left.stop - left.start
     whole = size & (size - 1) == 0 and left.start % (2 * size) == 0
     if whole and left.stop == right.start and right.stop == min(shards, left.start + 2 * size):

@@ -30,7 +30,7 @@ COVERED = 8
 
 
 class ShardCheck(NamedTuple):
-    """A shard that two ranks compute."""
+    """A shard that two ranks compute, to compare the gradients."""
 
     shard: int
     owner: int
@@ -45,11 +45,11 @@ class Computed(NamedTuple):
 
 
 class VoteResult(NamedTuple):
-    """Result of a vote.
+    """Result of a vote about the gradients of a shard.
 
     Attributes:
-        culprits: ranks whose gradients were wrong at least once, or an empty result if that is unknown.
-        right: the digest of the right gradients, None if unknown.
+        culprits: ranks whose gradients were wrong at least once. Empty if they are unknown.
+        right: the digest of the right gradients, or None if unknown.
     """
 
     culprits: tuple[int, ...]
@@ -57,7 +57,7 @@ class VoteResult(NamedTuple):
 
 
 def unit(held: Held, share: float) -> int:
-    """Return the number of shards that are checked together. It is one shard per rank, if the fraction permits."""
+    """Return the number of shards that are checked together: one shard per rank, if the share permits."""
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
 
@@ -69,30 +69,46 @@ def steps_between(held: Held, share: float) -> float:
 
 
 def window(held: Held, share: float) -> int:
-    """Return how many steps before a rank is found to be wrong its gradients are doubted; 0: all were compared."""
+    """Return for how many steps the gradients of a rank are doubted before it is found to be wrong. 0 means that all
+    gradients were compared.
+    """
     between = steps_between(held, share)
     return 0 if share >= 1.0 or math.isinf(between) else math.ceil(COVERED * between)
 
 
 def exponent(largest: float) -> int:
-    """Return the exponent of the next power of two above a number; NONE of 0.0 and of infinity."""
+    """Return the exponent of the next power of two above a number. Return NONE for 0.0 and infinity."""
     return math.frexp(largest)[1] if 0.0 < largest < math.inf else NONE
 
 
 def limit(usual: int) -> float:
-    """Return the largest gradient that is not checked. ``usual``: exponent of the largest one in the previous step."""
+    """Return the largest gradient that is not conspicuous.
+
+    Args:
+        usual: exponent of the largest gradient in the previous step.
+    """
     return math.inf if usual == NONE or usual + MARGIN > 1023 else 2.0 ** (usual + MARGIN)
 
 
 def judged(digest: int, largest: float, limit: float) -> int:
-    """Return what is compared of the gradients of a pass: their digest, if they are finite and within the limit."""
+    """Return the number by which the gradients of a pass are compared: their digest, if they are finite and within
+    the limit, otherwise NOT_FINITE or TOO_LARGE.
+    """
     return NOT_FINITE if math.isinf(largest) else TOO_LARGE if largest > limit else digest
 
 
 def rechecks(
     found: Sequence[tuple[int, int]], ranks: int, seed: int, generation: int, step: int
 ) -> tuple[ShardCheck, ...]:
-    """Return the checks of shards with conspicuous gradients: ``found`` has each rank with such a shard."""
+    """Return the checks of shards with conspicuous gradients.
+
+    Args:
+        found: for each such shard, the rank that has computed it and its number.
+        ranks: number of ranks.
+        seed: seed of the shards.
+        generation: generation of the world.
+        step: number of the step.
+    """
     shift = 1 + seed_of("second rank", seed, generation, step) % (ranks - 1)
     return tuple(ShardCheck(shard, rank, (rank + shift) % ranks) for rank, shard in found)
 
@@ -140,7 +156,7 @@ def checks(
 
 
 def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
-    """Return the result of a vote. Return None if more computations are needed. See `voters`.
+    """Return the result of a vote, or None if more computations are needed. See `voters`.
 
     The digest that most ranks computed is right if at least two ranks computed it and no other digest has as many
     votes. In a world of two ranks, each rank computes the shard twice. A rank with two different results is wrong.
@@ -165,10 +181,9 @@ def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
 
 
 def voters(found: Sequence[Computed], ranks: int) -> tuple[int, ...]:
-    """Return the ranks that compute the shard next, to decide between different digests, or an empty result if none
-    can.
+    """Return the ranks that compute the shard next, to decide between different digests. Empty if no rank is left.
 
-    These are all others, which would wait for the result anyway.
+    These are all other ranks, which would wait for the result anyway.
     """
     asked = {rank for rank, _ in found}
     if ranks == 2:

@@ -1,7 +1,7 @@
-"""Checks of drawn shards: another rank computes them again, and a vote names the rank whose gradients are wrong.
+"""Checks drawn shards: another rank computes them again, and a vote names the rank whose gradients are wrong.
 
-`verification` decides. This module computes shards once more, compares digests and reports culprits. A second
-pass leaves no trace: its gradients are only digested, and buffers and random generators are set back.
+`verification` decides. This module computes shards once more, compares digests and reports culprits. A second pass
+leaves no trace: its gradients are only digested, and buffers and random generators are restored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class FirstStep(NamedTuple):
     """What a rank reports in the first step of a world.
 
     Attributes:
-        arithmetic: digest of its arithmetic.
-        passed: whether it has computed a shard twice with equal bits, in this step or earlier.
-        shard: the one that it has computed twice in this step, with ``digests``; -1: none.
-        digests: 0 if it has not.
+        arithmetic: digest of the rank's arithmetic.
+        passed: whether the rank has computed a shard twice with equal bits, in this step or earlier.
+        shard: the shard that the rank has computed twice in this step, or -1.
+        digests: digests of the two computations, or 0.
     """
 
     arithmetic: int
@@ -44,17 +44,17 @@ class FirstStep(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether the rank contradicts itself."""
+        """Return whether the rank's two computations of a shard differ."""
         return self.first_digest != self.second_digest
 
 
 class Conspicuous(NamedTuple):
-    """What a rank reports in each step about its gradients that are infinite, NaN, or much larger than usual.
+    """What a rank reports in each step about gradients that are infinite, NaN, or much larger than usual.
 
     Attributes:
-        shard: the first one with such a gradient that is not checked anyway; -1: none.
+        shard: the first shard with such a gradient that is not checked anyway, or -1.
         judged: NOT_FINITE or TOO_LARGE.
-        usual: exponent of the largest gradient of the previous step; see `verification.limit`.
+        usual: exponent of the largest gradient of the previous step. See `verification.limit`.
         largest: exponent of this rank's largest gradient in this step.
     """
 
@@ -65,13 +65,13 @@ class Conspicuous(NamedTuple):
 
 
 class Verifier:
-    """Verification of the shards of a run.
+    """Verifies shards of a run by computing them a second time.
 
     Args:
-        share: fraction of the shards that are computed twice.
+        share: share of the shards that are computed twice.
         seed: seed of the shards.
-        listeners: return the listeners of the shards, in their order.
-        arithmetic: return a digest of this process's arithmetic.
+        listeners: returns the listeners of the shards, in their order.
+        arithmetic: returns a digest of this process's arithmetic.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Verifier:
     # ---- second passes ---------------------------------------------------------------------------------------------
 
     def _first_step(self, step: ShardStep) -> Generator[int, None, FirstStep]:
-        """Compute this rank's first shard twice, once in a process: equal bits are required of every model."""
+        """Compute this rank's first shard twice, once in the life of a process. Every model must produce equal bits."""
         if self._deterministic or not step.merges:
             return FirstStep(self._arithmetic(), int(self._deterministic))
         shard = step.merges[0].shard
@@ -285,7 +285,7 @@ class Verifier:
         )
 
     def _leave(self, evidence: Sequence[messages.Miscomputed]) -> NoReturn:
-        """End the world: its step is repeated without the culprits, from the last commit."""
+        """End the world. Its current step is repeated without the culprits, from the last commit."""
         runtime = lifecycle.current()
         first = evidence[0]
         text = (
@@ -305,9 +305,9 @@ class Verifier:
         self._raise_together(error)
 
     def _compare_ranks(self, found: Sequence[FirstStep]) -> dict[ShardCheck, list[Computed]]:
-        """Return votes about ranks that contradict themselves.
+        """Return votes about ranks whose two computations of a shard differ.
 
-        Raises Invalid on all ranks if their gradients can't be equal although none is faulty.
+        Raises Invalid on all ranks if their gradients cannot be equal although no rank is faulty.
         """
         error = None
         odd = [rank for rank, each in enumerate(found) if each.arithmetic != found[0].arithmetic]

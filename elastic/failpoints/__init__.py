@@ -63,7 +63,7 @@ _step = ""
 
 
 def failpoint(place: str) -> None:
-    """Inject a fault at this place if ELASTIC_FAILPOINTS has a matching rule."""
+    """Inject a fault if ELASTIC_FAILPOINTS contains a rule for this place whose conditions hold."""
     if _text:
         _reached(place)
 
@@ -76,7 +76,7 @@ def check() -> None:
 
 
 def use(text: str) -> None:
-    """Replace the rules of this process, or their file, regardless of its environment."""
+    """Replace the rules of this process, or the file of its rules, regardless of the environment."""
     global _text, _read
     with _lock:
         _text, _read = text, None
@@ -85,7 +85,7 @@ def use(text: str) -> None:
 
 
 def in_use() -> bool:
-    """Return whether there may be rules."""
+    """Return whether this process may have rules."""
     return bool(_text)
 
 

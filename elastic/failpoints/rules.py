@@ -42,11 +42,11 @@ FORM = "a rule is PLACE ACTION [KEY=VALUE ...], as in: bucket kill rank=2 step=7
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
+    """One rule of a failpoint.
 
     Args:
-        where: condition -> allowed values.
-        every: 0 if it takes effect only once.
+        where: for each condition, the allowed values.
+        every: number of matches after which the rule takes effect again. 0 means that it takes effect only once.
     """
 
     place: str
@@ -64,7 +64,7 @@ class Rule:
         return met == self.hit or again
 
     def means(self, facts: Mapping[str, str]) -> bool:
-        """Return whether all conditions hold."""
+        """Return whether all conditions of the rule hold."""
         for key, values in self.where:
             if key == "other-than":
                 if facts.get("worker", "") in values:
@@ -75,7 +75,7 @@ class Rule:
 
 
 def parse(text: str) -> list[Rule]:
-    """Parse rules. Raises Invalid."""
+    """Parse the rules in a text. Raises Invalid."""
     lines = text.replace("\n", ";").split(";")
     return [_rule(line) for line in lines if line.strip()]
 

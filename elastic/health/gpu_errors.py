@@ -18,9 +18,13 @@ XIDS = 64  # maximum number of events to read
 def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
     """Begin to record the Xid errors of a GPU.
 
+    Args:
+        uuid: UUID of the GPU.
+        nvml: the NVML module (default: pynvml, if it is installed).
+
     Returns:
-        A function that returns the GPU's hardware errors in one line; empty if there are none or NVML is not available.
-        It is called once.
+        A function that returns the GPU's hardware errors in one line. It returns an empty string if there are none or
+        NVML is not available. Call it once.
     """
     if nvml is None:
         try:
@@ -39,7 +43,7 @@ def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
 
 
 def _events(nvml: Any, gpu: Any) -> Any:
-    """Return a set of events that receives Xid errors; None if the GPU has none."""
+    """Return a set of events that receives the Xid errors of a GPU, or None if the GPU does not report any."""
     try:
         events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, events)

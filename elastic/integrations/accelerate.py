@@ -111,9 +111,9 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def _has_unknown(state: PartialState) -> bool:
-    """Return Accelerate's own value, but True for a single worker, because others may join.
+    """Return Accelerate's own value of ``use_distributed``, but True for a single worker, because others may join.
 
-    On a GPU this decides whether Accelerate wraps a model in DDP; on a CPU it always does.
+    On a GPU this value decides whether Accelerate wraps a model in DDP. On a CPU, Accelerate always does.
     """
     alone = state.num_processes == 1 and lifecycle.active() is None
     return state.distributed_type != DistributedType.NO and not alone
@@ -124,7 +124,7 @@ setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 -
 
 
 def averaging(value: Any) -> Any:
-    """Return the DDP module from which a value was compiled, or the value itself. Return None for other values."""
+    """Return the DDP module that a value is, or from which it was compiled. Return None for other values."""
     inner = getattr(value, "_orig_mod", value)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
@@ -147,14 +147,20 @@ def is_dealable(value: Any) -> bool:
 
 
 def _is(value: Any, kind: type) -> bool:
-    """Check the actual type: a prepared loader reports the class of the loader that it wraps."""
+    """Return whether the actual type of a value is ``kind``. A prepared loader reports the class of the loader that
+    it wraps.
+    """
     return issubclass(type(value), kind)
 
 
 def deal(prepared: Any, **changes: Any) -> DataLoader:
     """Make ``prepared`` return this rank's batches from the job's position on. Idempotent.
 
-    Returns the inner loader, which a state stores. Raises Invalid.
+    Returns:
+        the inner loader, which a state stores.
+
+    Raises:
+        Invalid: the loader cannot be converted.
     """
     base = getattr(prepared, "base_dataloader", None)
     if base is None:
@@ -206,7 +212,7 @@ def follow(accelerator: Accelerator) -> None:
 
 
 def _speaks(state: PartialState) -> bool:
-    """Return whether this worker prints and shows progress on its host. Rank 0 does on any host."""
+    """Return whether this worker prints and shows progress on its host. Rank 0 always does."""
     place = lifecycle.place()
     elsewhere = place.local_size < place.size and state.local_process_index == 0
     return bool(state.is_main_process) or elsewhere

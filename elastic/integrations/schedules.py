@@ -16,10 +16,10 @@ Factor = Callable[[float], float]  # learning-rate factor by the position in a s
 class ScaledSchedule:
     """A factor for ``LambdaLR`` that follows the number of steps in the current world, without a jump.
 
-    It is a function of the completed share of training. ``make(steps)`` creates the factor for a number of steps.
-    ``steps`` is that number in the first world. Every attribute except these two is a number and part of
-    ``LambdaLR.state_dict()``. A joining worker, whose own first world had another number of steps, therefore has
-    the same factor as all others once it has loaded that dict.
+    The factor is a function of the completed share of training. ``make(steps)`` creates the factor for a number of
+    steps. ``steps`` is that number in the first world. Every attribute except these two is a number and part of
+    ``LambdaLR.state_dict()``. A joining worker, whose own first world had another number of steps, therefore has the
+    same factor as all other workers once it has loaded that dict.
     """
 
     __slots__ = ("__dict__", "_made", "_make")
@@ -38,7 +38,9 @@ class ScaledSchedule:
         return self._made[1](self.at(step))
 
     def at(self, step: int) -> float:
-        """Return the position of a step, in the first world's steps. An int if the world has not changed."""
+        """Return the position of a step, counted in the steps of the first world. The position is an int if the
+        world has not changed.
+        """
         if self.rate == 1.0 and self.position == self.since:
             return step
         return min(self.position + (step - self.since) * self.rate, self.steps)
@@ -50,7 +52,7 @@ class ScaledSchedule:
             self.since, self.position = step, position
 
     def follow(self, step: int, left: int) -> None:
-        """Rescale the rest of the schedule. It ends after ``left`` more steps."""
+        """Rescale the rest of the schedule, so that it ends after ``left`` more steps."""
         position = self.at(step)
         planned = (self.steps - position) / self.rate if self.rate else 0
         if left <= 0 or abs(planned - left) < 0.5:
@@ -78,7 +80,7 @@ class ScheduleLengthChange:
             self.first, self.warned = state["first"], state["warned"]
 
     def see(self, steps: int) -> bool:
-        """Return whether the number differs from the first one, and no warning has been issued."""
+        """Return whether the number of steps differs from the first one, and no warning has been issued yet."""
         if self.first is None:
             self.first = steps
         if self.warned or steps == self.first:

@@ -38,10 +38,11 @@ _OWN_PACE = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, Schedul
 
 
 class ElasticTrainerMixin:
-    """Mixin placed before ``Trainer`` or a subclass: ``class MyTrainer(ElasticTrainerMixin, Seq2SeqTrainer)``.
+    """Mixin that makes a Trainer elastic, placed before the class: ``class MyTrainer(ElasticTrainerMixin,
+    Seq2SeqTrainer)``.
 
-    Commits after every ``commit_every``-th optimizer step, including its logs, evaluation and checkpoints, and after
-    each epoch.
+    The state is committed after every ``commit_every``-th optimizer step, including its logs, evaluation and
+    checkpoints, and after each epoch.
 
     Raises:
         Invalid: before training starts, for arguments that cannot follow a change of the world.
@@ -100,11 +101,11 @@ class ElasticTrainerMixin:
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
     ) -> tuple[int, int]:
-        """Return the whole epochs of a checkpoint, and the batches of the next.
+        """Return the number of whole epochs in a checkpoint, and the number of batches of the next epoch.
 
         The Trainer divides the steps by the number per epoch, which differs between worlds, so the number of epochs in
-        the checkpoint is used instead. With ``max_steps``, it trains as many epochs as these steps fill in the present
-        world, and its own division is correct.
+        the checkpoint is used instead. With ``max_steps``, the Trainer trains as many epochs as these steps fill in the
+        current world, and its own division is correct.
         """
         init = super()._init_training_state  # type: ignore[misc]
         found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)
@@ -235,7 +236,7 @@ class ElasticTrainer(ElasticTrainerMixin, Trainer):
 
 
 class _Steps:
-    """Position of the loop, as part of the state."""
+    """Position of the Trainer's loop, as part of the state."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -261,7 +262,7 @@ class _Steps:
 
 
 class _Fraction(TrainerCallback):
-    """Counts steps, and reports the completed share of the epoch across worlds."""
+    """Callback that counts steps, and reports the completed share of the epoch across worlds."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
@@ -299,7 +300,7 @@ def _train(
 
 
 class _Progress(Carried):
-    """TrainerState, control, callbacks with a state, and losses since the last log."""
+    """TrainerState, control, callbacks with a state, and losses since the last log, as part of the state."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -338,7 +339,7 @@ class _Progress(Carried):
 
 
 class _Loss(Carried):
-    """Loss of this rank's batches since the last log."""
+    """Loss of this rank's batches since the last log, as part of the state."""
 
     own = True
 

@@ -1,4 +1,4 @@
-"""Conversion between JAX's arrays and torch's tensors, through DLPack where both have the dtype.
+"""Converts JAX's arrays to torch's tensors and back, through DLPack if both have the dtype.
 
 A tensor made from an array is a view of its memory. JAX counts the view as a reference: an array that is donated to a
 compiled function while the view exists is copied, not overwritten.
@@ -27,7 +27,7 @@ def is_key(value: Any) -> bool:
 
 
 def is_traced(value: Any) -> bool:
-    """Return whether the value is an array of a function that JAX is tracing."""
+    """Return whether the value is an array in a function that JAX is tracing."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -76,13 +76,13 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
 
 
 def array_like(tensor: torch.Tensor, sharding: Any, *, weak: bool, key: Any) -> jax.Array:
-    """Return an array of a commit on its former device.
+    """Return an array with the values of a commit, on the device of the former array.
 
     Args:
-        tensor: as from `view`. The array takes over its memory.
+        tensor: tensor such as `view` returns. The array takes over its memory.
         sharding: sharding of the former array.
-        weak: whether its dtype is weak, as that of a Python number in ``jnp.asarray(1.0)``.
-        key: the implementation of its PRNG keys. None means that it has no keys.
+        weak: whether the dtype of the array is weak, like that of a Python number in ``jnp.asarray(1.0)``.
+        key: implementation of the PRNG keys in the array. None means that it contains no keys.
     """
     device = next(iter(sharding.device_set))
     if device.platform == "cpu":

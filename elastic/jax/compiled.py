@@ -22,12 +22,12 @@ _raised: deque[BaseException] = deque(maxlen=8)
 
 
 def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
-    """Call ``compute`` on these traced arrays each time the function runs, in the order of the calls.
+    """Call ``compute`` on these traced arrays each time the compiled function runs, in the order of the calls.
 
     ``compute`` takes and returns CPU tensors. Its results have the shapes and dtypes of ``arrays``.
 
     Raises:
-        Invalid: JAX can't run it here: within ``vmap``, or in a function of which a gradient is computed.
+        Invalid: JAX cannot run a collective here: within ``vmap``, or in a function whose gradient is computed.
     """
 
     def run(*values: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def forget_errors() -> None:
 
 
 def cause() -> BaseException | None:
-    """Return the error of the last callback, once, or None."""
+    """Return the error of the last callback, or None. Each error is returned once."""
     found = _raised.pop() if _raised else None
     _raised.clear()
     return found

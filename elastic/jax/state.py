@@ -18,7 +18,9 @@ from elastic.state.handlers.part import Part
 
 
 class TreePart(Part):
-    """Handler of a `Tree`. Arrays are committed as tensors, numbers and strings as values, all other leaves stay."""
+    """Handler of a `Tree` in a state. Arrays are committed as tensors, numbers and strings as values. All other
+    leaves stay.
+    """
 
     value: Tree
     _flat: Flat  # structure of the tree, without its leaves
@@ -29,7 +31,7 @@ class TreePart(Part):
         self._flat, self._leaves = flat.without_leaves(), self._described(flat)
 
     def _described(self, flat: Flat) -> tuple[Leaf, ...]:
-        """Describe the leaves.
+        """Describe the leaves of a flattened tree.
 
         Raises:
             Invalid: an array is on several devices, is traced, or is a tensor of torch.
@@ -79,7 +81,8 @@ class TreePart(Part):
         """Return the live tree, flattened.
 
         Raises:
-            Invalid: it has another layout than before, which a joining worker could not have; or an array was donated.
+            Invalid: the tree has another layout than before, which a joining worker could not have, or an array was
+                donated.
         """
         flat = trees.flatten(self.value.value, self._flat)
         leaves = self._described(flat)

@@ -35,7 +35,7 @@ _NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
 
 
 def check(size: int) -> None:
-    """Check that ``size`` ranks can be combined in pairs.
+    """Raise Unsupported unless ``size`` ranks can be combined in pairs.
 
     Raises:
         Unsupported: (also a ValueError) the size is not a power of two.
@@ -48,7 +48,7 @@ def check(size: int) -> None:
 
 
 def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Check the dtypes.
+    """Raise UnsupportedType if a tensor is not of a floating-point type.
 
     Raises:
         UnsupportedType: a dtype is not a floating-point type.

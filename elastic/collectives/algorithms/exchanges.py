@@ -1,4 +1,4 @@
-"""Start collectives that move rows without reducing them: broadcast, allgather, alltoall.
+"""Starts collectives that move rows without reducing them: broadcast, allgather, alltoall.
 
 The number of rows of each rank is known from the negotiation of the collective.
 """
@@ -18,7 +18,7 @@ _PAD_BYTES = 1 << 20
 
 
 def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: bool) -> Started:
-    """Broadcast rank ``root``'s tensor, to a new tensor or in place. Shapes and dtypes are equal on all ranks."""
+    """Broadcast the tensor of rank ``root``, to a new tensor or in place. Shapes and dtypes are equal on all ranks."""
     data = _as_stored(tensor)
     if not in_place:
         data = data.clone(memory_format=torch.contiguous_format)
@@ -45,7 +45,7 @@ def allgather(
         rows: number of rows of each tensor on each rank.
 
     Returns:
-        For each tensor all ranks' rows in rank order, and the index of this rank's first row in it.
+        For each tensor, the rows of all ranks in rank order, and the index of this rank's first row in it.
     """
     counts = [list(each) for each in zip(*rows, strict=True)]
     started = [

@@ -1,7 +1,7 @@
-"""Start reductions on one group: scaling, precision, and shared buffers for small tensors.
+"""Starts reductions on one group: scaling, precision, and shared buffers for small tensors.
 
-A starter returns the works to wait for and a function that produces the result. It checks its arguments before it sends
-anything.
+Each function that starts a reduction returns the works to wait for and a function that produces the result. It checks
+its arguments before it sends anything.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def allreduce(
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that share a buffer: small ones of one dtype.
+    """Divide the indices of tensors into lists. The tensors of a list share a buffer: small ones of one dtype.
 
-    Equal on all ranks, like dtypes and shapes.
+    The result is equal on all ranks, like dtypes and shapes.
     """
     batches: list[list[int]] = []
     small: dict[torch.dtype, list[int]] = {}
@@ -127,7 +127,7 @@ def _adasum(
     postscale: float,
     into: Into,
 ) -> Started:
-    """Compute Adasum in place. Blocks, since its steps depend on each other."""
+    """Compute Adasum in place. Blocks, because the steps depend on each other."""
     adasum.check(group.size)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for copy in copies:
@@ -150,7 +150,7 @@ def _adasum(
 def reducescatter(
     group: Collectives, tensor: torch.Tensor, op: Op, prescale: float, postscale: float
 ) -> Started:
-    """Return this rank's rows of the reduced tensor. The first ``rows % size`` ranks have one row more.
+    """Reduce a tensor and return this rank's rows. The first ``rows % size`` ranks have one row more.
 
     Summands are added in rank order, half-precision ones in float32.
     """
@@ -174,12 +174,14 @@ def reducescatter(
 
 
 def rows_of(rows: int, size: int, rank: int) -> int:
-    """Return how many of ``rows`` rows a rank owns after reducescatter."""
+    """Return how many of ``rows`` rows a rank owns after a reducescatter."""
     return rows // size + (1 if rank < rows % size else 0)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Scale in place. Integers are scaled in float64 and truncated, half precision in float32."""
+    """Multiply a tensor by ``factor`` in place. Integers are scaled in float64 and truncated, half precision in
+    float32.
+    """
     if factor == 1.0:
         return tensor
     if tensor.dtype in _HALF:
@@ -190,9 +192,9 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _scale(postscale: float, size: int) -> tuple[float, int]:
-    """Return the factor and divisor of a sum.
+    """Return the factor and the divisor of a sum for an average.
 
-    Like Horovod, divide by the size, but multiply by a scale over the size.
+    As in Horovod, a sum is divided by the size, but multiplied by the quotient of scale and size if there is a scale.
     """
     return (1.0, size) if postscale == 1.0 else (postscale / size, 1)
 

@@ -1,10 +1,9 @@
-"""Header that ranks exchange at the beginning of a collective: the call itself and, if small, the tensor.
+"""Header that ranks exchange at the beginning of a collective: a description of the call and, if small, the tensor.
 
 Gloo ends the process if a rank sends more than another expects, and returns wrong results if it sends less. Each
-collective therefore begins with a message of variable length, and every receiver has room for the longest one.
-Its header describes
-the rank's call, and all ranks compare them. If the rank's tensor is small, it follows the header, and no second
-exchange is needed.
+collective therefore begins with a message of variable length, and every receiver has room for the longest one. Its
+header describes the rank's call, and all ranks compare the headers. If the rank's tensor is small, it follows the
+header, and no second exchange is needed.
 """
 
 from __future__ import annotations
@@ -43,8 +42,11 @@ def header(
     """Return the header of a call.
 
     Args:
-        nbytes: size of each rank's contribution; for an alltoall, of one row.
-        dtype, op: of a reduction.
+        kind: kind of the collective.
+        nbytes: size of each rank's contribution in bytes; for an alltoall, of one row.
+        dtype: code of the dtype of a reduction.
+        op: code of the operation of a reduction.
+        root: rank that broadcasts.
     """
     return Header(_HEADER.pack(kind, op, dtype, root, nbytes), nbytes)
 
@@ -61,7 +63,7 @@ def splits_agree(of_ranks: list[torch.Tensor]) -> bool:
 
 
 class Header:
-    """Values that must be equal on all ranks, as bytes."""
+    """Description of a call, as bytes that must be equal on all ranks."""
 
     def __init__(self, packed: bytes, nbytes: int) -> None:
         self.packed = packed
@@ -70,7 +72,7 @@ class Header:
 
 
 class FirstExchange:
-    """First exchanges of one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
+    """The first exchanges of one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -82,17 +84,19 @@ class FirstExchange:
         self._spare: collections.deque[Places] = collections.deque(maxlen=_SPARE)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a tensor of this size is sent with the header. Equal on all ranks."""
+        """Return whether a tensor of ``nbytes`` bytes is sent together with the header. The result is equal on all
+        ranks.
+        """
         return nbytes <= self._small
 
     def begin(
         self, header: Header, payload: torch.Tensor | None
     ) -> tuple[Places, torch.Tensor, list[int], list[int]]:
-        """Prepare the exchange of a header and ``payload``, flat bytes, with every other rank.
+        """Prepare the exchange of a header and ``payload``, a flat tensor of bytes, with every other rank.
 
         Returns:
-            The receive buffers, the bytes to send to all ranks one after another, and the received and sent bytes by
-                rank.
+            The receive buffers, the bytes to send to all ranks one after another, and the numbers of received and sent
+            bytes by rank.
         """
         mine = header.tensor if payload is None else torch.cat((header.tensor, payload))
         sent = self._splits(mine.numel())

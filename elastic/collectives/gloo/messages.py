@@ -28,12 +28,12 @@ _HEADER = struct.Struct("=QQ")
 
 
 class MessageCarrier(Protocol):
-    """Group that transports the messages."""
+    """The part of a Gloo group that its messages use."""
 
     rank: int
 
     def begin(self, name: str, *arguments: Any) -> Any:
-        """Call this method of Gloo's group.
+        """Call the method ``name`` of Gloo's group.
 
         Raises:
             CollectiveFailed: the group has failed.
@@ -51,7 +51,7 @@ class MessageCarrier(Protocol):
 
 
 class GlooMessages:
-    """Messages of one group."""
+    """The point-to-point messages of one group."""
 
     def __init__(self, group: MessageCarrier) -> None:
         self._group = group
@@ -100,7 +100,9 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Begin to receive the bodies of messages from any rank in the background, since their senders wait for it."""
+        """Begin to receive the bodies of messages from any rank in the background, because their senders wait for
+        this.
+        """
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()
@@ -116,10 +118,10 @@ def _body_tag(tag: int, type_: TensorType) -> int:
 
 
 class SentMessage:
-    """A message in flight.
+    """A sent message in flight.
 
-    Gloo reports completion only to a waiting caller, and a wait that times out closes the connection. The wait
-    for it therefore has the timeout of a collective, or ends when the sockets are closed.
+    Gloo reports completion only to a waiting caller, and a wait that times out closes the connection. The wait for this
+    message therefore has the timeout of a collective, or ends when the sockets are closed.
     """
 
     source = -1
@@ -146,7 +148,7 @@ class SentMessage:
 
 
 class ReceivedMessage:
-    """Like `SentMessage`. ``headed`` is set once the header has arrived, if a thread begins the body."""
+    """A message that is being received. ``headed`` is set once the header has arrived, if a thread begins the body."""
 
     def __init__(self, group: MessageCarrier, tensor: torch.Tensor, tag: int) -> None:
         self.headed: threading.Event | None = None
@@ -170,7 +172,7 @@ class ReceivedMessage:
 
     @property
     def source(self) -> int:
-        """Rank of the sender, once received."""
+        """Return the rank of the sender, once the message is received."""
         return int(self._head._source_rank())
 
     def done(self) -> bool:
@@ -192,7 +194,7 @@ class ReceivedMessage:
             self.headed.set()
 
     def wait(self) -> None:
-        """Wait for the message.
+        """Block until the message is received.
 
         Raises:
             CollectiveFailed: the group has failed.

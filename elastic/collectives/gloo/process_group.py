@@ -67,10 +67,10 @@ environment.record_nothing()
 
 
 class GlooCollectives:
-    """One group of one generation, on CPU tensors. Call `connect` first. Any thread may call `abort` at any time.
+    """Gloo group of one generation, for CPU tensors. Call `connect` first. Any thread may call `abort` at any time.
 
     Args:
-        agreed: the ranks have agreed on every call in advance, so large ones need no first exchange.
+        agreed: whether the ranks agree on every call in advance, so that large calls need no first exchange.
     """
 
     scales_inside = False
@@ -157,7 +157,7 @@ class GlooCollectives:
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> Any:
-        """Create Gloo's group. A separate function, so that all temporaries are freed when it returns."""
+        """Create Gloo's group. This is a separate function, so that all temporaries are freed when it returns."""
         gloo: Any = c10d.ProcessGroupGloo  # torch's stubs lack these options
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=bind_host, lazy_init=False)]
@@ -270,11 +270,14 @@ class GlooCollectives:
         return self._messages.send(tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceivedMessage:
-        """Receive into a contiguous tensor; ``source`` None: from any rank. See `Messenger.receive`."""
+        """Begin to receive into a contiguous tensor. With ``source`` None, the message may come from any rank. See
+        `Messenger.receive`.
+        """
         return self._messages.receive(tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank. No message can be sent if it fails.
+        """Block until rank 0 has received a message of each other rank. After a failure, the group can send no more
+        messages.
 
         Raises:
             CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with
@@ -301,11 +304,12 @@ class GlooCollectives:
         """Begin a collective with its first exchange.
 
         Args:
-            payload: sent with the header.
+            called: header of the call.
+            payload: tensor that is sent with the header.
             own: this rank's contribution to ``put``; by default ``payload``.
             put: called with every rank's payload.
-            compare: whether the payloads show that all ranks made the same call.
-            second: the method of Gloo's group for the rest, and its arguments.
+            compare: returns whether the payloads show that all ranks made the same call.
+            second: the method of Gloo's group for a second exchange, and its arguments.
             then: called at the end, to put the result in place.
         """
         self._raise_if_failed()
@@ -320,9 +324,9 @@ class GlooCollectives:
         return work
 
     def _follow(self) -> None:
-        """Begin second exchanges in the background, since the script may first wait for another group or compute.
+        """Begin second exchanges in the background, because the script may compute or wait for another group first.
 
-        Other ranks would wait for this one meanwhile.
+        Meanwhile, other ranks would wait for this one.
         """
         try:
             while True:
@@ -434,7 +438,7 @@ class GlooCollectives:
         self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """See `Collectives.drain`."""
+        """Wait, after `abort`, until no collective of this group writes to any tensor. See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
         # The time includes work begun by another thread.
@@ -492,12 +496,12 @@ class GlooCollectives:
         self._built.set()
 
     def look(self) -> None:
-        """Fail the group if a connection was closed, which Gloo may have detected without waking this rank."""
+        """Fail the group if a connection was closed. Gloo may have detected this without waking this rank."""
         if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
 
     def _time_out(self) -> None:
-        """Make Gloo close the connections left open after an abort, and wake their waiters.
+        """Make Gloo close the connections left open after an abort, and wake the threads that wait for them.
 
         A receiver or sender that failed in the middle of a message leaves its connection open: it is not used again,
         its thread spins at the end of the stream, and other works wait for it until the timeout. The timeout of one
@@ -539,10 +543,10 @@ class GlooCollectives:
         return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:
-        """Fail the group with this error.
+        """Make all later calls of the group fail with this error.
 
-        Its connections remain until `abort`, so that the process ends with this error, rather than another rank with a
-        closed connection.
+        The connections remain open until `abort`. Otherwise another rank would fail with a closed connection instead of
+        this error.
         """
         self._mismatch = self._mismatch or error
         self._failed = self._failed or str(error)
@@ -585,7 +589,7 @@ _left: list[_Left] = []  # groups to free when another group is closed
 
 
 class GlooWork:
-    """A collective in flight in one group. See `GlooCollectives._call`."""
+    """A collective in flight in a Gloo group."""
 
     def __init__(
         self,
@@ -665,7 +669,9 @@ class GlooWork:
 
 
 class _Addresses(c10d.Store):
-    """The store given to Gloo. Exchanges each published value with all ranks once, then reads from memory."""
+    """The store that is given to Gloo. It exchanges each published value with all ranks once, then reads from
+    memory.
+    """
 
     def __init__(self, swap: Callable[[str, bytes], dict[str, bytes]]) -> None:
         super().__init__()

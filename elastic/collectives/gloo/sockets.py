@@ -1,9 +1,9 @@
-"""Find, by address, the sockets that one group opened inside Gloo, and close or hide them. Never any other socket.
+"""Finds, by address, the sockets that one group opened inside Gloo, and closes or hides them. Never any other socket.
 
-Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout.
-``shutdown(2)`` on the group's connections ends the wait immediately. Python does not own them, so they are
-found in the list of open descriptors: a group has one listener, on its own port. Accepted connections have that
-port, and opened ones lead to a peer's listener. No other socket in the process can have these addresses.
+Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout. ``shutdown(2)``
+on the group's connections ends the wait immediately. Python does not own them, so they are found in the list of open
+descriptors: a group has one listener, on its own port. Accepted connections have that port, and opened ones lead to a
+peer's listener. No other socket in the process can have these addresses.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[in
 def cut(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Shut down every connection of the group with listener ``own`` and return their number. Never blocks.
+    """Shut down every connection of the group with listener ``own``, and return their number. Never blocks.
 
     The listener itself remains open: Gloo ends the process if ``accept`` fails (listener.cc throws in its own thread),
     and no thread of this process waits in it.
 
     Args:
-        known: the group's `identities`; None while it is being created.
+        own: address of the group's listener.
+        peers: addresses of the other ranks' listeners.
+        known: the group's `identities`, or None while the group is being created.
     """
     count = 0
     for _, held in _of_group(own, peers, known):

@@ -1,7 +1,7 @@
-"""Detect whether Gloo's threads are asleep, by the kernel's counters. Read-only.
+"""Detects whether Gloo's threads are asleep, by the kernel's counters. Read-only.
 
-A collective that lost its wake-up never completes, although no thread works on it. It differs from one that still
-writes in that its thread has not run for a while.
+A collective that lost its wake-up never completes, although no thread works on it. Unlike that of a collective that
+still writes, its thread has not run for a while.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Runs = frozenset[tuple[str, bytes]]
 
 
 def runs() -> Runs | None:
-    """Return the run count of each thread of Gloo's collectives. Return None if a thread is running.
+    """Return the run count of each thread of Gloo's collectives, or None if a thread is running.
 
     If two results are equal, no thread ran in between. The result is empty if the system does not provide the counters.
     """

@@ -1,4 +1,4 @@
-"""A CPU group, from before its ranks know each other: connects them in a way that all support.
+"""A group of CPU ranks, from before its ranks know each other. Connects them in a way that all ranks support.
 
 First every rank publishes its host and the memory it can share; `backend_selection` decides. If ranks can share memory,
 each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is used only if all ranks
@@ -36,12 +36,12 @@ class CpuGroup:
     """Group of CPU ranks. Call `connect` once; `abort` works at any time, from any thread.
 
     Args:
-        timeout_s: connection timeout in seconds.
-        collective_timeout_s: timeout of each collective in seconds.
-        apart: each rank was started on its own host, as all ranks know, so Gloo will be used. The ranks exchange Gloo's
-            addresses immediately rather than in a second exchange.
-        messages: the group is for messages, which use Gloo unless all ranks are on one host.
-        agreed: see `GlooCollectives`.
+        timeout_s: timeout for connecting, in seconds.
+        collective_timeout_s: timeout of each collective, in seconds.
+        apart: whether all ranks know that each was started on its own host, so that Gloo will be used. The ranks then
+            exchange Gloo's addresses immediately instead of in a second exchange.
+        messages: whether the group is for messages, which use Gloo unless all ranks are on one host.
+        agreed: whether the ranks agree on every call in advance. See `GlooCollectives`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CpuGroup:
         return group
 
     def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
-        """Return every rank's row once all have arrived. This is where late ranks are awaited.
+        """Publish this rank's row, and return the rows of all ranks. Ranks that are late are awaited here.
 
         See `group_factory.meeting`.
         """

@@ -26,7 +26,7 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
 
 
 def prepare(native: bool) -> None:
-    """Import modules and load libraries that CPU groups need.
+    """Import the modules and load the libraries that CPU groups need.
 
     Otherwise the first group would do this while other ranks wait.
     """
@@ -38,7 +38,9 @@ def prepare(native: bool) -> None:
 
 
 def prepare_gpu(device: torch.device) -> None:
-    """Import and load the libraries for groups on this GPU. This worker already has tensors on the GPU."""
+    """Import the modules and load the libraries that groups on this GPU need. This worker already has tensors on the
+    GPU.
+    """
     if distributed.is_nccl_available():
         from elastic.collectives import nccl
 
@@ -46,7 +48,7 @@ def prepare_gpu(device: torch.device) -> None:
 
 
 class Abortable(Protocol):
-    """Resource that the link thread can abort and a forked child must release."""
+    """A resource that the link thread can abort, and that a forked child must release."""
 
     def abort(self) -> None: ...
 
@@ -57,13 +59,15 @@ class ConnectingGroup:
     """One group of one generation, from before it is connected to its end.
 
     Args:
-        purpose: identifies the group within the generation; equal on all its ranks.
-        rank, size: within the group.
-        bind_host: numeric address that peers connect to.
-        timeout_s: timeout for connecting.
-        collective_timeout_s: timeout of each collective; the same by default.
+        purpose: name of the group, unique within the generation and equal on all its ranks.
+        rank: rank within the group.
+        size: number of ranks of the group.
+        bind_host: numeric address to which peers connect.
+        timeout_s: timeout for connecting, in seconds.
+        collective_timeout_s: timeout of each collective in seconds; by default the same.
         native: whether CPU ranks of one host may share memory.
-        apart, agreed: see `cpu.CpuGroup`.
+        apart: see `cpu.CpuGroup`.
+        agreed: see `cpu.CpuGroup`.
 
     Raises:
         ValueError: the device has no backend.
@@ -158,7 +162,7 @@ def _making(
 
 
 def check_device(device_type: str) -> None:
-    """Check that a device has a backend.
+    """Raise ValueError if no backend supports a device.
 
     Raises:
         ValueError: no backend supports the device.

@@ -19,7 +19,9 @@ _SLICE_S = 1.0
 
 
 class OrderedExecutor:
-    """Executor with one thread. ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never blocks."""
+    """Executes works in one thread. ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never
+    blocks.
+    """
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
         self._name = name
@@ -106,7 +108,7 @@ class OrderedExecutor:
 
 
 class OrderedWork:
-    """Submitted work, as a `Work`."""
+    """A work that was submitted to an `OrderedExecutor`, with the interface of `Work`."""
 
     def __init__(self, order: OrderedExecutor, run: Callable[[], None]) -> None:
         self._order = order

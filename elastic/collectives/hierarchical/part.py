@@ -1,4 +1,4 @@
-"""One of the groups of a hierarchy, for its thread: the ranks of a host, or one rank of each host."""
+"""One of the groups of a hierarchy, as used by its thread: the ranks of a host, or one rank of each host."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class GroupPart:
         self._look = look
 
     def begin(self, start: Callable[..., Work], *arguments: Any) -> Work:
-        """Begin a collective.
+        """Begin a collective by calling ``start`` with ``arguments``.
 
         Raises:
-            CollectiveFailed: the group has failed, as in `finish`.
+            CollectiveFailed: the group has failed.
         """
         return start(*arguments)
 

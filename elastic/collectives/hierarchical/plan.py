@@ -1,4 +1,4 @@
-"""Division of work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no clock.
+"""Divides the work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no clock.
 
 A rank communicates through its host's memory and through the network between hosts. Every rank has the number of its
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:
@@ -27,7 +27,7 @@ Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
 
 @dataclass(frozen=True)
 class Topology:
-    """Placement of every rank of the group, from the view of one rank."""
+    """The hosts of all ranks of the group, as seen by one rank."""
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
@@ -67,22 +67,24 @@ class Topology:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host, including this one, by index."""
+        """Return the ranks of this host, including this one, in the order of their indices."""
         return self.hosts[self.host]
 
     @cached_property
     def even(self) -> bool:
-        """Whether all hosts have equally many ranks, so that every rank is a carrier."""
+        """Return whether all hosts have equally many ranks, so that every rank is a carrier."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
     def inter_node_group(self) -> int:
-        """Index of this rank's group across hosts."""
+        """Return the index of this rank's inter-node group."""
         return self.index if self.even else 0
 
     @property
     def inter_node_ranks(self) -> tuple[int, ...]:
-        """Ranks of this rank's inter-node group, by host. The list is empty if the leader of this rank sends for it."""
+        """Return the ranks of this rank's inter-node group, by host. Empty if the leader of this host sends for this
+        rank.
+        """
         if not self.even and self.index > 0:
             return ()
         return tuple(host[self.inter_node_group] for host in self.hosts)
@@ -96,7 +98,7 @@ class Topology:
 
 
 class Turn(enum.Enum):
-    """Step of a chunk, in this order."""
+    """Step in the reduction of a chunk. The steps are in this order."""
 
     REDUCE = enum.auto()  # The collective among the ranks of the host can start.
     # The chunk is reduced on the host, so the collective among the hosts can start.
@@ -105,7 +107,9 @@ class Turn(enum.Enum):
 
 
 def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Divide ``count`` elements into equal chunks of at most ``chunk_bytes``. Return begin and end of each."""
+    """Divide ``count`` elements into equal chunks of at most ``chunk_bytes``. Return the begin and end of each
+    chunk.
+    """
     assert chunk_bytes % (_ALIGNED * element_bytes) == 0
     if count == 0:
         return []
@@ -133,7 +137,7 @@ def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
 
 
 class Route(NamedTuple):
-    """Peers of a rank in a broadcast. A step without a peer is None."""
+    """Peers of a rank in the steps of a broadcast. None means that the rank has no peer in a step."""
 
     first: int | None  # index on this host of the root, which sends to the carrier
     cross: int | None  # host of the root, which sends to the other hosts
@@ -157,16 +161,18 @@ def route(topology: Topology, root: int) -> Route:
 
 
 class Exchange(NamedTuple):
-    """One alltoall among the ranks of a host or across hosts: the parcels sent to and received from each of them."""
+    """One alltoall among the ranks of a host or across hosts: the parcels that a rank sends to and receives from
+    each peer.
+    """
 
     sent: list[list[Parcel]]
     received: list[list[Parcel]]
 
 
 class Posting(NamedTuple):
-    """Exchanges of an alltoall: to the carriers, between hosts, and to the receivers.
+    """The exchanges that make up an alltoall: to the carriers, between hosts, and to the receivers.
 
-    Two of them may be unnecessary.
+    The first two may be unnecessary.
     """
 
     collect: Exchange | None  # exchange within the host before that between hosts, or None

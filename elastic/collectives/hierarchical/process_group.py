@@ -41,24 +41,24 @@ _CLOSE_S = 0.1  # seconds in which work in flight usually ends after an abort
 
 
 class Neighbours(Halves, Protocol):
-    """The connected group of the ranks of this host."""
+    """Interface of the connected group of the ranks of this host."""
 
     def close_in_forked_child(self) -> None: ...
 
 
 class InterNodeGroup(Collectives, Protocol):
-    """A group of one rank of each host, not connected yet."""
+    """Interface of a group of one rank of each host that is not connected yet."""
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
 
     def look(self) -> None:
-        """Fail the group if a connection was lost without notice."""
+        """Fail the group if a connection was lost unnoticed."""
 
     def close_in_forked_child(self) -> None: ...
 
 
 class HierarchicalCollectives:
-    """One rank of a hierarchical group. Call `connect` first.
+    """A hierarchical group, as seen by one of its ranks. Call `connect` first.
 
     Args:
         topology: placement of the ranks.
@@ -142,7 +142,7 @@ class HierarchicalCollectives:
         self._order.stop(CollectiveFailed("aborted", aborted=True))
 
     def drain(self, timeout_s: float) -> bool:
-        """See `Collectives.drain`."""
+        """Wait, after `abort`, until no collective of this group writes to any tensor. See `Collectives.drain`."""
         until = time.monotonic() + timeout_s
         drained = self._order.drain(timeout_s)
         for part in (self._host, self._inter_node):

@@ -29,33 +29,35 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Scale(NamedTuple):
-    """See `Collectives.allreduce`."""
+    """Scale and divisor of a reduction, as in `Collectives.allreduce`."""
 
     scale: float = 1.0
     divisor: int = 1
 
 
 class Halves(Collectives, Protocol):
-    """Ranks of one host that can do an allreduce in two halves. Each owns a share of the flat tensor in the arena."""
+    """Interface of a group of one host that can run an allreduce in two halves. Each rank owns a share of the flat
+    tensor in the arena.
+    """
 
     def reduce_shares(
         self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        """Replace every rank's own share by the reduction."""
+        """Run the first half of an allreduce: replace the share of every rank by the reduction."""
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
-        """Replace every share by its owner's."""
+        """Run the second half of an allreduce: copy the share of every rank to all ranks of the host."""
 
     def share(self, elements: int, dtype: torch.dtype) -> slice:
         """Return the elements that this rank owns. The result may be empty."""
 
 
 class Steps:
-    """Steps of one rank.
+    """The steps of one rank in collectives over several hosts.
 
     Args:
-        halves: the group of ``host``, or None if hosts are unequal.
-        wire: the group between hosts, or None if the leader of this rank sends for it.
+        halves: group of the ranks of this host, or None if hosts have unequally many ranks.
+        wire: group between hosts, or None if the leader of this host sends for this rank.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class Steps:
     # ---- the others ------------------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Broadcast ``flat``, a tensor of bytes, like in `allgather`."""
+        """Broadcast ``flat``, a flat tensor of bytes, from rank ``root`` in place."""
         host, wire = self._host, self._wire
         route = plan.route(self._topology, root)
         spans = plan.chunks(flat.numel(), 1, LEADER_BYTES)
@@ -193,7 +195,7 @@ class Steps:
             host.finish(work)
 
     def allgather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes of every rank, by rank."""
+        """Return the bytes of every rank, by rank. ``flat`` is this rank's flat tensor of bytes."""
         topology, host, wire = self._topology, self._host, self._wire
         length = flat.numel()
         if length == 0:

@@ -10,7 +10,7 @@ import bisect
 
 
 class Allocator:
-    """Regions in a range of ``size`` bytes. Not thread-safe."""
+    """Allocates regions in a range of ``size`` bytes. Not thread-safe."""
 
     def __init__(self, size: int, page: int) -> None:
         self._page = page
@@ -63,5 +63,5 @@ class Allocator:
 
     @property
     def lent(self) -> int:
-        """Bytes allocated at present."""
+        """Return the number of bytes that are allocated now."""
         return sum(self._bytes.values())

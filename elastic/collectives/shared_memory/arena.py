@@ -56,7 +56,7 @@ class Region:
 
 
 class Arena:
-    """See `mine`. Thread-safe.
+    """Memory of this process that other ranks of its host can map. See `mine`. Thread-safe.
 
     Raises:
         OSError: the system refuses the memory.
@@ -110,7 +110,8 @@ class Arena:
             self._dead.append(region.offset)
 
     def quarantine(self, tensor: torch.Tensor) -> bool:
-        """Never reuse the region of the tensor, because a peer that could not be stopped may still write to the region.
+        """Ensure that the region of the tensor is never reused, because a peer that could not be stopped may still
+        write to it.
 
         Returns:
             Whether the tensor is in this arena.
@@ -130,7 +131,7 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """Bytes allocated to tensors and groups at present."""
+        """Return the number of bytes that are allocated to tensors and groups now."""
         with self._lock:
             self._bury()
             return self._regions.lent
@@ -194,7 +195,7 @@ def _make() -> None:
 
 
 def why_not() -> str:
-    """Return why `mine` is None and what to do, or an empty result if it is available."""
+    """Return why `mine` returns None and what to do, or an empty string if the arena is available."""
     return _why_not
 
 
@@ -210,7 +211,7 @@ def _sentence(size: int, error: OSError) -> str:
 
 
 def what_to_do(error: OSError) -> str:
-    """Describe for the user why memory of this process cannot be created or mapped."""
+    """Return a text that tells the user why memory of this process cannot be created or mapped."""
     return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 

@@ -1,6 +1,6 @@
 """Memory that the ranks of one host share for one group: the offer of each rank, and its mapping.
 
-A rank makes its offer before it knows whether it is used, so that a single exchange suffices for the decision.
+A rank makes its offer before it knows whether the offer is used, so that a single exchange suffices for the decision.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 class HostCopy:
-    """Copy from these tensors, and later from similar ones, into these buffers."""
+    """Copies from given tensors, and later from similar ones, into given buffers."""
 
     def __init__(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
         self._buffers = buffers
@@ -46,7 +46,7 @@ class HostCopy:
         self._from = (ctypes.c_void_p * count)()
 
     def run(self, tensors: list[torch.Tensor], pointers: list[Any]) -> None:
-        """Copy. Blocks until done. ``pointers`` are the tensors' addresses."""
+        """Copy the tensors into the buffers. Blocks until done. ``pointers`` are the addresses of the tensors."""
         if self._library is None or not self._direct or torch.get_num_threads() > 1:
             torch._foreach_copy_(self._buffers, tensors)
             return

@@ -49,9 +49,9 @@ def create(name: str, size: int) -> int:
 
 
 def map_shared(fd: int, size: int) -> int:
-    """Map the memory and return the address.
+    """Map a memory descriptor of ``size`` bytes, and return the address.
 
-    Pages are allocated when first touched. Core dumps exclude them, since writing one would touch them all.
+    Pages are allocated when first touched. Core dumps exclude them, because writing one would touch them all.
     """
     address = _map(0, size, mmap.MAP_SHARED | _MAP_NORESERVE, fd)
     with contextlib.suppress(OSError):
@@ -64,7 +64,9 @@ def unmap(address: int, size: int) -> None:
 
 
 def make_private(fd: int, address: int, size: int) -> None:
-    """Make this range private in a forked child. It keeps its contents, and the child's writes are not shared."""
+    """Make a range of shared memory private in a forked child. It keeps its contents, and the child's writes are not
+    shared.
+    """
     try:
         _map(address, size, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)
     except OSError:
@@ -86,9 +88,9 @@ def populate(address: int, size: int) -> None:
 
 
 def huge(address: int, size: int) -> None:
-    """Request huge pages for untouched memory, which the system allocates and frees in a tenth of the time.
+    """Request huge pages for untouched memory. The system allocates and frees these in a tenth of the time.
 
-    Has no effect if the kernel does not support them.
+    Has no effect if the kernel does not support huge pages.
     """
     begin = -(-address // PAGE) * PAGE
     if address + size > begin + PAGE:

@@ -20,7 +20,7 @@ _VERDICT_S = 1.0
 
 
 class MessageGroup(Protocol):
-    """Operations of a group that its messages use. See `SharedCollectives`."""
+    """The part of `SharedCollectives` that its messages use."""
 
     rank: int
     size: int
@@ -44,10 +44,10 @@ class MessageGroup(Protocol):
 
 
 class SharedMessage:
-    """A message in flight.
+    """A point-to-point message in flight.
 
     Args:
-        peer: the other rank, None for any.
+        peer: the other rank, or None for any rank.
     """
 
     __slots__ = ("_group", "_peer", "address", "held", "state")
@@ -61,7 +61,7 @@ class SharedMessage:
 
     @property
     def source(self) -> int:
-        """Rank of the sender, once received."""
+        """Return the rank of the sender, once the message is received."""
         return self.state.value
 
     def done(self) -> bool:
@@ -80,7 +80,7 @@ class SharedMessage:
         return True
 
     def missing(self) -> list[int]:
-        """See `ReportsMissingRanks`. For a message from any rank: all other ranks."""
+        """Return the ranks for which the message waits. For a message from any rank, these are all other ranks."""
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
         return others if self._peer is None else [self._peer]
 
@@ -95,7 +95,7 @@ class SharedMessage:
 
 
 def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: bool) -> None:
-    """See `Messenger.monitored_barrier`."""
+    """Block until rank 0 has received a message of each other rank. See `Messenger.monitored_barrier`."""
     nothing, until = torch.empty(0, dtype=torch.uint8, device="cpu"), time.monotonic() + timeout_s
     if group.rank != 0:
         group.send(nothing, 0, _HERE)

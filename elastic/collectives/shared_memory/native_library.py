@@ -25,7 +25,7 @@ Library = ctypes.CDLL
 
 
 class NativeOptions(ctypes.Structure):
-    """`elastic_options` of native/group.h, which documents the fields."""
+    """Layout of the C struct `elastic_options` of native/group.h, which documents the fields."""
 
     _fields_ = (
         ("rank", ctypes.c_int32),
@@ -84,12 +84,12 @@ FUNCTIONS = {
 
 
 def load() -> Library | None:
-    """Return the library. Return None if the library is unusable, for the reason in `missing`."""
+    """Return the library, or None if it is unusable, for the reason that `missing` returns."""
     return _found()[0]
 
 
 def missing() -> str:
-    """Return in one line why `load` returns None and what to do, or an empty result if the library is usable."""
+    """Return in one line why `load` returns None and what to do, or an empty string if the library is usable."""
     return _found()[1]
 
 

@@ -98,7 +98,7 @@ def myself() -> Identity:
     """Return the identity of this process.
 
     Raises:
-        PeerMemoryUnavailable: the system does not provide it.
+        PeerMemoryUnavailable: the system does not provide the identity.
     """
     try:
         with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
@@ -122,11 +122,11 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
 
     Args:
         owner: the process.
-        offered: its memory.
-        keep: keep the memory mapped while the process lives, even if unused.
+        offered: the memory.
+        keep: whether to keep the memory mapped while the process lives, even if it is unused.
 
     Raises:
-        PeerMemoryUnavailable: it cannot be mapped.
+        PeerMemoryUnavailable: the memory cannot be mapped.
     """
     try:
         with _lock:
@@ -204,7 +204,9 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _started(process: str) -> int:
-    """Return the start time of a process. The program's name, in parentheses before it, may contain any characters."""
+    """Return the start time of a process, from its /proc/PID/stat. The program's name, in parentheses before it, may
+    contain any characters.
+    """
     with open(f"{_PROC}/{process}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 

@@ -1,8 +1,8 @@
 """Collectives in shared memory, among ranks of one host: the interface on the native group. See native/group.h.
 
-A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this
-process's arena is reduced in place. Any other is copied through staging. Its result is copied back, or to its
-destination if that is in the arena. All ways give the same bits.
+A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this process's
+arena is reduced in place. Any other tensor is copied through staging, and its result is copied back, or to its
+destination if that is in the arena. The bits of the result are the same in all cases.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Memory(NamedTuple):
 
 
 class SharedCollectives:
-    """One connected group of one generation, on CPU tensors. `abort` works at any time, from any thread.
+    """Connected group of one generation, for CPU tensors. `abort` works at any time, from any thread.
 
     Args:
-        timeout_s: limit of each wait for another rank.
+        timeout_s: limit of each wait for another rank, in seconds.
         oversubscribed: whether this host has more ranks than cores.
-        ranks: names of the ranks in errors, if it is a part of another group. None means that they have their own
-            numbers.
-        key: equal on all ranks and unique in their world.
+        ranks: names of the ranks in errors, if the group is a part of another group. None means their numbers in the
+            group.
+        key: name of the group, equal on all ranks and unique in their world.
     """
 
     scales_inside = True
@@ -113,7 +113,7 @@ class SharedCollectives:
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """See `ReducesInto`."""
+        """Reduce ``tensor`` into ``result`` without modifying ``tensor``. See `ReducesInto.allreduce_into`."""
         check(tensor, op)
         return self._reduce((result, tensor), result.data_ptr(), tensor, op, scale, divisor)
 
@@ -257,15 +257,19 @@ class SharedCollectives:
     # ---- messages, in a group that has nothing else ------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> SharedMessage:
-        """Send a contiguous tensor. Messages to one rank with one tag arrive in order. Complete once received."""
+        """Send a contiguous tensor. Messages to one rank with one tag arrive in order. The work is complete once the
+        message is received.
+        """
         return self._post(self._library.elastic_send, tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> SharedMessage:
-        """Receive into a contiguous tensor; ``source`` None: from any rank, see `SharedMessage.source`."""
+        """Receive into a contiguous tensor. With ``source`` None, the message may come from any rank. See
+        `SharedMessage.source`.
+        """
         return self._post(self._library.elastic_receive, tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """See `messages.monitored_barrier`."""
+        """Block until rank 0 has received a message of each other rank. See `Messenger.monitored_barrier`."""
         messages.monitored_barrier(self, timeout_s, wait_all_ranks)
 
     def _post(
@@ -317,7 +321,8 @@ class SharedCollectives:
         """Fail the group with this reason, and return the error to raise.
 
         Args:
-            rank: the rank that it concerns.
+            why: the reason.
+            rank: the rank that the reason concerns, or None.
         """
         self._failed = self._failed or why
         self._native.abort()
@@ -329,7 +334,9 @@ class SharedCollectives:
         self._native.abort()
 
     def drain(self, timeout_s: float) -> bool:
-        """See `Collectives.drain`. If the result is False, do not use the tensors in flight again."""
+        """Wait, after `abort`, until no collective of this group writes to any tensor. If the result is False, do
+        not use the tensors in flight again.
+        """
         drained = self._native.drain(timeout_s)
         if drained:
             self._held = collections.deque()  # Another thread may still use the old list.
@@ -339,7 +346,8 @@ class SharedCollectives:
     def close(self) -> None:
         """End the group's thread and unmap the shared memory, within milliseconds.
 
-        If another rank may still write, or a call does not return, it is unmapped once no work is referenced any more.
+        If another rank may still write, or a call does not return, the memory is unmapped once no work is referenced
+        any more.
         """
         self.abort()
         self._native.close()
@@ -412,7 +420,7 @@ class SharedWork:
         return True
 
     def missing(self) -> list[int]:
-        """See `ReportsMissingRanks`."""
+        """Return the ranks that have not called this collective, or an earlier incomplete one."""
         found = self._native.missing()
         return [rank for rank in range(self._group.size) if found >> rank & 1]
 
@@ -425,7 +433,8 @@ class SharedWork:
 class _Native:
     """Handle of a native group, freed when neither the group nor any of its works is left.
 
-    The shared memory is released earlier, when the group is closed, since a work or an exception may be kept for long.
+    The shared memory is released earlier, when the group is closed, because a work or an exception may be kept for
+    long.
     """
 
     def __init__(
@@ -464,7 +473,7 @@ class _Native:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this is a forked child, in which threads, locks and shared memory are unavailable."""
+        """Return whether this is a forked child, in which threads, locks and shared memory are unavailable."""
         return self._forgotten or os.getpid() != self._pid
 
     def done(self, ticket: int) -> int:

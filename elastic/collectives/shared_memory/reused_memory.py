@@ -21,7 +21,9 @@ KEPT = 4
 
 
 class ReusedMemory:
-    """Pool of memory regions. Thread-safe. One pool per process is enough, and keeps the most recently used regions."""
+    """Pool of memory regions for reuse. Thread-safe. One pool per process is enough, and keeps the most recently
+    used regions.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,9 +32,9 @@ class ReusedMemory:
         self._dead: collections.deque[Region] = collections.deque()
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor, aligned to pages. Allocated by torch if the arena has no room.
+        """Return an uninitialized tensor, aligned to pages. If the arena has no room, torch allocates it.
 
-        Its memory is in use until its last view is freed.
+        The memory of the tensor is in use until its last view is freed.
         """
         region = self._region(elements * dtype.itemsize)
         if region is None:

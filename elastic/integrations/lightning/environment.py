@@ -1,4 +1,4 @@
-"""This worker's place in the world, for Lightning. Computed at each query, so that a new world applies immediately."""
+"""Tells Lightning this worker's place in the world. Computed at each query, so that a new world applies immediately."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Stepped: Any = _TrainingEpochLoop
 
 
 class FollowingStrategy(Protocol):
-    """The part of a strategy that the loops use."""
+    """The part of a strategy that the training loops use."""
 
     commit_every: int  # number of optimizer steps between two commits
 
@@ -41,11 +41,13 @@ class FollowingStrategy(Protocol):
         """Update this worker's place to the current world."""
 
     def dealing(self) -> AbstractContextManager[None]:
-        """Context in which train dataloaders are set up to be divided by the job's position."""
+        """Return the context in which train dataloaders are set up, so that the job's position divides their
+        samples.
+        """
 
 
 class ElasticEpochLoop(Stepped):
-    """Loop over the batches of one epoch."""
+    """Lightning's loop over the batches of one epoch, in an elastic job."""
 
     @property
     def fit(self) -> ElasticFitLoop:
@@ -54,7 +56,7 @@ class ElasticEpochLoop(Stepped):
 
     @property
     def logged(self) -> dict[str, Any]:
-        """Metrics logged in this epoch on this rank, by name."""
+        """Return the metrics that this rank has logged in this epoch, by name."""
         found: dict[str, Any] = self._results
         return found
 
@@ -84,7 +86,7 @@ class ElasticEpochLoop(Stepped):
 
 
 class ElasticFitLoop(Trained):
-    """Loop over epochs. Created from the trainer's own loop by `in_place_of`."""
+    """Lightning's loop over epochs, in an elastic job. Created from the trainer's own loop by `in_place_of`."""
 
     strategy: FollowingStrategy
     epoch_loop: ElasticEpochLoop
@@ -112,7 +114,7 @@ class ElasticFitLoop(Trained):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def setup_data(self) -> None:
-        """Set up data like Lightning, but with a loader whose position belongs to the job. Raises Invalid."""
+        """Set up data as Lightning does, but with a loader whose position belongs to the job. Raises Invalid."""
         if self._combined_loader is not None:
             return
         trainer = self.trainer
@@ -150,8 +152,8 @@ class ElasticFitLoop(Trained):
             self.loader.ahead = 1
 
     def deal(self) -> None:
-        """Compute the number of batches in this epoch. It is the sum of completed batches and batches left in the
-        current world.
+        """Compute the number of batches in this epoch: the completed batches, and the batches left in the current
+        world.
         """
         trainer, done = self.trainer, self.epoch_loop.batch_progress.current.ready
         try:
@@ -169,7 +171,9 @@ class ElasticFitLoop(Trained):
             trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     def _look_at_schedules(self, batches: int) -> None:
-        """Warn, once per job, if an epoch's number of batches differs from the one a schedule may have been given."""
+        """Warn, once per job, if the number of batches in an epoch differs from the number that a schedule may have
+        been given.
+        """
         trainer = self.trainer
         by_step = [
             each.scheduler
@@ -226,7 +230,7 @@ class ElasticFitLoop(Trained):
         self.on_run_end()
 
     def stepped(self) -> None:
-        """Handle the end of a batch in which an optimizer has stepped."""
+        """Handle the end of a batch after which an optimizer has stepped."""
         self._steps += 1
         if self._steps % self.strategy.commit_every == 0:
             assert self.state is not None

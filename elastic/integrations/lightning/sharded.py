@@ -1,4 +1,5 @@
-"""Training steps of Lightning divided into shards: forward and backward of each, then one optimizer step.
+"""Training steps of Lightning that are divided into shards: forward and backward of each shard, then one optimizer
+step.
 
 Lightning passes ``training_step`` a batch, takes the loss, and lets the optimizer step. Here a "batch" is a step of the
 loader, divided into shards. ``training_step`` is called for each shard of this rank, directly followed by its backward
@@ -25,7 +26,9 @@ Backward = Callable[[torch.Tensor], object]
 
 
 class ShardedOptimization(Automatic):
-    """Disables zero_grad and backward, because gradients are complete when ``training_step`` returns."""
+    """Optimization loop without zero_grad and backward, because gradients are complete when ``training_step``
+    returns.
+    """
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         return None
@@ -35,7 +38,7 @@ class ShardedOptimization(Automatic):
 
 
 class ShardedSteps:
-    """Implementation of `ElasticStrategy` with ``shards``."""
+    """The part of `ElasticStrategy` that applies if it has ``shards``."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards

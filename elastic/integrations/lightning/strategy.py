@@ -103,14 +103,14 @@ class ElasticStrategy(DDPStrategy):
             self._sharded.prepare(trainer)
 
     def configure_ddp(self) -> None:
-        """Skip DDP if there are shards, since gradients are then reduced over these."""
+        """Wrap the module in DDP, unless there are shards, over which gradients are then reduced."""
         if self._sharded is None:
             super().configure_ddp()
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Leave a step of shards unchanged, because its batches are moved one by one."""
+        """Move a batch to the device. A step of shards stays unchanged, because its batches are moved one by one."""
         if isinstance(batch, StepShards):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -140,7 +140,7 @@ class ElasticStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def dealing(self) -> Iterator[None]:
-        """Context in which the position of the job, not Lightning's samplers, divides train dataloaders."""
+        """Context in which the position of the job, and not Lightning's samplers, divides train dataloaders."""
         connector = self.lightning_module.trainer._accelerator_connector
         asked, connector.use_distributed_sampler = connector.use_distributed_sampler, False
         self._deals = True

@@ -68,7 +68,7 @@ def join_process_group(timeout: timedelta | None) -> None:
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """Return the seed of a shuffled loader, as Lightning's own sampler would use."""
+    """Return the seed of a shuffled loader that Lightning's own sampler would use."""
     shuffled = isinstance(getattr(loader, "sampler", None), torch_data.RandomSampler)
     return {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))} if shuffled else {}
 

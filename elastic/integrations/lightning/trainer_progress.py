@@ -42,7 +42,7 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
 
 
 class TrainerProgress(Carried):
-    """Loops, callbacks, precision, data module and loggers, which are equal on all ranks."""
+    """The loops, callbacks, precision, data module and loggers of a Trainer, which are equal on all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -154,7 +154,7 @@ def follow_loggers(trainer: Trainer) -> None:
 
 
 def _go_on_with_csv(logger: CSVLogger) -> None:
-    """Keep the existing lines, since a new logger deletes the file."""
+    """Keep the existing lines of the file, because a new logger would delete it."""
     path = os.path.join(logger.log_dir, "metrics.csv")
     written = ""
     if os.path.exists(path):
