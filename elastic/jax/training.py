@@ -16,10 +16,10 @@ Given = ParamSpec("Given")
 
 
 def run(func: Callable[Given, Value]) -> Callable[Given, Value]:
-    """Decorate a training function. The first argument of the function is a state. Like `elastic.run`.
+    """Decorate a function that trains with JAX. Its first argument is a state. See `elastic.run`.
 
-    In addition, an error of a collective inside a compiled function is raised with its own type. JAX would report the
-    error as a JaxRuntimeError.
+    In addition to `elastic.run`, an error of a collective inside a compiled function is raised with its own type. JAX
+    would report the error as a JaxRuntimeError.
     """
     return run_loop.run(unwrapping(func))
 

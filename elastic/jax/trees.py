@@ -16,7 +16,7 @@ from elastic.state.handlers.python_values import ATOMS
 
 
 class Tree:
-    """Holder of a pytree, with which a state can replace the whole tree."""
+    """Holder of a pytree, by which a state can replace the whole tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -27,13 +27,13 @@ class Leaf:
     """Description of a leaf, without its content.
 
     Args:
-        dtype: dtype of an array, for example ``float32`` or ``key<fry>``; else the name of the leaf's type.
-        shape: shape of an array, else None.
+        dtype: dtype of an array, for example ``float32`` or ``key<fry>``; otherwise the name of the leaf's type.
+        shape: shape of an array, otherwise None.
         sharding: sharding of an array of JAX. None means a numpy array, or no array.
         weak: whether the dtype is weak.
-        key: the implementation of PRNG keys. None means no keys.
-        scalar: whether it is a number of numpy, whose shape is ``()``.
-        kept: a leaf that is neither an array, a number nor a string, for example a function. It is never copied.
+        key: implementation of PRNG keys. None means that the leaf contains no keys.
+        scalar: whether the leaf is a number of numpy, whose shape is ``()``.
+        kept: whether the leaf is neither an array, a number nor a string, for example a function. It is never copied.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class Leaf:
         """Describe a leaf.
 
         Raises:
-            Invalid: it is an array of a function that JAX is tracing.
+            Invalid: the leaf is an array in a function that JAX is tracing.
         """
         if arrays.is_traced(value):
             raise Invalid(
@@ -78,7 +78,7 @@ class Flat:
     Args:
         structure: structure of the tree, in which each Flax module is replaced by its state.
         paths: paths of the leaves, such as ``layers.0.kernel``, all different.
-        leaves: their values.
+        leaves: values of the leaves.
         modules: the Flax modules in the tree, by their index among the leaves of ``outer``.
         outer: the structure of the value, whose Flax modules are leaves.
     """
@@ -103,7 +103,7 @@ class Flat:
         return jax.tree.unflatten(self.outer, parts)
 
     def without_leaves(self) -> Flat:
-        """Return the structure alone, so that no array is kept in memory."""
+        """Return the tree without its leaves, so that no array is kept in memory."""
         return replace(self, leaves=[])
 
 
@@ -158,8 +158,8 @@ def _names(paths: Sequence[Any]) -> tuple[str, ...]:
 def first_difference(
     before: tuple[Sequence[str], Sequence[Leaf]], now: tuple[Sequence[str], Sequence[Leaf]]
 ) -> tuple[str, str, str] | None:
-    """Return the path of the first leaf that differs between two layouts, with its description in both. Return None if
-    the layouts agree.
+    """Return the path of the first leaf that differs between two layouts, with its description in both, or None if the
+    layouts agree.
 
     Leaves other than arrays, numbers and strings are not compared.
     """

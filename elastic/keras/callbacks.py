@@ -1,7 +1,7 @@
 """Keras callbacks for all backends.
 
-They broadcast weights at the start, average metrics over all ranks, scale learning rates with the world, and keep the
-position in an epoch for elastic training.
+The callbacks broadcast weights at the start, average metrics over all ranks, scale learning rates with the world, and
+keep the position in an epoch for elastic training.
 """
 
 from __future__ import annotations
@@ -115,10 +115,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     Args:
         initial_lr: the learning rate to multiply.
-        multiplier: a number, or a function of the epoch; of a fractional epoch with ``staircase=False``.
-        start_epoch, end_epoch: the range of epochs in which it applies, excluding the last.
-        staircase: adjust once per epoch; otherwise at every batch.
-        momentum_correction: with SGD, scale the momentum with the learning rate for the batch in which that changes
+        multiplier: a number, or a function of the epoch. With ``staircase=False``, the epoch is fractional.
+        start_epoch: first epoch in which the schedule applies.
+        end_epoch: epoch before which the schedule ends. None means never.
+        staircase: adjust the rate once per epoch; otherwise at every batch.
+        momentum_correction: with SGD, scale the momentum with the learning rate for the batch in which the rate changes
             (Goyal et al. 2017, https://arxiv.org/abs/1706.02677).
         steps_per_epoch: number of steps per epoch of this rank; by default Keras's value.
     """
@@ -267,7 +268,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _Position(keras.callbacks.Callback):
-    """Keeps part of the position in a state. A commit at the same moment includes it, in any order of the callbacks."""
+    """Callback that keeps part of the position in a state. A commit at the same moment includes this part, in any
+    order of the callbacks.
+    """
 
     def __init__(self, state: ObjectState) -> None:
         super().__init__()
@@ -282,7 +285,7 @@ class _Position(keras.callbacks.Callback):
         """Record the end of a batch. May be called twice."""
 
     def was_last_batch(self) -> bool:
-        """Return whether it was the last batch of an epoch, as far as known."""
+        """Return whether the batch that has just ended was the last one of an epoch, as far as known."""
         return False
 
     def epoch_ended(self, epoch: int) -> None:
@@ -349,14 +352,14 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class _EndOfEpoch:
-    """A truthy value for ``model.stop_training`` that ends an epoch but not the training."""
+    """A true value for ``model.stop_training`` that ends an epoch but not the training."""
 
 
 class UpdateBatchStateCallback(_Position):
-    """Keep ``state.batch``, the number of completed batches of this epoch.
+    """Callback that maintains ``state.batch``, the number of completed batches of this epoch.
 
     An epoch that was interrupted is resumed, so fewer batches are trained in it. The data set decides which ones.
-    ``fit(dataset.skip(state.batch), ...)`` would skip the completed ones in every epoch.
+    ``fit(dataset.skip(state.batch), ...)`` would skip the completed batches in every epoch.
     """
 
     def __init__(self, state: ObjectState) -> None:
@@ -430,7 +433,7 @@ def _end_epoch_of_data() -> None:
 
 
 def _of_fit(name: str) -> Any:
-    """Return a local variable of the calling ``fit``, or None."""
+    """Return a local variable of the ``fit`` that calls this callback, or None."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get(name) if frame.f_code.co_name == "fit" else None

@@ -98,9 +98,9 @@ def DistributedOptimizer(
 def PartialDistributedOptimizer(
     optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Any:
-    """Like `DistributedOptimizer`, but exclude the variables of ``local_layers``, one layer or several.
+    """Make a Keras optimizer distributed, except for the variables of ``local_layers``, one layer or several.
 
-    These variables belong to this rank, and their gradients are not reduced.
+    These variables belong to this rank, and their gradients are not reduced. See `DistributedOptimizer`.
     """
     made = DistributedOptimizer(optimizer, *args, **kwargs)
     layers = [] if local_layers is None else local_layers
@@ -137,7 +137,9 @@ def load_model(
 
 
 def _of_backend(compression: Any) -> Any:
-    """Return the backend's own compression class, because each framework casts its own tensors."""
+    """Return the backend's own compression class that corresponds to ``compression``, because each framework casts
+    its own tensors.
+    """
     own: Any = TorchCompression
     if tensors.backend() == "tensorflow":
         from elastic.tensorflow.compression import TensorFlowCompression

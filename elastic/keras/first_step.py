@@ -91,7 +91,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _step_input(iterator: Any) -> bytes:
-    """Return the element spec of the batches, serialized, or an empty result if that is not possible."""
+    """Return the serialized element spec of the batches. Empty if they cannot be serialized."""
     import tensorflow as tf
 
     if not isinstance(iterator, tf.data.Iterator):

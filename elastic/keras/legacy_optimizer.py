@@ -16,7 +16,7 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class ReducesLegacyGradients:
-    """Mixin of distributed optimizers."""
+    """Mixin of distributed optimizers of legacy Keras."""
 
     _elastic: GradientOptions
     _elastic_local: set[int]  # IDs of the variables that are not reduced
@@ -27,7 +27,7 @@ class ReducesLegacyGradients:
         self._elastic_local.add(id(variable))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        """Like legacy Keras's method, which calls `aggregate_gradients`.
+        """Apply gradients with legacy Keras's method, which calls `aggregate_gradients` to reduce them.
 
         With several backward passes per step, gradients are reduced in the last one.
         """
@@ -42,9 +42,9 @@ class ReducesLegacyGradients:
         return passes.apply_gradients(lambda: apply(made, *args, **kwargs), self, made)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        """Override of legacy Keras's method, which loss scales call before they check for finite values.
+        """Reduce gradients. Loss scales call this method of legacy Keras before they check for finite values.
 
-        Thus all ranks skip a step or none does.
+        Thus all ranks skip a step, or no rank does.
         """
         if self._elastic_passes is not None:
             raise Invalid(

@@ -1,8 +1,8 @@
-"""Observation of Keras optimizers' steps, in ``fit`` and in custom loops, for `elastic.script_checks`.
+"""Observes the steps of Keras optimizers, in ``fit`` and in custom loops, for `elastic.script_checks`.
 
-While a script is checked three methods are wrapped: an optimizer's ``apply``, which runs in each eager step and once
-while a graph is built; the call of a ``tf.function``, after which optimizers whose counts have grown have stepped; and,
-on JAX, the end of a batch in ``fit``.
+While a script is checked, three methods are wrapped. An optimizer's ``apply`` runs in each eager step, and once while a
+graph is built. After the call of a ``tf.function``, optimizers whose counts have grown have stepped. On JAX, the end of
+a batch in ``fit`` is observed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ APPLY = "apply_gradients" if LEGACY else "apply"
 
 
 class KerasSteps:
-    """Observed steps of one training. For the training thread."""
+    """Observes the steps of one training. Used only by the training thread."""
 
     def __init__(self) -> None:
         self._stepped: Callable[[object], None] | None = None
@@ -216,7 +216,7 @@ def _elements(variable: Any) -> int:
 
 
 def _of_tensorflow(module: str, name: str) -> list[type]:
-    """Return a class of TensorFlow's data sets, or an empty result if its module was not imported."""
+    """Return a class of TensorFlow's data sets in a list. The list is empty if the module was not imported."""
     found = getattr(sys.modules.get(f"tensorflow.python.data.ops.{module}"), name, None)
     return [found] if isinstance(found, type) else []
 

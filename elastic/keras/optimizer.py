@@ -20,7 +20,7 @@ _THIS = "legacy Keras" if LEGACY else "Keras 3"
 
 
 class ReducesGradients:
-    """Mixin of distributed optimizers.
+    """Mixin of distributed optimizers of Keras 3.
 
     With gradient accumulation, gradients are reduced only in the pass that applies them.
     """
@@ -38,7 +38,7 @@ class ReducesGradients:
         self._elastic_local.add(id(variable))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Iterable[Any] | None = None) -> Any:
-        """Like Keras's ``apply``, with gradients reduced over all ranks."""
+        """Apply gradients with Keras's ``apply``, after they were reduced over all ranks."""
         grads = list(grads)
         known = (
             getattr(self, "_trainable_variables")  # noqa: B009  Keras's own
@@ -55,12 +55,14 @@ class ReducesGradients:
         return _reduced(grads, local, self._elastic)
 
     def _backend_apply_gradients(self, grads: list[Any], trainable_variables: list[Any]) -> None:
-        """Override of Keras's method, which has filtered out variables without a gradient."""
+        """Reduce gradients. This overrides Keras's method, which receives only variables with a gradient."""
         object.__setattr__(self, "_elastic_applied", self._which_are_local(trainable_variables))
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        """Override of Keras's method, which receives the gradients to be applied."""
+        """Reduce gradients. This overrides Keras's method, which receives the gradients that are about to be
+        applied.
+        """
         steps = self.gradient_accumulation_steps
         if steps and not self._elastic_outer:
             grads = tensors.where(
@@ -78,9 +80,9 @@ class ReducesGradients:
 
 
 class ReducesScaledGradients(ReducesGradients):
-    """Mixin of loss scales, which skip a step whose gradients are not finite.
+    """Mixin of loss scale optimizers, which skip a step whose gradients are not finite.
 
-    The check uses reduced gradients, so all ranks skip a step or none does. Gradients are reduced in each backward
+    The check uses reduced gradients, so all ranks skip a step, or no rank does. Gradients are reduced in each backward
     pass, even if the inner optimizer accumulates.
     """
 
@@ -89,13 +91,13 @@ class ReducesScaledGradients(ReducesGradients):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
     ) -> Any:
-        """Like Keras's method, which JAX calls in place of ``apply``."""
+        """Reduce gradients and apply them. JAX calls this method instead of ``apply``."""
         grads = self._reduced_of(list(grads), self._trainable_variables)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)  # type: ignore[misc]
 
 
 def inside(optimizer: Any) -> Any:
-    """Return the optimizer inside a loss scale. Return other optimizers unchanged."""
+    """Return the optimizer inside a loss scale optimizer. Return any other optimizer unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -160,7 +162,10 @@ def check(optimizer: object) -> None:
 def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:
     """Make an optimizer reduce its gradients, and return it. Call `check` with the optimizer first.
 
-    ``factor`` applies to accumulated gradients.
+    Args:
+        optimizer: the optimizer.
+        options: options of the reduction.
+        factor: factor for accumulated gradients.
     """
     inner = inside(optimizer)
     _mark(inner, options, set(), factor)
@@ -182,7 +187,7 @@ def _mark(optimizer: Any, options: GradientOptions, local: set[int], factor: flo
 
 
 def _reduce_around(scale: Any) -> None:
-    """Let a loss scale reduce in place of the distributed optimizer in it."""
+    """Make a loss scale optimizer reduce gradients in place of the distributed optimizer inside it."""
     inner = scale.inner_optimizer
     _mark(scale, inner._elastic, inner._elastic_local, 1)
     object.__setattr__(inner, "_elastic_outer", True)
@@ -237,7 +242,7 @@ def _as_shares(found: list[torch.Tensor], options: GradientOptions) -> list[torc
 
 @functools.cache
 def reduce_in_loss_scales() -> None:
-    """Patch loss scales, which ``compile`` adds if a model's policy is mixed_float16."""
+    """Patch Keras's loss scale optimizers, which ``compile`` adds if a model's policy is mixed_float16."""
     if LEGACY:
         return
     kind: Any = keras.optimizers.LossScaleOptimizer

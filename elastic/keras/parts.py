@@ -18,7 +18,7 @@ from elastic.state.snapshots.snapshot import same_bits
 
 
 class ModelPart(VariablesPart):
-    """A built Keras model."""
+    """A built Keras model, as a part of a state."""
 
     value: keras.Model
 
@@ -75,7 +75,7 @@ class ModelPart(VariablesPart):
 
 
 class OptimizerPart(VariablesPart):
-    """A Keras optimizer together with the variables of its model. See `build`."""
+    """A Keras optimizer together with the variables of its model, as a part of a state. See `build`."""
 
     value: keras.optimizers.Optimizer
 

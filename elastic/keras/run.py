@@ -12,7 +12,9 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Like `elastic.run_loop.run`, but also recover from errors reported for a collective in a compiled step."""
+    """Decorate a function that trains with Keras. In addition to `elastic.run`, recovers from errors that a compiled
+    step reports for a collective.
+    """
     match tensors.backend():
         case "tensorflow":
             from elastic.tensorflow import run as of_tensorflow

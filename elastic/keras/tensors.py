@@ -1,4 +1,4 @@
-"""The backend of Keras 3, and collectives on torch's and JAX's tensors."""
+"""The backend of Keras 3, and collectives on the tensors of torch and JAX."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def backend() -> str:
 def apply(
     compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tensors: Sequence[Any]
 ) -> list[Any]:
-    """Apply ``compute`` to torch's or JAX's tensors. Results have the same shapes and dtypes.
+    """Apply ``compute`` to tensors of torch or JAX. Results have the same shapes and dtypes.
 
-    It runs now, or, in a step compiled by JAX, each time that step runs. For TensorFlow see
+    ``compute`` runs now, or, in a step compiled by JAX, each time that step runs. For TensorFlow see
     `elastic.tensorflow.bridge`.
     """
     if backend() == "jax":

@@ -48,14 +48,14 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate all ranks' arrays along the first dimension. Returns a tensor of the backend."""
+    """Concatenate the arrays of all ranks along the first dimension. Return a tensor of the backend."""
     if _in_tensorflow(value):
         return _tensorflow().allgather(value, name)
     return _apply(lambda given: ops.allgather(given, name), value, "allgather")
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return rank ``root_rank``'s value as a tensor of the backend."""
+    """Return the value of rank ``root_rank`` on every rank, as a tensor of the backend."""
     if _in_tensorflow(value):
         return _tensorflow().broadcast(value, root_rank, name)
     return _apply(lambda given: ops.broadcast(given, root_rank, name), value)
@@ -83,7 +83,9 @@ def _in_tensorflow(value: Any) -> bool:
 
 
 def _tensorflow() -> Any:
-    """Import the collectives of TensorFlow's tensors lazily: other backends may have no TensorFlow."""
+    """Return the module with the collectives of TensorFlow's tensors. Imported lazily, because other backends may
+    have no TensorFlow.
+    """
     from elastic.tensorflow import ops as of_tensors
 
     return of_tensors
@@ -94,8 +96,8 @@ def _apply(
 ) -> Any:
     """Apply ``compute`` to one value.
 
-    ``reshapes`` is the name of a collective whose result has another shape than its argument. Raises Invalid for one in
-    a step compiled by JAX.
+    ``reshapes`` is the name of a collective whose result has another shape than its argument, or None. Raises Invalid
+    for such a collective in a step compiled by JAX.
     """
     if reshapes is not None and tensors.is_traced(value):
         raise Invalid(

@@ -24,7 +24,7 @@ class ClockOffset:
         self._round_trip_ns: int | None = None
 
     def add(self, asked_ns: int, heard_ns: int, told_ns: int, answered_ns: int) -> None:
-        """Add a request. One with inconsistent times is ignored."""
+        """Add a request with its four times, in nanoseconds. A request with inconsistent times is ignored."""
         self.samples += 1
         round_trip_ns = (answered_ns - asked_ns) - (told_ns - heard_ns)
         if round_trip_ns < 0 or told_ns < heard_ns:
@@ -39,12 +39,12 @@ class ClockOffset:
 
     @property
     def error_ns(self) -> int:
-        """Upper bound of the error."""
+        """Return an upper bound of the error, in nanoseconds."""
         return (self._round_trip_ns or 0) // 2
 
     @property
     def offset_ns(self) -> int:
-        """Nanoseconds to add to a time of this worker, or 0 if the clocks cannot be distinguished.
+        """Return the nanoseconds to add to a time of this worker, or 0 if the clocks cannot be distinguished.
 
         Processes of one host share a clock, so any nonzero value would be noise.
         """

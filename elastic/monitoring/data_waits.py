@@ -15,7 +15,9 @@ _listener: Callable[[Any], None] | None = None
 
 
 def count(account: TimeAccount) -> None:
-    """Start counting waits of the calling thread in any DataLoader. No effect if torch lacks the method."""
+    """Start to count the time that the calling thread waits for any DataLoader. Has no effect if torch lacks the
+    method.
+    """
     global _account, _thread
     _account, _thread = account, threading.get_ident()
     from torch.utils.data import dataloader
@@ -36,7 +38,7 @@ def listen(listener: Callable[[Any], None] | None) -> None:
 
 
 def stop() -> None:
-    """Stop counting."""
+    """Stop to count the time that the training thread waits."""
     global _account
     _account = None
 

@@ -13,9 +13,9 @@ from elastic.protocol.messages import Times
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a worker by activity since its ``init()``; docs/spot.md describes each part.
+    """Seconds of a worker by activity since its ``init()``. docs/spot.md describes each part.
 
-    ``wall_s`` is the sum of the parts, ``goodput`` is ``training_s / wall_s``.
+    ``wall_s`` is the sum of the parts, and ``goodput`` is ``training_s / wall_s``.
     """
 
     training_s: float

@@ -1,4 +1,4 @@
-"""Decide which of a worker's reports are sent, and which are kept until a driver is available. Pure: no I/O, no clock.
+"""Decides which of a worker's reports are sent, and which are kept until a driver is available. Pure: no I/O, no clock.
 
     add --> waiting, up to KEPT --Reported--> in flight, up to WINDOW_BYTES --ReportsTaken--> delivered
             the oldest is dropped             sent again after a change of the driver or connection
@@ -24,7 +24,7 @@ OVERHEAD_BYTES = 100  # approximate overhead of a message, in bytes
 
 
 class ReportQueue:
-    """Queue of one worker. Not thread-safe."""
+    """Queue of one worker's reports. Not thread-safe."""
 
     def __init__(self, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept, self._kept_bytes = kept, kept_bytes
@@ -50,7 +50,7 @@ class ReportQueue:
 
     @property
     def due(self) -> bool:
-        """Whether there is anything to send now."""
+        """Return whether there is anything to send now."""
         if self._sent < len(self._under_way):
             return True
         if not self._waiting or not self._under_way:
@@ -83,7 +83,7 @@ class ReportQueue:
             self._sent = max(0, self._sent - 1)
 
     def resend(self) -> None:
-        """Send the reports in flight again, which may be lost with the previous connection."""
+        """Queue the reports in flight again, because they may have been lost with the previous connection."""
         self._sent = 0
 
 

@@ -40,7 +40,7 @@ def report(metrics: Mapping[str, Any]) -> None:
 
 
 class Reporting:
-    """Reports of one worker. ``send`` must not raise. Thread-safe."""
+    """Sends the reports of one worker. ``send`` must not raise. Thread-safe."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
@@ -66,7 +66,7 @@ class Reporting:
         return True
 
     def resend(self) -> None:
-        """Send again after a change of the driver or of the connection."""
+        """Send unacknowledged reports again, after a change of the driver or of the connection."""
         with self._changed:
             self._queue.resend()
         self._send_all()
@@ -87,7 +87,7 @@ class Reporting:
             return 0 if self._lost else left
 
     def close(self) -> None:
-        """Close at exit."""
+        """At exit, send the remaining reports and stop."""
         left = self.settle()
         if left:
             print(

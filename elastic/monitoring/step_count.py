@@ -25,8 +25,8 @@ def committed(step: object, taken: int | None = None) -> None:
     """Record a commit.
 
     Args:
-        step: the state's attribute of this name.
-        taken: the number of steps that an optimizer of the state has counted. It decreases if a commit is restored.
+        step: the attribute ``step`` of the state.
+        taken: number of steps that an optimizer of the state has counted. It decreases if a commit is restored.
     """
     global state_step, steps, _taken
     state_step = step if isinstance(step, int) and not isinstance(step, bool) else taken
@@ -36,10 +36,10 @@ def committed(step: object, taken: int | None = None) -> None:
 
 
 def of_batches(sizes: set[int | None]) -> None:
-    """Set the batch size.
+    """Set the batch size of a step.
 
     Args:
-        sizes: sizes of the loaders in the state.
+        sizes: batch sizes of the loaders in the state.
     """
     global batch
     batch = next(iter(sizes)) if len(sizes) == 1 else None
@@ -57,7 +57,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Context of a training function with step counting."""
+    """Context of a training function, in which optimizer steps are counted."""
     handle = register_optimizer_step_post_hook(_stepped)
     try:
         yield

@@ -43,7 +43,9 @@ class TimeAccount:
         """Begin an activity, and return the previous one.
 
         Args:
-            since: it began earlier, but after the last change.
+            part: the activity.
+            now: current time, in seconds.
+            since: time at which the activity began, if this was earlier, but after the last change.
         """
         with self._lock:
             before = self.part
@@ -62,7 +64,7 @@ class TimeAccount:
             self.begin(before, time.monotonic())
 
     def committed(self, now: float, then: Part | None = None) -> None:
-        """Record that nothing up to now has to be repeated. The activity continues, or becomes ``then``."""
+        """Record a commit: no work up to now has to be repeated. The activity continues, or becomes ``then``."""
         with self._lock:
             self._spent[self.part] += now - self._since
             self._since = now

@@ -1,8 +1,8 @@
-"""Transfer of this worker's records to the timeline: to the driver, or without one to a file.
+"""Transfers this worker's records to the timeline: to the driver, or to a file if there is no driver.
 
 With a driver, the driver requests records and the link thread sends them; `trace_sending` decides. Without one, each
-rank has its own file and thread, since nothing could merge them: rank 0 writes the requested file, other ranks append
-``.rank<N>`` to its name.
+rank has its own file and thread, because no process could merge them: rank 0 writes the requested file, other ranks
+append ``.rank<N>`` to its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Send = Callable[[Message], None]
 
 
 class TraceSession(Protocol):
-    """Destination of records. One per process."""
+    """Interface of the destination of records. There is one per process."""
 
     def begin(self, place: Place) -> None:
         """Start HOROVOD_TIMELINE once the place is known.
@@ -42,10 +42,10 @@ class TraceSession(Protocol):
         """
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """See `start_timeline`."""
+        """Start a timeline in a file. See `start_timeline`."""
 
     def stop(self) -> None:
-        """See `stop_timeline`."""
+        """End the current timeline. See `stop_timeline`."""
 
     def close(self) -> None:
         """Send the remaining records, at exit."""
@@ -58,7 +58,7 @@ class TraceSession(Protocol):
 
 
 class TracingThroughDriver:
-    """Transfer through the driver. ``send`` must not raise. ``poke`` wakes the link thread, which calls ``due``."""
+    """Sends records to the driver. ``send`` must not raise. ``poke`` wakes the link thread, which calls ``due``."""
 
     def __init__(self, env: Environment, send: Send, poke: Callable[[], None]) -> None:
         self._env = env
@@ -160,7 +160,7 @@ class TracingThroughDriver:
 
 
 class TracingToFile:
-    """Transfer to a file, without a driver."""
+    """Writes records to a file of this rank, if there is no driver."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -199,7 +199,7 @@ class TracingToFile:
         return False
 
     def due(self) -> None:
-        """Do nothing, because no link exists."""
+        """Do nothing, because without a driver there is no link."""
 
 
 class _Writing:
@@ -219,7 +219,7 @@ class _Writing:
         self._wake.set()
 
     def finish(self) -> None:
-        """Write all records and close the file, waiting for the disk at most CLOSE_S seconds."""
+        """Write all records and close the file, waiting for the disk for at most CLOSE_S seconds."""
         self.buffer.end_all(time.monotonic_ns())
         self._over = True
         self._wake.set()

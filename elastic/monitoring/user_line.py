@@ -1,4 +1,4 @@
-"""The script's current line in a thread, to locate a collective that not all ranks call."""
+"""Finds the script's current line in a thread, to locate a collective that not all ranks call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _INSTALLED = "site-packages"
 
 
 def of_thread(number: int) -> str:
-    """Return a line such as ``train.py:12``, or an empty result if the thread has ended or runs no code of the
-    script.
+    """Return the script's current line in a thread, such as ``train.py:12``. Empty if the thread has ended or runs
+    no code of the script.
     """
     frame = sys._current_frames().get(number)
     while frame is not None and _is_of_a_library(frame):

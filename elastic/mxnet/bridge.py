@@ -1,4 +1,4 @@
-"""Conversion between MXNet's arrays and torch's tensors."""
+"""Converts arrays of MXNet to tensors of torch, and back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def views(arrays: Sequence[Array]) -> list[torch.Tensor]:
 
 
 def copy_of(tensor: torch.Tensor, like: Array) -> Array:
-    """Return a new array with the device and dtype of ``like`` and the tensor's shape and values."""
+    """Return a new array with the shape and values of a tensor, and with the device and dtype of ``like``."""
     made = mx.nd.empty(tuple(tensor.shape), ctx=like.context, dtype=like.dtype)
     if made.size:
         view(made, write=True).copy_(tensor)

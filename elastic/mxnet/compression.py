@@ -27,7 +27,7 @@ class ToHalf:
 
 
 class MXNetCompression:
-    """Values for ``compression=``. A custom class with ``compress`` and ``decompress`` works as well."""
+    """Values for the argument ``compression``. A custom class with ``compress`` and ``decompress`` works as well."""
 
     none = NoneCompressor
     fp16 = ToHalf

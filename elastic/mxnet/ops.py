@@ -39,7 +39,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """Reduce all ranks' arrays. Returns a new array of the same shape and dtype."""
+    """Reduce the arrays of all ranks. Return a new array of the same shape and dtype."""
     factors = (prescale_factor, postscale_factor)
     return grouped_allreduce(
         [tensor], None, name, priority, *factors, process_set, as_op(op, average)
@@ -56,7 +56,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """Like `allreduce`, but in place. Returns the array."""
+    """Reduce an array over all ranks in place, and return it. See `allreduce`."""
     factors = (prescale_factor, postscale_factor)
     grouped_allreduce_([tensor], None, name, priority, *factors, process_set, as_op(op, average))
     return tensor
@@ -90,7 +90,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """Like `grouped_allreduce`, but in place. Returns the arrays."""
+    """Reduce several arrays in place, and return them. See `grouped_allreduce`."""
     reduction = as_op(op, average)
     if tensors:
         scales = (prescale_factor, postscale_factor)
@@ -121,7 +121,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """Like `allgather`, for several arrays at once."""
+    """Concatenate several arrays at once, each as by `allgather`."""
     if not tensors:
         return []
     made = ops.grouped_allgather([view(tensor) for tensor in tensors], name, process_set)
@@ -147,7 +147,7 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Like `broadcast`, but in place. Returns the array."""
+    """Overwrite an array in place with that of rank ``root_rank``, and return it. See `broadcast`."""
     ops.broadcast_(view(tensor, write=True), root_rank, name, process_set)
     return tensor
 
@@ -204,7 +204,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """Like `reducescatter`, for several arrays at once."""
+    """Reduce and scatter several arrays at once, each as by `reducescatter`."""
     if not tensors:
         return []
     made = ops.grouped_reducescatter(

@@ -19,7 +19,7 @@ from elastic.optimizer.gradients.gradient_options import check_compression, chec
 
 
 def ranks(process_set: ProcessSet) -> int:
-    """Return the number of ranks that average gradients with this one: 1 outside the process set."""
+    """Return the number of ranks that average gradients together with this rank. It is 1 outside the process set."""
     return (process_set.size() or 1) if process_set.included() else 1
 
 
@@ -180,7 +180,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @property
     def _scale(self) -> float:
-        """Gluon's factor for gradients, besides 1 / batch size. Computed in each step, because the world may change."""
+        """Factor of gradients in Gluon, without 1 / batch size. Computed in each step, because the world may change."""
         return self._own_scale / ranks(self._process_set)
 
     @_scale.setter

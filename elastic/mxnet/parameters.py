@@ -56,14 +56,14 @@ def broadcast_parameters(
 
 
 def only_array(value: Parameter | Array) -> Array:
-    """Return the array of a parameter. Raises Invalid if the parameter has several arrays, and MXNet's error
-    without one.
+    """Return the array of a parameter. Raises Invalid if the parameter has several arrays, and MXNet's own error if
+    it has none.
     """
     return _only(value, value.list_data()) if isinstance(value, Parameter) else value
 
 
 def only_gradient(parameter: Parameter) -> Array:
-    """Return a parameter's gradient. Raises Invalid if it has several."""
+    """Return the gradient of a parameter. Raises Invalid if the parameter has several gradients."""
     return _only(parameter, parameter.list_grad())
 
 

@@ -18,7 +18,7 @@ from elastic.state.handlers.variables import VariablesPart
 
 
 class BlockPart(VariablesPart):
-    """A Gluon block with values for all parameters."""
+    """A Gluon block, as a part of a state. All its parameters have values."""
 
     value: mx.gluon.Block
 
@@ -32,7 +32,9 @@ class BlockPart(VariablesPart):
             ) from error
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return views, keyed by index and last word, because MXNet's layer numbers depend on what was built before."""
+        """Return views of the parameters. They are keyed by index and last word of the name, because MXNet's layer
+        numbers depend on what was built before.
+        """
         return {
             f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)
             for number, (name, each) in enumerate(self.value.collect_params().items())
@@ -43,7 +45,7 @@ class BlockPart(VariablesPart):
 
 
 class TrainerPart(Part):
-    """A Gluon trainer: its optimizer's counters and rates, and the optimizer's state of each parameter."""
+    """A Gluon trainer, as a part of a state: the counters, rates and per-parameter state of its optimizer."""
 
     value: mx.gluon.Trainer
 
@@ -93,7 +95,7 @@ class TrainerPart(Part):
 
 
 def _apart(state: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return an optimizer's state of a parameter, with arrays replaced by the names of tensors."""
+    """Return the optimizer's state of a parameter, in which arrays are replaced by the names of tensors."""
     if isinstance(state, mx.nd.NDArray):
         tensors[name] = view(state)
         return {"tensor": name}

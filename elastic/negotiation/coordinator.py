@@ -1,4 +1,4 @@
-"""Decide which collectives can run now, and in what order: those that every member has requested.
+"""Decides which collectives can run now, and in what order: those that every member has requested.
 
 Pure: no I/O, no clock.
 
@@ -6,13 +6,12 @@ Each generation has one coordinator, on rank 0, for the world and all its proces
 order. A collective that all members have requested runs immediately, in the same order on every rank. The coordinator
 handles no tensors.
 
-A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the
-coordinator only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the
-same request as last time". A rank with a different request under the same name sends it in full, and the other
-ranks' bits are expanded to the requests that they stand for. The number of a name changes only in a decision in
-which all its members took part, never while a rank might still be requesting the old one. When the numbers are
-used up, all are dropped at once and a new epoch starts. Bits of the previous epoch are understood until every
-member has seen the new one.
+A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
+only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the same request as last
+time". A rank with a different request under the same name sends it in full, and the other ranks' bits are expanded to
+the requests that they stand for. The number of a name changes only in a decision in which all its members took part,
+never while a rank might still be requesting the old one. When the numbers are used up, all are dropped at once and a
+new epoch starts. Bits of the previous epoch are understood until every member has seen the new one.
 
 A rank whose only submitting thread has been blocked for a moment reports what it waits for. If all members of a
 collective wait, each for a different one, none of these can ever run, and every rank receives the list of calls.
@@ -42,7 +41,7 @@ from elastic.protocol.calls import distinct, sentence
 
 
 class Coordinator:
-    """Negotiate among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
+    """Negotiates collectives among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size
@@ -59,7 +58,7 @@ class Coordinator:
     # ---- offers ----------------------------------------------------------------------------------------------------
 
     def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
-        """Record a rank's requests and return the resulting decisions. Each is sent to all its members."""
+        """Record a rank's requests. Return the resulting decisions, each of which is sent to all its members."""
         if offer.requests and offer.requests[0].kind == WAIT:
             self._waits[rank] = (offer.members, offer.requests[0])
             return self._deadlocked()
@@ -98,7 +97,7 @@ class Coordinator:
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
     def named(self, offer: RequestList) -> list[str]:
-        """Return the names in an offer that is about to be made."""
+        """Return the names of the collectives in an offer, before it is made."""
         each = self._set(offer.members)
         entries = each.entries if offer.epoch == each.epoch else each.before
         known = bits(int.from_bytes(offer.known, "little"))
@@ -222,7 +221,7 @@ class Coordinator:
         return ResponseList(ALL, self._set(ALL).epoch, responses=(refused,))
 
     def leave(self, rank: int, why: str) -> list[ResponseList]:
-        """Refuse, now and later, everything that needs this rank, which has left for the reason ``why``."""
+        """Refuse, now and later, all collectives that need this rank, which has left for the reason ``why``."""
         if rank in self._gone:
             return []
         self._gone[rank] = f"has {why}"

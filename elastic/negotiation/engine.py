@@ -1,12 +1,12 @@
-"""Run the collectives that a script calls by name: request them, and start them in the order that was decided.
+"""Runs the collectives that a script calls by name: requests them, and starts them in the order that was decided.
 
-`coordinator` on rank 0 decides which collectives may run and when. `fusion` decides which of them are fused.
-Each generation has one engine, created by its first such collective.
+`coordinator` on rank 0 decides which collectives may run and when. `fusion` decides which of them are fused. Each
+generation has one engine, created by its first such collective.
 
 The waiting thread drives: inside `Pending.wait` it sends what was submitted, receives decisions and starts what they
 contain, so that a blocking call needs no thread switch. While no thread waits, the engine's own thread drives, one
-cycle time after the first submission: submissions until then share one message and one buffer. One thread
-drives at a time, and decisions are carried out in the same order on every rank.
+cycle time after the first submission: submissions until then share one message and one buffer. One thread drives at a
+time, and decisions are carried out in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ _SLICE_S = 0.05
 
 
 class Engine:
-    """Negotiate and start the named collectives of one generation.
+    """Negotiates and starts the named collectives of one generation.
 
-    ``group_for(purpose, device, members)`` makes or finds a data group. ``broken(reason)`` reports that the world
-    broke.
+    Args:
+        group_for: called with purpose, device and members. Makes or finds a data group.
+        broken: called with the reason if the world broke.
     """
 
     def __init__(
@@ -109,11 +110,12 @@ class Engine:
     def submit(self, pending: Pending, soon: bool) -> None:
         """Queue a collective.
 
-        Raises:
-            CollectiveFailed: the world is over.
-
         Args:
-            soon: the caller is about to wait for it.
+            pending: the collective.
+            soon: whether the caller is about to wait for it.
+
+        Raises:
+            CollectiveFailed: the world has ended.
         """
         pending.submitted_to(self)
         members = pending.members
@@ -160,7 +162,7 @@ class Engine:
         self._tell()
 
     def leave(self) -> None:
-        """Notify the other ranks not to wait for this one, at ``shutdown()`` or the end of the process."""
+        """Tell the other ranks not to wait for this one, at ``shutdown()`` or the end of the process."""
         if self._failure or self._left:
             return
         self._left = True
@@ -211,7 +213,9 @@ class Engine:
             time.sleep(0.0005)
 
     def drive(self, done: Callable[[], bool], until: float | None = None) -> None:
-        """Drive until ``done()``, or until this time of `time.monotonic`. Raises CollectiveFailed."""
+        """Exchange messages and start collectives until ``done()`` returns True, or until the time ``until`` of
+        `time.monotonic`. Raises CollectiveFailed.
+        """
 
         def over() -> bool:
             return done() or (until is not None and time.monotonic() >= until)
@@ -377,15 +381,17 @@ class Engine:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """Fail and report the broken world. Called in the engine's own threads, which have no caller to do so."""
+        """Report the world as broken and fail all waits. Called in the engine's own threads, which have no caller to
+        do so.
+        """
         self.fail(reason)
         if not self._resting:
             self._broken(reason)
 
     def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
-        """Make present and future waits raise CollectiveFailed, and return it. The first failure counts.
+        """Make current and future waits raise CollectiveFailed, and return this error. Only the first failure counts.
 
-        Do not call from the link thread.
+        Do not call this method in the link thread.
         """
         failure = CollectiveFailed(reason) if isinstance(reason, str) else reason.again()
         self._failure = self._failure or failure
@@ -394,8 +400,8 @@ class Engine:
         return self._failure.again()
 
     def abort(self) -> None:
-        """Like `fail`, but callable from any thread without blocking. Wakes the driving thread, which wakes the
-        other threads.
+        """Make current and future waits raise CollectiveFailed, without blocking. Callable from any thread. Wakes
+        the driving thread, which wakes the other threads.
         """
         self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)
@@ -403,9 +409,9 @@ class Engine:
             self._line.abort()
 
     def rest(self, timeout_s: float) -> bool:
-        """Stop carrying out decisions, at the end of the process, without reporting the world as broken.
+        """At the end of the process, stop carrying out decisions, without reporting the world as broken.
 
-        Returns whether the last one has ended, after at most ``timeout_s`` seconds.
+        Waits for at most ``timeout_s`` seconds. Returns whether the last decision in progress has ended.
         """
         self._resting = True
         if not self._carrying.acquire(timeout=timeout_s):

@@ -1,6 +1,7 @@
-"""Start collectives that all ranks have agreed on: pack fused tensors, add zeros for ranks that joined.
+"""Starts collectives that all ranks have agreed on: packs fused tensors, and adds zeros for ranks that joined.
 
-`coordinator` and `fusion` decide which run and in what order; `reductions` and `exchanges` compute the results.
+`coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
+results.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def start(
     batch: list[tuple[Response, Pending | None]],
     group_for: Callable[[str, torch.device, Members], Collectives],
 ) -> None:
-    """Start a batch of settled responses, the same on every rank. Raises any error of starting a collective."""
+    """Start a batch of decided collectives. The batch is the same on every rank. Raises any error of starting a
+    collective.
+    """
     response, pending = batch[0]
     request = response.request
     if timeline.on:
@@ -60,7 +63,7 @@ def start(
 
 
 def error_of(response: Response) -> BaseException | None:
-    """Return the error that the submitting ranks raise, or None."""
+    """Return the error that a response stands for, which the submitting ranks raise, or None."""
     if not response.error:
         return None
     if response.refused:

@@ -14,7 +14,9 @@ from elastic.negotiation.pending import Pending
 
 
 class HandleEntry:
-    """A handle in use. Small and without closures: thousands may be in flight, each a cost to the garbage collector."""
+    """A handle in use. The object is small and has no closures: thousands may be in flight, and each is a cost to
+    the garbage collector.
+    """
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")
 
@@ -71,7 +73,9 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """Return the name to report, ``allreduce.loss``, or ``allreduce`` if unnamed. Empty if it is not in flight."""
+        """Return the name to report for a handle, ``allreduce.loss``, or ``allreduce`` if unnamed. Empty if it is
+        not in flight.
+        """
         claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""
 
@@ -113,7 +117,7 @@ class Handles:
         return claimed
 
     def peek(self, handle: int) -> HandleEntry | None:
-        """Like `find`, but for any world, and without releasing anything."""
+        """Return the collective in flight under this handle, or None, in any world and without releasing anything."""
         return self._claimed.get(handle)
 
     def _drop_stale(self, rt: Context) -> None:

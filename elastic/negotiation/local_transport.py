@@ -1,4 +1,6 @@
-"""Rank 0's end of the negotiation: connections of the other ranks to the coordinator in it. `coordinator` decides."""
+"""Rank 0's end of the negotiation: connects the other ranks to the coordinator in its process. `coordinator`
+decides.
+"""
 
 from __future__ import annotations
 

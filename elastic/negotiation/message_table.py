@@ -1,6 +1,6 @@
 """Requests of the ranks of one set, by name and by number, and the meaning of each number. Pure: no I/O, no clock.
 
-`coordinator` decides when it runs.
+`coordinator` decides when a collective runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class MessageTable:
         return self.entries[number].asked_by(self.members.index(rank))
 
     def ask(self, rank: int, request: Request) -> None:
-        """Record a full request. Ranks that offered the same name by number are converted to full requests."""
+        """Record a full request. If ranks have offered the same name by number, their offers are converted to full
+        requests.
+        """
         asked = self.waiting.get(request.name)
         if asked is None:
             asked = self.waiting[request.name] = {}
@@ -110,7 +112,7 @@ class MessageTable:
         return found
 
     def forget_numbers(self) -> None:
-        """Start a new epoch."""
+        """Start a new epoch, in which all numbers are void."""
         # The offers of the previous epoch are repeated as full requests, because their numbers are void.
         for rank, offered in self.offered.items():
             for number in bits(offered):
@@ -123,7 +125,9 @@ class MessageTable:
         self.unaware = set(self.members)
 
     def watch(self, name: str) -> None:
-        """Mark the number of this name until the next stall check, so that running by number is noticed."""
+        """Mark the number of this name until the next stall check, by which the check detects that the collective
+        ran meanwhile.
+        """
         if name in self.numbers:
             self.watched |= 1 << self.numbers[name]
 

@@ -41,7 +41,7 @@ _ELEMENT_BYTES = {
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's call of one collective."""
+    """One rank's call of a collective."""
 
     kind: str
     name: str  # name with the kind of the collective, such as allreduce.loss
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size of all tensors together."""
+        """Return the approximate size of all tensors together, in bytes."""
         return sum(math.prod(shape) * _ELEMENT_BYTES.get(dtype, 8) for dtype, shape in self.tensors)
 
 
@@ -100,7 +100,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, array_like=True):
-    """From a rank to the coordinator: the collectives that this rank is ready to run."""
+    """Message of a rank to the coordinator: the collectives that this rank is ready to run."""
 
     members: Members
     epoch: int  # epoch of the numbers in ``known``
@@ -109,9 +109,7 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Coordinator's list of collectives that all members must run now. Cached collectives, given by number, run
-    first.
-    """
+    """Message of the coordinator: the collectives that all members must run now. Those given by number run first."""
 
     members: Members
     epoch: int  # Epoch. A higher one than before invalidates all earlier numbers.
@@ -122,7 +120,9 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
-    """Merge the members' requests (by rank) into a response. Members without one have joined and contribute zeros."""
+    """Merge the requests of the members, by rank, into a response. Members without a request have joined and
+    contribute zeros.
+    """
     ranks = [rank for rank in members if rank in requests]
     first = requests[ranks[0]]
     error = mismatch({rank: requests[rank] for rank in ranks})
@@ -143,7 +143,7 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """Return a sentence that names how the ranks' requests of one name differ, or an empty result if they match."""
+    """Return a sentence that names how the ranks' requests of one name differ. Empty if they match."""
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):
         return ""

@@ -76,7 +76,7 @@ class FusedBatch:
 class Pending:
     """A collective that this rank has submitted. Any thread may wait for it.
 
-    Plain fields and no closures: thousands may be in flight at once, and each object is a cost to the garbage
+    The object has plain fields and no closures: thousands may be in flight at once, and each is a cost to the garbage
     collector.
     """
 
@@ -145,7 +145,7 @@ class Pending:
             self._ready.record()
 
     def make_key(self) -> Hashable:
-        """Return a key that is equal if and only if `request` would be equal."""
+        """Return a key. Two keys are equal if and only if the requests are equal."""
         tensors = self.tensors
         if len(tensors) == 1:
             described: Hashable = (tensors[0].dtype, tensors[0].shape)
@@ -168,7 +168,7 @@ class Pending:
         )
 
     def row(self) -> str:
-        """Its row in the timeline."""
+        """Return the row of the collective in the timeline."""
         return row(self.name, self.members)
 
     def begin(self, group: Collectives, response: Response) -> Started:
@@ -216,14 +216,14 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Send the request now. A submitter that is about to wait need not call this method, because the wait also
-        sends it.
+        """Send the request now. A submitter that is about to wait need not call this method, because waiting also
+        sends the request.
         """
         if self._engine is not None:
             self._engine.offer()
 
     def drive(self, done: Callable[[], bool], until: float | None) -> None:
-        """See `Engine.drive`."""
+        """Exchange messages until ``done()`` returns True. See `Engine.drive`."""
         if self._engine is not None:
             self._engine.drive(done, until)
 

@@ -1,14 +1,14 @@
-"""Decide which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
+"""Decides which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
 requests alone, so all ranks reach the same result or all raise.
 
-Tables may differ for a while, because a world can break when only some ranks have made a change. After the
-rollback to a commit those ranks request it again. So adding a set that was registered in an earlier generation
-is not an error. All ranks get it under one number. A worker that lacks the newest commit adopts the whole table
-of rank 0 (`adopt`), as it adopts the model: a newly started worker ran the script with a provisional rank and
-world size, so the world's sets apply and not its own.
+Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
+a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error. All
+ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), as it
+adopts the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets
+apply and not its own.
 
 Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
 """
@@ -56,13 +56,15 @@ def checked_ranks(values: object) -> Ranks:
 
 
 def present(ranks: Ranks, size: int) -> Ranks:
-    """Return the ranks that exist in a world of ``size``."""
+    """Return those of the ranks that exist in a world of ``size`` ranks."""
     return ranks if not ranks or ranks[-1] < size else tuple(rank for rank in ranks if rank < size)
 
 
 @dataclass(eq=False)
 class SetEntry:
-    """One set. The object is updated when the set is registered (``number`` is not 0), renumbered or removed."""
+    """One process set. The object is updated when the set is registered (``number`` is not 0), renumbered or
+    removed.
+    """
 
     ranks: Ranks
     number: int = 0  # number of the set; 0 means not registered
@@ -110,7 +112,7 @@ class ProcessSetTable:
         self.largest = max(self.largest, size)
 
     def entries(self) -> list[SetEntry]:
-        """All sets, ordered by number."""
+        """Return all sets, ordered by number."""
         return [self._entries[number] for number in sorted(self._entries)]
 
     def find(self, ranks: Ranks) -> SetEntry | None:
@@ -132,10 +134,13 @@ class ProcessSetTable:
     def add(
         self, wishes: Sequence[TableProposal], generation: int, fixed_size: int = 0
     ) -> list[SetEntry]:
-        """Register the requested sets. ``wishes`` has the request of each rank.
+        """Register the requested sets. Raises Invalid if the requests differ, a rank has never existed, or a set is
+        already registered. The table is then unchanged.
 
-        ``fixed_size`` is the size of a world that never changes, else 0. Raises Invalid, leaving the table unchanged,
-        if the wishes differ, a rank has never existed, or a set is already registered.
+        Args:
+            wishes: the request of each rank.
+            generation: the current generation.
+            fixed_size: size of a world that never changes, else 0.
         """
         _same(wishes)
         sets = wishes[0].sets
@@ -166,7 +171,7 @@ class ProcessSetTable:
         return added
 
     def remove(self, wishes: Sequence[TableProposal]) -> bool:
-        """Remove the requested set and return whether any rank had it. Raises Invalid if the wishes differ."""
+        """Remove the requested set. Return whether any rank had it. Raises Invalid if the requests differ."""
         _same(wishes)
         for ranks in wishes[0].sets:
             self._drop(self.find(ranks))
@@ -187,7 +192,7 @@ class ProcessSetTable:
             entry.number, entry.removed = 0, True
 
     def clear(self) -> None:
-        """Unregister everything, after the job was left."""
+        """Unregister all sets, after this worker has left the job."""
         for entry in self.entries():
             self._drop(entry)
         self._next_number, self.largest, self.joined = 1, 0, False

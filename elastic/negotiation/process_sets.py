@@ -144,7 +144,7 @@ def resolve(process_set: ProcessSet | None) -> Ranks | None:
 
 
 def resolve_or_alone(process_set: ProcessSet) -> Ranks | None:
-    """Like `resolve`, but a rank that is not in the set gets a set of its own."""
+    """Return the ranks of a set, as `resolve` does. For a rank that is not in the set, return this rank alone."""
     if process_set is not global_process_set and not process_set.included():
         return (context.current().place.rank,)
     return resolve(process_set)
@@ -314,7 +314,7 @@ def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
 
 
 def _look_around(rt: Context) -> None:
-    """Record the size of the world, but not the provisional one of a worker that has not joined."""
+    """Record the size of the world, unless it is the provisional size of a worker that has not joined."""
     if rt.alone or not rt.provisional:
         _table.in_world(rt.place.size)
 
@@ -378,7 +378,9 @@ def unregister_all() -> None:
 
 
 def require_global(process_set: object) -> None:
-    """Raise Invalid (a ValueError) for any other set, in functions that are defined on the whole world only."""
+    """Raise Invalid (a ValueError) for a set other than the global one. For functions that are defined only on the
+    whole world.
+    """
     if process_set is not global_process_set and process_set is not None:
         raise Invalid(
             "this call requires a process set of all workers: omit process_set, or pass global_process_set"

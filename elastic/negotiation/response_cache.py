@@ -1,4 +1,4 @@
-"""One rank's side of the negotiation in one set of ranks: its requests, and application of decisions.
+"""One rank's side of the negotiation in one set of ranks: makes requests, and applies decisions.
 
 Pure: no I/O, no clock.
 
@@ -25,7 +25,7 @@ class PendingRequest(Protocol):
 
     @property
     def lasting(self) -> bool:
-        """Whether the request may get a number."""
+        """Return whether the request may get a number."""
 
     def make_key(self) -> Hashable: ...
 

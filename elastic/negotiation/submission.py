@@ -1,4 +1,5 @@
-"""Submit collectives and wait for them: check arguments, claim a handle, pass them to the engine under the guard.
+"""Submits collectives and waits for them: checks arguments, claims a handle, and passes them to the engine under the
+guard.
 
 All arguments are checked before anything is sent. `engine` compares what the ranks submitted; `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
@@ -123,7 +124,9 @@ def start_allgather(
     pick: Callable[[tuple[list[torch.Tensor], list[int]]], Any] = tuple,
     soon: bool = False,
 ) -> int:
-    """Start an allgather. The result: (gathered tensors; the index of this rank's first row in each)."""
+    """Start an allgather. Its result consists of the gathered tensors, and the index of this rank's first row in
+    each.
+    """
     _need_rows(ALLGATHER, tensors)
 
     return _submit(ALLGATHER, name, tensors, pick, members, soon)
@@ -196,12 +199,14 @@ def barrier(members: Members = None) -> None:
 
 
 def start_join() -> int:
-    """Contribute zeros on this rank from here on. The result, once all ranks have joined, is the last rank to join."""
+    """From here on, contribute zeros on this rank. Once all ranks have joined, the result is the last rank to join."""
     return _submit(JOIN, JOIN, (), None, None, soon=False)
 
 
 def join_noted(handle: int) -> bool:
-    """Return whether every join submitted from now on, on any rank, counts as later than this one."""
+    """Return whether the coordinator has recorded this join, so that every join submitted later, on any rank, counts
+    as later.
+    """
     found = _handles.find(handle, context.current())
     return found is None or found.pending.noted or found.pending.done()
 
@@ -275,7 +280,9 @@ def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
-    """Return the rows per rank. Raises ValueError for invalid values. Their number is checked by the caller."""
+    """Return the number of rows for each rank. Raises ValueError for invalid values. The caller checks how many
+    there are.
+    """
     if splits is None:
         return None
     if isinstance(splits, torch.Tensor):
@@ -348,7 +355,7 @@ def over(handle: int) -> bool:
 
 
 def offer(handle: int) -> None:
-    """Send a collective that was submitted with ``soon`` while another thread waits for others.
+    """Send a collective that was submitted with ``soon``, while another thread waits for other collectives.
 
     A failure here is raised again by `synchronize`.
     """
@@ -361,11 +368,11 @@ def offer(handle: int) -> None:
 def wait_for_any(
     handles: Sequence[int], enough: Callable[[], bool], until: float | None = None
 ) -> list[int]:
-    """Wait until some of these handles are over, and return them.
+    """Wait until some of these handles are complete, and return them.
 
     Returns an empty list if ``enough()`` becomes true first, or at the time ``until`` of `time.monotonic`. If none is
-    over but one was decided, returns that one: all its ranks are about to move its data. A failure here is raised again
-    by `synchronize`.
+    complete but one was decided, returns this one, because all its ranks are about to move its data. A failure here is
+    raised again by `synchronize`.
     """
     found = {handle: each for handle in handles if (each := _handles.peek(handle)) is not None}
     claimed = list(found.values())
@@ -384,7 +391,7 @@ def wait_for_any(
 
 
 def group_size(device: torch.device, members: Members = None) -> int:
-    """Return the number of ranks that share a collective: 1 before a new worker's first world."""
+    """Return the number of ranks that take part in a collective. It is 1 before the first world of a new worker."""
     rt = context.current()
     if rt.provisional:
         return 1

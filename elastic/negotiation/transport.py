@@ -1,9 +1,8 @@
 """Connections over which collectives are negotiated: one from every rank to rank 0, for one generation.
 
-This is a rank's end. `local_transport` is rank 0's. The address of rank 0 is in the generation's store. Frames
-are those of `elastic.protocol.framing`: authenticated from the first one, which proves that the caller knows
-the job's secret, validated against their schema, never pickled. Blocking calls end with `abort`, from any
-thread.
+This module has the end of a rank, and `local_transport` that of rank 0. The address of rank 0 is in the generation's
+store. Frames are those of `elastic.protocol.framing`: authenticated from the first one, which proves that the caller
+knows the job's secret, validated against their schema, never pickled. Blocking calls end with `abort`, from any thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, array_like=True):
-    """Settings that rank 0 publishes to all ranks. They contain its address and the limits of fusion."""
+    """Settings that rank 0 publishes to all ranks: the address of its coordinator, and the limits of fusion."""
 
     host: str
     port: int
@@ -77,7 +76,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 
 
 class ControllerClient:
-    """A rank's end of the connection. One thread receives at a time. Another may send.
+    """A rank's end of the connection to rank 0. One thread receives at a time. Another thread may send.
 
     Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. 0 means never.
     """

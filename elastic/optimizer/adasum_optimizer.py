@@ -86,7 +86,7 @@ class AdasumDistributed(WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients like the optimizer's own method. Allowed at any time, since no gradients are in flight."""
+        """Clear gradients with the optimizer's own method. Allowed at any time, because no gradients are in flight."""
         super().zero_grad(set_to_none)
         self._reducer.discard()
 
@@ -122,7 +122,9 @@ class AdasumDistributed(WrappedOptimizer):
                     yield parameter, parameter.grad
 
     def _forgetting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Reset the pass counts at each call: an optimizer may call its closure, and so backward, several times."""
+        """Wrap a closure so that each call resets the pass counts. An optimizer may call its closure, and so
+        backward, several times.
+        """
 
         def forgetting() -> Any:
             self._reducer.discard()
@@ -157,7 +159,7 @@ class AdasumDistributed(WrappedOptimizer):
 
     @property
     def _takes_scaler(self) -> bool:
-        """Whether the user's optimizer itself unscales gradients of a GradScaler, as fused ones do."""
+        """Whether the user's optimizer itself unscales gradients of a GradScaler, as fused optimizers do."""
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     @property

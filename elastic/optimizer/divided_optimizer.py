@@ -1,4 +1,5 @@
-"""ZeRO-1 for `DistributedOptimizer`: each rank steps its elements of every parameter and receives the others. Acts.
+"""ZeRO-1 for `DistributedOptimizer`: each rank steps its own elements of every parameter, and receives the other
+elements. Acts.
 
 Gradients are reduced as usual. The elements of each flattened parameter are divided among the shards like the rows in
 `elastic.sharding.rows`. ``optimizer.state`` is keyed by whole parameter and contains the entries of this rank's
@@ -35,7 +36,7 @@ GATHERED_BYTES = 4 << 20  # number of bytes of each rank in one gather
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer can step some elements of a parameter.
+    """Raise Invalid unless the optimizer can step some elements of a parameter without the others.
 
     Raises:
         Invalid: the optimizer or the layout of a parameter is not supported.
@@ -56,7 +57,9 @@ def check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters of all groups. In a step of a `DividedOptimizer`, its groups have only this rank's parts of them."""
+    """Return the parameters of all groups. During a step of a `DividedOptimizer`, its groups contain only this
+    rank's parts.
+    """
     if isinstance(optimizer, DividedOptimizer) and optimizer.stepped:
         return list(optimizer.stepped)
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -66,7 +69,7 @@ class DividedOptimizer(WrappedOptimizer):
     """A `DistributedOptimizer` with ``zero=1``.
 
     Args:
-        zero_order: the rank of each shard.
+        zero_order: for each shard, the rank that holds it.
     """
 
     zero_order: tuple[int, ...]
@@ -93,7 +96,7 @@ class DividedOptimizer(WrappedOptimizer):
                     entries[key] = entry.reshape(-1)[own.begin : own.end].clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Not supported, since each rank has only a part of the state.
+        """Raise Invalid, because each rank has only a part of the state.
 
         Raises:
             Invalid: always.

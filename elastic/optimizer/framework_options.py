@@ -14,15 +14,16 @@ from elastic.optimizer.gradients.gradient_options import check_compression, chec
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Validated options. See `checked`.
+    """Validated options. `checked` creates them.
 
     Attributes:
         op: Average, Sum or Adasum.
         compression: a class with ``compress`` and ``decompress`` for the framework's tensors.
-        sparse_as_dense: sparse gradients are reduced as dense tensors; otherwise values and indices are gathered.
-        predivide_factor: Average divides by it before the sum and multiplies by it after.
-        process_set: the ranks that reduce among themselves. Others keep their own gradients.
-        scale_local_gradients: gradients of variables that are not reduced are divided by the number of ranks.
+        sparse_as_dense: whether sparse gradients are reduced as dense tensors. Otherwise values and indices are
+            gathered.
+        predivide_factor: for Average, gradients are divided by this factor before the sum, and multiplied by it after.
+        process_set: the ranks that reduce among themselves. Other ranks keep their own gradients.
+        scale_local_gradients: whether gradients of variables that are not reduced are divided by the number of ranks.
     """
 
     op: Op

@@ -1,4 +1,4 @@
-"""Batching of the gathers of parameters after each rank has stepped its elements. Pure: no I/O, no clock.
+"""Divides the gathers of parameters, after each rank has stepped its elements, into batches. Pure: no I/O, no clock.
 
 The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """
@@ -19,7 +19,7 @@ class Slice(NamedTuple):
     end: int
 
     def of(self, shard: int, elements: int, shards: int) -> Rows:
-        """Return the elements of the flattened parameter that the slice covers in this shard.
+        """Return the elements of the flattened parameter that the slice covers in a shard.
 
         The last shards have fewer elements.
         """

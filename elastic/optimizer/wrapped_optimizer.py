@@ -21,7 +21,7 @@ UNNAMED = "allreduce.noname.{}.{}"
 
 
 class Reducer(Protocol):
-    """Reducer of the gradients, or the steps, of one optimizer."""
+    """Interface of an object that reduces the gradients, or the steps, of one optimizer."""
 
     @property
     def passes(self) -> int: ...
@@ -72,7 +72,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
     def gradient_bytes(self) -> int:
-        """Return the size in bytes of the CPU buckets for its gradients, as far as known before a step."""
+        """Return the size in bytes of the CPU buckets for the optimizer's gradients, as far as known before a step."""
         options = self.gradients_made.options
         if options.op is Op.ADASUM or self.gradients_made.shards is not None or not options.casts:
             return 0
@@ -102,7 +102,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Skip the reduction in ``step()`` inside the block, which uses the gradients as they are::
+        """Context in which ``step()`` does not reduce the gradients, but uses them as they are::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -116,9 +116,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, then apply them with the optimizer's own ``step``, and return its result.
+        """Reduce the gradients, then apply them with the optimizer's own ``step``, and return the result of ``step``.
 
-        Gradients that ``closure`` computes are reduced at each call of it.
+        Gradients that ``closure`` computes are reduced at each call of ``closure``.
 
         Raises:
             PeerLost: a rank was lost.
@@ -152,7 +152,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients like the optimizer's own method.
+        """Clear gradients with the optimizer's own method.
 
         Raises:
             AssertionError: called between ``backward()`` and ``step()``.
@@ -171,14 +171,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state like the optimizer's own method, and reset the count of backward passes."""
+        """Load a state with the optimizer's own method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
         if (unwrapped := self._unwrapped()) is not None:  # load_state_dict() has replaced both.
             unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group like the optimizer's own method. All ranks must add the same."""
+        """Add a parameter group with the optimizer's own method. All ranks must add the same group."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[number]["params"]):
@@ -186,7 +186,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._reducer.install_hooks()
 
     def _reset_passes(self) -> None:
-        """Abandon the current step. `State.restore` calls this: no gradient of an aborted step is ever used."""
+        """Abandon the current step. `State.restore` calls this method, because no gradient of an aborted step is
+        ever used.
+        """
         self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
@@ -228,7 +230,9 @@ def wrap(
     names: dict[torch.Tensor, str],
     made: gradient_layout.OptimizerArguments,
 ) -> WrappedOptimizer:
-    """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Usable after `reduce_with`."""
+    """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Call `reduce_with` before using
+    it.
+    """
     wrapped = wrapped_class.__new__(wrapped_class)
     # A scheduler created earlier has patched step() of the optimizer. The patched version does not reduce gradients.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})

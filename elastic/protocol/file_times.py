@@ -1,4 +1,4 @@
-"""Whether a file has changed since this process started, from its modification time. Acts: reads /proc, files."""
+"""Tells from a file's modification time whether it has changed since this process started. Acts: reads /proc, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COARSE_S = 2.0  # resolution in seconds of the coarsest file times of any file s
 
 
 def process_began_at() -> float:
-    """Lower bound of this process's start time, in seconds since 1970, comparable with file times."""
+    """Return a lower bound of this process's start time, in seconds since 1970, comparable with file times."""
     with open("/proc/self/stat", "rb") as file:
         ticks = int(file.read().rpartition(b")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -19,7 +19,7 @@ def process_began_at() -> float:
 
 
 def changed_since(path: str, began_at: float) -> bool:
-    """Return whether the file may have changed since then. Raises OSError."""
+    """Return whether the file may have changed since ``began_at``, in seconds since 1970. Raises OSError."""
     found = os.stat(path)
     whole_seconds = found.st_mtime_ns % 1_000_000_000 == 0
     return found.st_mtime + (COARSE_S if whole_seconds else 0.0) >= began_at

@@ -45,9 +45,11 @@ def derived(secret: bytes, purpose: str, generation: int) -> bytes:
 
 
 class FramedConnection:
-    """Both directions of one connection, from one end.
+    """Encodes and decodes both directions of one connection, at one of its ends.
 
-    ``decoder`` is for the peer's messages. Before `seal`, a frame may have at most ``limit`` bytes.
+    Args:
+        decoder: decoder of the peer's messages.
+        limit: maximum size of a frame in bytes before `seal` is called.
     """
 
     def __init__(
@@ -62,10 +64,14 @@ class FramedConnection:
     def seal(
         self, secret: bytes, *, mine: bytes, theirs: bytes, caller: bool, limit: int = RELAY_LIMIT
     ) -> None:
-        """Seal all frames from here on, with at most ``limit`` bytes each.
+        """Seal all frames from here on.
 
-        ``mine`` and ``theirs`` are the nonces of both ends, one of which may be empty; ``caller``: this end opened the
-        connection.
+        Args:
+            secret: secret of the connection.
+            mine: nonce of this end. One of the two nonces may be empty.
+            theirs: nonce of the other end.
+            caller: whether this end opened the connection.
+            limit: maximum size of a frame in bytes.
         """
         nonces = mine + theirs if caller else theirs + mine
         from_caller, to_caller = (
@@ -139,7 +145,7 @@ class FramedConnection:
 
     @property
     def unread(self) -> int:
-        """Number of bytes after the last message."""
+        """Return the number of received bytes after the last complete message."""
         return len(self._buffer)
 
     def receive(self, data: bytes) -> Iterator[Any]:
@@ -155,8 +161,10 @@ class AcceptedConnection(FramedConnection):
     """The accepting end of a connection on which the caller sends its nonce first.
 
     Args:
-        secret: see `derived`. ``mine`` is this end's nonce if the caller knows it. The connection is dropped at a frame
-            without the right seal, so ``limit`` bounds what an unauthenticated peer may send.
+        secret: secret of the connection, see `derived`.
+        mine: nonce of this end, if the caller knows it.
+        limit: maximum size of a frame in bytes. The connection is dropped at a frame without the right seal, so this
+            bounds what an unauthenticated peer may send.
     """
 
     def __init__(

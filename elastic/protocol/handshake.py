@@ -1,4 +1,4 @@
-"""Handshake of a control connection, from the end that connects to a driver. Pure; it authenticates the driver."""
+"""Handshake of a control connection, at the end that connects to a driver. Pure. Authenticates the driver."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolErro
 
 
 class ClientHandshake:
-    """The connecting end, named ``who``, of kind ``role``.
+    """Handshake at the connecting end, which is named ``who`` and of kind ``role``.
 
     Args:
-        nonce: NONCE_BYTES, new for this connection.
+        nonce: NONCE_BYTES random bytes, new for this connection.
     """
 
     def __init__(self, secret: bytes, role: str, who: str, nonce: bytes) -> None:

@@ -1,8 +1,8 @@
-"""A lock in memory shared by a worker and its agent, which the kernel releases as soon as the worker dies.
+"""A lock in memory that a worker and its agent share. The kernel releases the lock as soon as the worker dies.
 
 When a process dies, the kernel first frees its memory, which may take long, and only then closes its sockets and
 notifies its parent. It releases robust locks before that. See set_robust_list(2). If the system or the C library does
-not support it, a death is detected by the exit of the process.
+not support such locks, a death is detected by the exit of the process.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def hold(location: str) -> None:
 
 
 def _mapped(fd: int) -> int | None:
-    """Map the memory, and return its address.
+    """Map the memory file, and return the address, or None.
 
-    It is never unmapped: the kernel reads it after everything else, and a thread may too. Python's own mmap would be
-    unmapped at interpreter exit, and keeps a descriptor.
+    The memory is never unmapped: the kernel reads it after everything else, and a thread may too. Python's own mmap
+    would be unmapped at interpreter exit, and keeps a descriptor.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, _BYTES * _MOST, access, mmap.MAP_SHARED, fd, 0)
@@ -118,7 +118,7 @@ class LifeLocks:
 
 
 class LifeLock:
-    """Lock of one worker. ``told`` is the value for its environment."""
+    """Lock of one worker. ``told`` is the value of the worker's environment variable."""
 
     def __init__(self, told: str, address: int, free: Callable[[], None]) -> None:
         self.told = told
@@ -139,7 +139,7 @@ class LifeLock:
             self._left = itertools.count(1)
 
     def end(self) -> None:
-        """Release waiters after the process has exited, even if it never held the lock."""
+        """Wake the threads that wait for the lock, after the process has exited, even if it never held the lock."""
         self._ended = True
         ctypes.c_uint32.from_address(self._address).value = _OWNER_DIED
         self._futex(_FUTEX_WAKE, 1)
@@ -155,7 +155,7 @@ class LifeLock:
         self._leave()
 
     def _leave(self) -> None:
-        """Free the place at the second call, when neither the agent nor the thread uses it."""
+        """Free the lock's place in memory at the second call, when neither the agent nor the thread uses it."""
         if next(self._left):
             self._free()
 

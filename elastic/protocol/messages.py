@@ -62,7 +62,7 @@ class Worker(Value):
 
     @classmethod
     def parse(cls, text: str) -> Worker:
-        """The inverse of ``str``. Raises ValueError on anything else."""
+        """Parse the result of ``str(worker)``. Raises ValueError for any other text."""
         place, _, incarnation = text.rpartition("#")
         host, _, slot = place.rpartition(":")
         if not host:
@@ -87,12 +87,14 @@ class Commit(Value):
 
     @property
     def dotted(self) -> str:
-        """The form used in journals: ``2.300``."""
+        """Return the commit in the form of journals: ``2.300``."""
         return f"{self.generation}.{self.number}"
 
 
 class KeptCommit(Value):
-    """An older commit of which a worker has a copy. ``step``: number of the next step of its `Shards`."""
+    """An older commit of which a worker has a copy. ``step`` is the number of the next step of the worker's
+    `Shards`.
+    """
 
     commit: Commit
     step: int
@@ -109,7 +111,7 @@ class Address(Value):
     port: int
 
     def __str__(self) -> str:
-        """``host:port``, with brackets around an IPv6 address."""
+        """Return ``host:port``, with brackets around an IPv6 address."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -131,7 +133,7 @@ Part = Literal["training", "committing", "data", "storage", "recovering", "joini
 
 
 class Place(Value):
-    """Position of one worker in a world. It includes the ranks in the world, on its host, and across hosts."""
+    """Place of one worker in a world: its rank in the world, on its host, and across hosts, with the sizes of these."""
 
     rank: int
     size: int
@@ -170,11 +172,11 @@ class HeldCommitShards(Value):
 
 
 class ShardsHeld(Value):
-    """Contribution of a worker with a sharded state to the next world.
+    """What a worker with a sharded state contributes to the next world.
 
     Args:
-        copies: as given to the state.
-        sealed: the newest commit that it knows all ranks have copied and mirrored.
+        copies: number of copies of each shard, as given to the state.
+        sealed: the newest commit of which the worker knows that all ranks have copied and mirrored it.
     """
 
     copies: int
@@ -184,13 +186,13 @@ class ShardsHeld(Value):
 
 
 class RowBytes(Value):
-    """Bytes of the rows of a new shard, by source.
+    """Number of bytes of the rows of a new shard, by source.
 
     Args:
-        memory: this worker's own, including copies that it kept.
-        host: another worker of its host, even one that has exited.
-        network: a worker of another host.
-        checkpoint: storage.
+        memory: bytes from this worker's memory, including copies that it kept.
+        host: bytes from another worker of its host, even one that has exited.
+        network: bytes from a worker of another host.
+        checkpoint: bytes from storage.
     """
 
     memory: int = 0
@@ -205,7 +207,7 @@ def total_rows(parts: Iterable[RowBytes]) -> RowBytes:
 
 
 class ShardsPlaced(Value):
-    """A worker's part of a sharded state in a world, and where its rows came from."""
+    """A worker's part of a sharded state in a world, and the sources of its rows."""
 
     shards: int  # number of shards of the world
     shard: int  # shard of this worker
@@ -237,7 +239,7 @@ class Challenge(Message):
 
 
 class Answer(Message):
-    """Worker's proof, with its own challenge."""
+    """Answer of a worker to the challenge: its proof, and its own challenge."""
 
     worker: Worker
     nonce: bytes
@@ -252,7 +254,7 @@ class Accepted(Message):
 
 
 class TurnedAway(Message):
-    """Refusal of an authenticated peer, in place of Accepted. ``proof`` is the driver's, over this reason."""
+    """Refusal of an authenticated peer, sent instead of Accepted. ``proof`` is the driver's proof over this reason."""
 
     reason: str
     proof: bytes
@@ -273,8 +275,8 @@ class Reconnected(Message):
     """First message on a connection that replaces a lost connection. Unanswered messages follow again.
 
     Args:
-        generation: generation of the last world received.
-        welcomed: the driver has answered Hello.
+        generation: generation of the last world that the worker received.
+        welcomed: whether the driver has answered Hello.
     """
 
     generation: int
@@ -310,10 +312,10 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """A collective of this generation failed here.
+    """A collective of this generation failed at this worker.
 
     Args:
-        differs: its ranks made the different calls in ``calls``.
+        differs: whether the ranks made the different calls that ``calls`` lists.
     """
 
     generation: int
@@ -323,7 +325,7 @@ class Failed(Message):
 
 
 class Stranded(Message):
-    """A collective failed outside ``elastic.run``, so this process cannot recover. Fields as in `Failed`."""
+    """A collective failed outside ``elastic.run``, so this process cannot recover. The fields are those of `Failed`."""
 
     generation: int
     reason: str
@@ -346,12 +348,12 @@ class Leaving(Message):
 
 
 class Resumed(Message):
-    """The first collective of a generation completed here.
+    """The first collective of a generation completed at this worker.
 
     Args:
-        phases_ms: milliseconds by phase, in order.
-        from_checkpoint: no complete commit was left in memory, so the world began with a durable one.
-        shards: shards of a sharded state.
+        phases_ms: milliseconds of each phase of the recovery, in order.
+        from_checkpoint: whether no complete commit was left in memory, so that the world began from a durable one.
+        shards: this worker's part of a sharded state, or None.
     """
 
     generation: int
@@ -362,7 +364,7 @@ class Resumed(Message):
 
 
 class Progress(Message):
-    """Where the training thread is.
+    """What the training thread does: whether it waits in a collective, or is in a long phase.
 
     Sent when it has waited in one collective for a while, when that wait ends, and at both ends of a phase that the
     user marks as long. Steps without a long wait send nothing.
@@ -379,7 +381,7 @@ class Progress(Message):
 
 
 class Located(Message):
-    """The answer to `Locate`."""
+    """Answer to `Locate`: the line of the script at which this worker is."""
 
     generation: int
     line: str  # script line, or empty if unknown
@@ -419,9 +421,9 @@ class Digested(Message):
 
     Args:
         step: the step after the commit if the state has shards, else -1.
-        tensors: a digest of each tensor of the state by name, if requested.
-        gradients: then also of the last step's gradients, before any sum, keyed ``3 layer.weight``: a shard that this
-            worker computed, and the parameter.
+        tensors: digest of each tensor of the state by name, if requested.
+        gradients: if requested, digests of the last step's gradients before any sum, by shard and parameter, as ``3
+            layer.weight``. Only shards that this worker computed are included.
     """
 
     generation: int
@@ -436,9 +438,9 @@ class Digested(Message):
 
 
 class Miscomputed(Message):
-    """A vote of the ranks found that one of them computed wrong gradients of a shard. See `elastic.exact.verifier`.
+    """Result of a vote of the ranks: one of them computed wrong gradients of a shard. See `elastic.exact.verifier`.
 
-    Every rank sends it. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
+    Every rank sends this message. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
     """
 
     generation: int
@@ -455,7 +457,7 @@ class Miscomputed(Message):
 
 
 class Raised(Message):
-    """User code raised: the process is about to exit with this traceback."""
+    """User code raised an exception, and the process is about to exit with this traceback."""
 
     generation: int
     commit: Commit | None
@@ -475,10 +477,11 @@ class Raised(Message):
 class Quit(Message):
     """The process is about to exit with this code (0 to 255).
 
-    User code called ``sys.exit`` under ``elastic.run``, or its state does not match.
+    The cause is that user code called ``sys.exit`` under ``elastic.run``, or that the state of the worker does not
+    match.
 
     Args:
-        call: ``sys.exit(3)``, or an empty result if user code made no call.
+        call: text of the call, such as ``sys.exit(3)``. Empty if user code made no call.
     """
 
     generation: int
@@ -538,7 +541,7 @@ class Traced(Message):
 
 
 class TracedAll(Message):
-    """This worker has sent all its records of this timeline, which is over."""
+    """This worker has sent all its records of a timeline that has ended."""
 
     timeline: int
 
@@ -559,7 +562,7 @@ class TimelineUnwanted(Message):
 
 
 class CheckpointDue(Message):
-    """From rank 0: make the first commit of this generation from ``number`` on durable, on all ranks."""
+    """Request of rank 0 to make a commit durable on all ranks: the first one of this generation from ``number`` on."""
 
     generation: int
     number: int
@@ -568,10 +571,10 @@ class CheckpointDue(Message):
 class NotFinite(Message):
     """Gradients have been infinite or NaN since before this commit.
 
+    Sent at the first such commit of a world, and again while the condition lasts.
+
     Args:
-        digest: digest of this rank's parameters before the first such step, or None if it has not seen that step. Sent
-            at the
-            first such commit of a world, and again while the condition lasts.
+        digest: digest of this rank's parameters before the first such step, or None if it has not seen that step.
     """
 
     generation: int
@@ -594,10 +597,10 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """This rank cannot write its part, which cancels the checkpoint.
+    """This rank cannot write its part of a checkpoint, which cancels the checkpoint.
 
     Args:
-        timing: the request only arrived too late.
+        timing: whether the only cause is that the request arrived too late.
     """
 
     generation: int
@@ -610,7 +613,7 @@ class CheckpointWritten(Message):
     """The complete checkpoint is in storage and was read back.
 
     Args:
-        commit: its content.
+        commit: the commit that it contains.
     """
 
     generation: int
@@ -626,11 +629,11 @@ class CheckpointWritten(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello: a provisional place.
+    """Answer to Hello, with a provisional place.
 
     Args:
-        newcomer: a world is already training, with batches as in the last `StepInput`, or an empty result if none was
-            sent.
+        newcomer: if a world is already training, the format of its batches as in the last `StepInput`, possibly empty.
+            Otherwise None.
     """
 
     place: Place
@@ -642,13 +645,13 @@ class Welcome(Message):
 class World(Message):
     """Place of the receiver in a new generation.
 
-    Ranks ``0 .. holders-1`` hold ``commit``, the newest one. The others lack it and receive it from rank 0. If no
-    worker has committed, ``holders`` is 0 and ``commit`` None, and rank 0 is the source anyway.
+    Ranks ``0 .. holders-1`` hold ``commit``, the newest commit. The other ranks receive it from rank 0. If no worker
+    has committed, ``holders`` is 0 and ``commit`` is None, and rank 0 is the source of the state.
 
     Args:
-        run: the ID under which this world's checkpoints are written, 0 without checkpoints. After a failover the
-            new driver has another one, and all members must use the same.
-        checkpoint: the initial commit is made durable before training starts.
+        run: ID under which this world's checkpoints are written, 0 without checkpoints. After a failover the new driver
+            has another ID, and all members must use the same.
+        checkpoint: whether the initial commit is made durable before training starts.
     """
 
     generation: int
@@ -662,14 +665,16 @@ class World(Message):
 
 
 class Broken(Message):
-    """This generation is over: close its sockets, restore, and report ready."""
+    """This generation is over. The receiver closes its sockets, restores, and reports ready."""
 
     generation: int
     reason: str
 
 
 class Prepare(Message):
-    """Start of a planned change: answer with the number of safepoints passed, and hold at the next one."""
+    """Start of a planned change. The receiver answers with the number of safepoints passed, and waits at the next
+    one.
+    """
 
     generation: int
     change: int
@@ -684,17 +689,17 @@ class StopAt(Message):
 
 
 class Proceed(Message):
-    """The planned change is cancelled; continue."""
+    """The planned change is cancelled, and the receiver continues."""
 
     generation: int
     change: int
 
 
 class Leave(Message):
-    """The receiver is no longer part of the job: exit with code 0.
+    """The receiver is no longer part of the job, and exits with code 0.
 
     Args:
-        fenced: the driver has fenced the worker, so its later work is discarded. The exit code shows this.
+        fenced: whether the driver has fenced the worker, so that its later work is discarded. The exit code shows this.
     """
 
     reason: str
@@ -709,7 +714,7 @@ class Restate(Message):
 
 
 class Locate(Message):
-    """Other ranks wait for the receiver: report its present line of the script."""
+    """Other ranks wait for the receiver, which reports its current line of the script."""
 
 
 class Awaited(Message):
@@ -721,7 +726,7 @@ class Awaited(Message):
 
 
 class Rejected(Message):
-    """The receiver's state does not match the world's; the reason names the difference."""
+    """The receiver's state does not match that of the world. The reason names the difference."""
 
     reason: str
 
@@ -737,13 +742,13 @@ class Finish(Message):
 
 
 class End(Message):
-    """The job has failed: abort blocking calls and exit."""
+    """The job has failed. The receiver aborts blocking calls and exits."""
 
     reason: str
 
 
 class ClockTold(Message):
-    """Answer to ClockAsked: when it was received and answered, on the driver's monotonic clock."""
+    """Answer to ClockAsked: the times at which it was received and answered, on the driver's monotonic clock."""
 
     asked_ns: int
     heard_ns: int
@@ -757,7 +762,7 @@ class ReportsTaken(Message):
 
 
 class Tracing(Message):
-    """Start recording for this timeline or, if ``on`` is False, stop and send the remaining records."""
+    """Start to record for this timeline, or, if ``on`` is False, stop and send the remaining records."""
 
     timeline: int
     on: bool
@@ -765,7 +770,9 @@ class Tracing(Message):
 
 
 class HostsListed(Message):
-    """The list of hosts has changed. For listeners of the script; changes of the world are announced by Prepare."""
+    """The list of hosts has changed. This is for listeners of the script; changes of the world are announced by
+    Prepare.
+    """
 
 
 class TracesTaken(Message):
@@ -775,7 +782,7 @@ class TracesTaken(Message):
 
 
 class TimelineAnswer(Message):
-    """Answer to a timeline request. ``error`` is empty on success; the other fields describe the present timeline."""
+    """Answer to a timeline request. ``error`` is empty on success. The other fields describe the current timeline."""
 
     request: int
     timeline: int
@@ -784,30 +791,30 @@ class TimelineAnswer(Message):
 
 
 class MakeDurable(Message):
-    """Write the first commit of this generation from ``number`` on to the storage."""
+    """Order to write the first commit of this generation from ``number`` on to the storage."""
 
     generation: int
     number: int
 
 
 class CheckpointSoon(Message):
-    """A last checkpoint is wanted, because the job stops or its machines are preempted. Rank 0 starts one."""
+    """A last checkpoint is needed, because the job stops or its machines are preempted. Rank 0 starts one."""
 
     generation: int
 
 
 class SealCheckpoint(Message):
-    """To rank 0: all parts are written. Write the manifest that completes the checkpoint."""
+    """Order to rank 0: write the manifest that completes the checkpoint, because all parts are written."""
 
     generation: int
     number: int
 
 
 class DropCheckpoint(Message):
-    """The checkpoint is cancelled; stop writing.
+    """The checkpoint is cancelled, and the receiver stops writing.
 
     Args:
-        again: only the timing was wrong, so it is retried.
+        again: whether the checkpoint is retried, because only the timing was wrong.
     """
 
     generation: int
@@ -816,7 +823,7 @@ class DropCheckpoint(Message):
 
 
 class CheckpointDone(Message):
-    """The checkpoint is complete, and holds this commit."""
+    """The checkpoint is complete, and contains this commit."""
 
     generation: int
     number: int

@@ -1,7 +1,7 @@
-"""Unauthenticated connections of a listener: how many are kept, and for how long. Pure: no I/O, no clock.
+"""Decides how many unauthenticated connections of a listener are kept, and for how long. Pure: no I/O, no clock.
 
-Any number may connect; at the limit, the oldest connection is dropped in favor of the newest, because a legitimate peer
-authenticates quickly.
+Any number of peers may connect. At the limit, the oldest connection is dropped in favor of the newest, because a
+legitimate peer authenticates quickly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 
 def count_limit(bytes_each: int, descriptors: int, extra: int = 0) -> int:
-    """Return how many connections to keep, if each may send ``bytes_each`` bytes before it authenticates.
+    """Return how many unauthenticated connections a listener keeps.
 
-    At most a quarter of ``descriptors``, the process's limit (negative: unlimited), since most are for authenticated
-    peers.
+    This is at most a quarter of the process's limit of descriptors, because most are for authenticated peers.
 
     Args:
-        extra: how many of these may connect at once.
+        bytes_each: number of bytes that each peer may send before it authenticates.
+        descriptors: the process's limit of descriptors; negative means unlimited.
+        extra: number of peers that may connect at once.
     """
     most = min(COUNT_LIMIT, BYTES_LIMIT // bytes_each)
     return (most if descriptors < 0 else max(16, min(most, descriptors // 4))) + extra
@@ -40,7 +41,7 @@ class PendingHandshakes(Generic[Caller]):
         return caller in self._since
 
     def add(self, caller: Caller, now: float) -> Caller | None:
-        """Add a connection. Return the connection to close in exchange, if any."""
+        """Add a connection. Return the connection that must be closed instead, or None."""
         oldest = next(iter(self._since)) if len(self._since) >= self._limit else None
         if oldest is not None:
             del self._since[oldest]

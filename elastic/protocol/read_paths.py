@@ -1,4 +1,4 @@
-"""Record which paths a worker's script reads, by Python's audit events. Standard library only.
+"""Records which paths a worker's script reads, by Python's audit events. Standard library only.
 
 Installed at interpreter start if the job has a checkpoint folder. See `elastic.checkpoints.finished_training`.
 """
@@ -37,8 +37,8 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """Paths that one process read. ``files`` and ``folders`` are absolute. ``unseen`` lists reads that were not
-    traced.
+    """The paths that one process has read. ``files`` and ``folders`` are absolute. ``unseen`` names reads that were
+    not traced.
     """
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """Return the calling package, without the standard library. Return None for imports and for this package's own
-    work.
+    """Return the package that reads, ignoring the standard library. Return None for imports and for this package's
+    own work.
     """
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:
@@ -120,7 +120,7 @@ _observed: ReadPaths | None = None
 
 
 def observe(environ: Mapping[str, str]) -> None:
-    """Record reads from now on, until the process exits, if its job has a checkpoint folder."""
+    """If the job has a checkpoint folder, record reads from now on until the process exits."""
     global _observed
     if environ.get(DIR) and _observed is None:
         _observed = ReadPaths()

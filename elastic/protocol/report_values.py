@@ -25,7 +25,7 @@ _decoder: msgspec.msgpack.Decoder[Metrics] = msgspec.msgpack.Decoder(Metrics)
 
 @dataclass(frozen=True)
 class Report:
-    """One worker's ``elastic.report``, as the driver's side receives it."""
+    """One call of ``elastic.report`` by a worker, as received by the process that started the job."""
 
     rank: int  # rank at the time of the report; so are size and generation
     size: int

@@ -20,11 +20,11 @@ _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """The peer does not use TLS, or is not authorized. The text gives the reason."""
+    """The peer does not use TLS, or is not authorized. The message gives the reason."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
-    """Create the context for one end, from paths of PEM files. Raises Invalid if a file is unusable."""
+    """Create the TLS context for one end, from paths of PEM files. Raises Invalid if a file is unusable."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
         try:
             with open(path, "rb") as file:
@@ -83,9 +83,10 @@ def check(cert: str, key: str, ca: str) -> None:
 
 
 class TlsEndpoint:
-    """One end of one connection. Received bytes go into `feed`; bytes to be sent come out of `due`. Not thread-safe.
+    """TLS at one end of a connection. Received bytes are passed to `feed`, and `due` returns bytes to send. Not
+    thread-safe.
 
-    Data passed to it before the handshake is complete is sent afterwards.
+    Data that are passed to it before the handshake is complete are sent afterwards.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
@@ -98,7 +99,9 @@ class TlsEndpoint:
             self.feed(b"")
 
     def feed(self, data: bytes) -> bytes:
-        """Return the decrypted bytes of the peer. Raises TlsFailed. An alert may be `due` then."""
+        """Decrypt received bytes. Return the decrypted bytes. Raises TlsFailed, after which `due` may return an
+        alert.
+        """
         if data and not self._begun:
             self._begun = True
             if data[0] not in _RECORDS:

@@ -1,4 +1,4 @@
-"""Append events to a timeline file, which is valid JSON at all times.
+"""Appends events to a timeline file, which is valid JSON at all times.
 
 The file is one JSON array. Each write puts the new events and a new closing bracket over the old bracket in a single
 pwrite, so that whenever the process is killed, the file has the previous array or the new one. If the disk takes only
@@ -21,7 +21,7 @@ OPENING, CLOSING = b"[\n", b"\n]\n"
 
 
 def is_free(path: str) -> bool:
-    """Return whether a new timeline may replace this path: no file, an empty one, or a timeline."""
+    """Return whether a new timeline may replace the file at this path: it is missing, empty, or a timeline."""
     try:
         with open(path, "rb") as file:
             return file.read(len(OPENING)) in (b"", OPENING)
@@ -32,7 +32,7 @@ def is_free(path: str) -> bool:
 
 
 class TraceFile:
-    """A new file that replaces any existing file at this path. Raises Invalid if it cannot be written."""
+    """A new timeline file. It replaces an existing file at the path. Raises Invalid if it cannot be written."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Format timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
+"""Formats timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
 
 The format is the JSON array of Google's "Trace Event Format". A worker is a process and a tensor a thread, so that
 nested phases are drawn inside each other. Times are microseconds since the timeline began.
@@ -25,11 +25,11 @@ KINDS = frozenset("XBEi")
 
 
 class TraceFormat:
-    """Format of one file.
+    """Formats the records of one timeline file.
 
     Args:
-        start_ns: its start on the clock of all records.
-        epoch_us: the same since 1970.
+        start_ns: start of the timeline on the clock of all records, in nanoseconds.
+        epoch_us: start of the timeline in microseconds since 1970.
     """
 
     def __init__(self, start_ns: int, epoch_us: int) -> None:

@@ -22,7 +22,7 @@ LEAST_S = 1.0  # minimum of placement_timeout
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """Number of workers, their resources and their placement.
+    """Number of workers that a job requests, their resources and their placement.
 
     ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
     """
@@ -141,7 +141,7 @@ def places(wanted: WorkerRequest, options: RayOptions) -> int:
 
 
 def start_timeout_s(options: RayOptions) -> float:
-    """Return the seconds from the placement of the workers until all have started."""
+    """Return the number of seconds within which all workers must start, after they were placed."""
     return float(options.get("start_timeout") or Settings.start_timeout_s)
 
 
@@ -151,7 +151,7 @@ def _standbys(options: RayOptions) -> int:
 
 
 def check_options(options: RayOptions, *, elastic: bool = True) -> None:
-    """Check the options. Raises Invalid, or TypeError if there is no such option."""
+    """Raise Invalid if an option is invalid, or TypeError if there is no such option."""
     words_of(RAY, options)
     standbys = _standbys(options)
     if standbys and not elastic:
@@ -162,7 +162,7 @@ def check_options(options: RayOptions, *, elastic: bool = True) -> None:
 
 
 def check_environ(given: object) -> None:
-    """Check environment variables. Raises Invalid."""
+    """Raise Invalid unless the value is a dict of environment variables."""
     if given is None:
         return
     if not isinstance(given, Mapping):
@@ -184,7 +184,7 @@ def telemetry(caller: Mapping[str, str], given: Mapping[str, str]) -> dict[str, 
 
 
 def check_job_name(name: object) -> None:
-    """Check the name of a detached job. Raises Invalid."""
+    """Raise Invalid unless the value is a valid name of a detached job."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise Invalid(
             f"detached is {name!r}: pass a job name of up to 100 letters, digits, dots, dashes and underscores"
@@ -209,7 +209,7 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_callables(**given: Callable[..., Any] | None) -> None:
-    """Check callbacks. Raises Invalid."""
+    """Raise Invalid if a callback is not callable."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise Invalid(f"{name} is a {type(value).__name__}: pass a function")

@@ -16,7 +16,7 @@ RELEASED_S = 30.0  # seconds for the other ranks to end the call after the reque
 
 
 class CallClient:
-    """Calls to the workers of one executor. Not thread-safe."""
+    """Calls the persistent workers of one executor. Not thread-safe."""
 
     def __init__(self, follower: DriverClient, size: int) -> None:
         self._follower = follower
@@ -25,10 +25,15 @@ class CallClient:
         self._handed_out: list[list[Any]] = []
 
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Return the values by rank. Raises a worker's exception, `RaisedOnWorker`, or JobFailed if a worker is lost.
+        """Call the workers. Return the values by rank. Raises a worker's exception, `RaisedOnWorker`, or JobFailed if a
+        worker is lost.
 
-        If one rank fails, the others may be waiting for it in a collective. They are released, so that the error is
-        raised promptly and all of them are available for the next call.
+        If one rank fails, other ranks may be waiting for it in a collective. They are released, so that the error is
+        raised promptly and all ranks are available for the next call.
+
+        Args:
+            word: the pickled request.
+            ranks: ranks to call. None means all.
         """
         refs = self._begin(word, ranks)
         answers: dict[Any, bytes] = {}
@@ -54,7 +59,7 @@ class CallClient:
         return [opened(answers[ref]) for ref in refs]
 
     def references(self, word: bytes) -> list[Any]:
-        """Return Ray references to the values, by rank."""
+        """Call the workers. Return Ray references to the values, by rank."""
         refs = self._begin(word)
         self._handed_out.append(refs)
         open_one = ray.remote(num_cpus=0, max_retries=0)(opened)

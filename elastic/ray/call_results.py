@@ -29,7 +29,9 @@ _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """A call failed on a worker with an exception that can't be raised here. The message has the worker's traceback."""
+    """A call failed on a worker with an exception that cannot be raised here. The message contains the worker's
+    traceback.
+    """
 
 
 class WorkerTraceback(ElasticError):
@@ -44,7 +46,8 @@ class CallFailure:
     """Failure of a call on a worker. ``error`` is the pickled exception, if it can be raised elsewhere.
 
     Args:
-        secondary: a collective failed there or the job ended, most likely because of a failure on another worker.
+        secondary: whether the failure was most likely caused by a failure of another worker, because a collective
+            failed or the job ended.
     """
 
     rank: int
@@ -54,9 +57,7 @@ class CallFailure:
     secondary: bool
 
     def exception(self) -> Exception:
-        """Return the exception to raise. If possible, it is the original exception, with the worker's traceback as
-        its cause.
-        """
+        """Return the exception to raise: if possible the original one, with the worker's traceback as its cause."""
         error: object = None
         if self.error is not None:
             try:
@@ -106,7 +107,9 @@ def failed(error: BaseException, rank: int) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Pickle ordinary exceptions only: ``sys.exit`` on a worker must not end the caller."""
+    """Pickle an exception, or return None. Only ordinary exceptions are pickled: ``sys.exit`` on a worker must not
+    end the caller.
+    """
     if not isinstance(error, Exception):
         return None
     try:
@@ -123,7 +126,9 @@ def lost(why: str) -> bytes:
 
 
 def opened(answer: bytes) -> Any:
-    """Return the value. Raises the call's exception, `RaisedOnWorker`, or JobFailed if the worker has ended."""
+    """Return the value in an answer. Raises the call's exception, `RaisedOnWorker`, or JobFailed if the worker has
+    ended.
+    """
     failure = failure_in(answer)
     if failure is not None:
         raise failure.exception()
@@ -131,7 +136,9 @@ def opened(answer: bytes) -> Any:
 
 
 def failure_in(answer: bytes) -> CallFailure | None:
-    """Return the failure, or None, without unpickling a value. Raises JobFailed if the worker has ended."""
+    """Return the failure in an answer, or None, without unpickling a value. Raises JobFailed if the worker has
+    ended.
+    """
     if answer[:1] == _VALUE:
         return None
     if answer[:1] == _LOST:

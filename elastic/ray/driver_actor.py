@@ -52,11 +52,11 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriverSpec:
-    """Specification of a driver.
+    """Specification of the driver of a job on Ray.
 
     Args:
         name: name of the job, unique in its cluster.
-        secret: shared with its agents.
+        secret: secret that the driver shares with its agents.
     """
 
     name: str
@@ -74,10 +74,10 @@ class DriverSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """Outcome of a job.
+    """Outcome of a job on Ray.
 
     Args:
-        invalid: the job was not started, and the reason says what to change.
+        invalid: whether the job was not started. The reason then says what to change.
     """
 
     code: int
@@ -88,7 +88,9 @@ class Ended:
 
 
 class DriverActor:
-    """An async actor. A detached one begins its job immediately, and continues it when Ray has restarted the actor."""
+    """Actor with the driver of a job. A detached actor begins its job immediately, and continues it when Ray has
+    restarted the actor.
+    """
 
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
@@ -113,14 +115,15 @@ class DriverActor:
     # ---- calls of the caller -----------------------------------------------------------------------------------------
 
     async def place(self) -> str:
-        """Reserve resources for the initial workers. Return the reason if that is not possible, else ""."""
+        """Reserve resources for the initial workers. Return "", or the reason why this is not possible."""
         return await self._in_loop(self._place())
 
     async def begin(self, call: bytes, *, persistent: bool = False) -> None:
         """Begin a new job, after the previous one has ended.
 
         Args:
-            persistent: its workers serve calls.
+            call: pickled function of the workers.
+            persistent: whether the workers serve calls.
         """
         await self._in_loop(self._begin(call, SERVE_CALLS if persistent else RUN_FUNCTION))
 
@@ -129,7 +132,7 @@ class DriverActor:
         return await self._in_loop(self._outcome())
 
     async def ready(self, count: int, within_s: float) -> str:
-        """Wait until ``count`` persistent workers serve. Return the reason if they don't, else ""."""
+        """Wait until ``count`` persistent workers serve calls. Return "", or the reason why they do not."""
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
@@ -361,7 +364,7 @@ def end_with_raylet() -> None:
 
 
 class RayProvider:
-    """`Provider` of a job: nodes, placement groups and actors of Ray."""
+    """Supplies nodes, placement groups and actors of Ray to a job. See `elastic.driver.job.provider.Provider`."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Assignment of gradients to buckets, and the order in which buckets are reduced. Pure: uses only sizes, no tensors.
+"""Assigns gradients to buckets, and decides the order in which buckets are reduced. Pure: uses only sizes, no tensors.
 
-Buckets follow the order in which backward computes gradients, so the first ones are full, and are reduced,
-while backward computes the rest. The order is observed in the first step. Until then it is assumed to be the
-reverse of the order in which parameters were declared. The plan depends only on the items and the order, not on
-ranks or timing. It is therefore equal on all ranks and remains valid when the world changes.
+Buckets follow the order in which backward computes gradients, so the first ones are full, and are reduced, while
+backward computes the rest. The order is observed in the first step. Until then it is assumed to be the reverse of the
+order in which parameters were declared. The plan depends only on the items and the order, not on ranks or timing. It is
+therefore equal on all ranks and remains valid when the world changes.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ def plan(
 
 
 def expected_order(count: int) -> tuple[int, ...]:
-    """Return the assumed order in which gradients become ready, for use until one was observed."""
+    """Return the order in which gradients are assumed to become ready until an order was observed."""
     return tuple(reversed(range(count)))
 
 
 def seen_order(seen: Sequence[int], count: int) -> tuple[int, ...] | None:
-    """Return the order in which ``count`` gradients became ready in one step. Return None if no gradient became ready.
+    """Return the order in which ``count`` gradients became ready in one step, or None if none became ready.
 
-    All other gradients come last, in the order of declaration. They may be missing again, and no collective waits for
-    them before the end.
+    Gradients that did not become ready come last, in the order of declaration. They may be missing again, and no
+    collective waits for them before the end.
     """
     if not seen:
         return None

@@ -42,7 +42,7 @@ class Compressor(Protocol):
 
 
 class Scales(NamedTuple):
-    """Factors of gradients at each stage of a reduction."""
+    """Factors that are applied to gradients at each stage of a reduction."""
 
     filling: float = 1.0  # factor applied while gradients are copied into the bucket
     reducing: float = 1.0  # factor applied by the group during the reduction
@@ -78,13 +78,15 @@ class GradientBucket(Protocol):
         """
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
-        """Start the reduction.
+        """Start the reduction of the bucket.
+
+        Args:
+            group: the ranks that reduce.
+            op: operation.
+            mark: the step flag to send if the bucket contains one.
 
         Raises:
             CollectiveFailed: a rank was lost.
-
-        Args:
-            mark: the step flag to send if the bucket contains one.
         """
 
     def heard(self, op: Op) -> StepFlag:
@@ -108,7 +110,8 @@ class GradientBucket(Protocol):
 
 
 class FlatBucket:
-    """Buffer of ``elements`` elements. Gradient i of shape ``parameters[i].shape`` starts at ``offsets[i]``.
+    """Bucket with one flat buffer of ``elements`` elements. Gradient i, of shape ``parameters[i].shape``, starts at
+    element ``offsets[i]``.
 
     Parameters are in ascending order of size.
     """
@@ -376,7 +379,7 @@ class CompressedGradient:
 
 
 class FlagBucket:
-    """Bucket with only the step flag."""
+    """Bucket that contains only the step flag."""
 
     def __init__(self, device: torch.device) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
@@ -424,12 +427,14 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def wire_of(tensor: torch.Tensor) -> BucketSpec:
-    """Return the description of a buffer for joined ranks. See `elastic.optimizer.gradients.plan_agreement`."""
+    """Return the description of a buffer that joined ranks receive. See
+    `elastic.optimizer.gradients.plan_agreement`.
+    """
     return BucketSpec(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of this parameter's gradient in autograd. A dense parameter has its own strides, others
+    """Return the strides that autograd gives a parameter's gradient: those of a dense parameter, otherwise
     contiguous ones.
     """
     return torch.empty_like(parameter, device="meta").stride()
@@ -445,8 +450,9 @@ def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> W
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
-    """Return whether the gradient was changed or replaced. A gradient that was removed, as by ``model.zero_grad()``,
-    does not count as changed."""
+    """Return whether the gradient was changed or replaced. A gradient that was removed, for example by
+    ``model.zero_grad()``, does not count as changed.
+    """
     now = parameter.grad
     return now is not None and (now is not gradient or now._version != version)
 

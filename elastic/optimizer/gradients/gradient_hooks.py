@@ -1,4 +1,6 @@
-"""Hooks that backward calls for each gradient of an optimizer's parameters, and at its end. Makes no decisions."""
+"""Hooks that backward calls for each gradient of an optimizer's parameters, and at the end of the pass. Makes no
+decisions.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ class OptimizerParameters:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, or None after garbage collection."""
+        """Return the optimizer, or None if it was garbage-collected."""
         return self._optimizer()
 
     def all(self) -> list[torch.Tensor]:
-        """Return the present parameters in the optimizer's order."""
+        """Return the current parameters in the optimizer's order."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
@@ -36,23 +38,22 @@ class OptimizerParameters:
 
 
 class GradientListener(Protocol):
-    """Receiver of gradients."""
+    """Interface of an object that receives gradients from hooks."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that a backward pass has added to ``parameter.grad``."""
 
 
 class BackwardEndListener(Protocol):
-    """Receiver of the end of a backward pass that produced one of its gradients. Called in the thread that ends the
-    pass.
+    """Interface of an object that is notified when a backward pass that has produced one of its gradients ends.
 
-    backward() raises the exceptions of either method.
+    The methods are called in the thread that ends the pass. backward() raises their exceptions.
     """
 
     number: int  # Number that is equal on all ranks and determines the order of the calls.
 
     def backward_ended(self, inner: bool) -> None:
-        """Handle the end of the pass. May communicate with other ranks, but must not wait for their gradients.
+        """Handle the end of a backward pass. May communicate with other ranks, but must not wait for their gradients.
 
         Args:
             inner: whether the pass ran within another backward pass, as with re-entrant checkpointing.
@@ -84,7 +85,7 @@ _lock = threading.Lock()  # Each device has its own backward thread.
 
 
 def notify_end(waiter: BackwardEndListener) -> None:
-    """Register the waiter for the end of the present backward pass. Idempotent. Call it in hooks."""
+    """Register the waiter for the end of the current backward pass. Idempotent. Call this in gradient hooks."""
     number = torch._C._current_graph_task_id()
     with _lock:
         current = _passes.get(number)
@@ -95,7 +96,7 @@ def notify_end(waiter: BackwardEndListener) -> None:
 
 
 class GradientHooks:
-    """Hooks of one listener. The listener is referenced weakly, so the hooks are removed together with the listener."""
+    """Gradient hooks of one listener, which is referenced weakly. The hooks are removed together with the listener."""
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))

@@ -27,12 +27,14 @@ class Options:
 
     @property
     def wire_op(self) -> Op:
-        """Reduction that the group performs. An average is sent as SUM."""
+        """Return the reduction that the group performs. For an average, this is SUM."""
         return Op.SUM if self.op is Op.AVERAGE else self.op
 
     @property
     def casts(self) -> bool:
-        """Whether the compression only changes the dtype, like the built-in ones, and so applies to whole buckets."""
+        """Return whether the compression only changes the dtype, like the built-in ones. If so, it is applied to
+        whole buckets.
+        """
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
     def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -42,7 +44,7 @@ class Options:
     def scales(self, size: int, inside: bool, wire: torch.dtype) -> Scales:
         """Return the factors of gradients at each stage of a reduction.
 
-        An average is the sum over all ranks divided by their number, with any group, so that results are bitwise
+        With any group, an average is the sum over all ranks divided by their number, so that results are bitwise
         identical.
 
         Args:
@@ -67,7 +69,7 @@ class Options:
         return Scales(finishing_over=size)
 
     def grouped(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Return the user's groups as indices into ``parameters``."""
+        """Return the groups that the user has defined, as indices into ``parameters``."""
         if not self.groups:
             return []
         if isinstance(self.groups, int):
@@ -127,7 +129,7 @@ def check_compression(compression: object) -> None:
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """Return a digest of 62 bits."""
+    """Return a digest of lines, a number of 62 bits."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 

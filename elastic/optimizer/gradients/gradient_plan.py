@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:
-    """Place of one trainable parameter in the plan, and its progress in the current step."""
+    """The place of one trainable parameter in the plan, and its progress in the current step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
@@ -39,9 +39,9 @@ class Slot:
 
 
 class GradientPlan:
-    """Plan for a fixed list of named parameters: slots of the trained ones and, once arranged, buckets.
+    """Plan for a fixed list of named parameters: the slots of trained parameters and, once arranged, the buckets.
 
-    Initially the trained parameters are those that require a gradient on this rank, later those that do on any rank.
+    Initially, the trained parameters are those that require a gradient on this rank, later those that do on any rank.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GradientPlan:
         return self._options.lines(self.named, self._fusion_bytes)
 
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the order that this rank proposes. It is the agreed order, or else the order observed in this step."""
+        """Return the order that this rank proposes: the agreed order, or else the order observed in this step."""
         count = len(self.slots)
         numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
         return (
@@ -80,7 +80,7 @@ class GradientPlan:
         )
 
     def train(self, trained: tuple[int, ...]) -> None:
-        """Set the trained parameters (1 for each) and discard the arrangement if they differ."""
+        """Set which parameters are trained (1 for each, else 0). If they differ, discard the arrangement."""
         if trained != self.trained:
             self._train(trained)
             self.sparse, self.order, self.buckets, self.rows = {}, None, [], []
@@ -94,14 +94,22 @@ class GradientPlan:
     def arrange(
         self, sparse: dict[int, int], order: tuple[int, ...], full_at: tuple[int, int]
     ) -> None:
-        """Create buckets for these arguments, which are equal on all ranks. Unchanged buckets are kept."""
+        """Create the buckets for these arguments, which are equal on all ranks. Unchanged buckets are kept.
+
+        Args:
+            sparse: number of sparse dimensions, by slot.
+            order: slots in the order in which they become ready.
+            full_at: sizes in bytes at which the first bucket, and any other, is closed.
+        """
         wanted = sparse, order, full_at
         if not self.buckets or wanted != (self.sparse, self.order, self._full_at):
             self.sparse, self.order, self._full_at = wanted
             self._build()
 
     def renew(self) -> None:
-        """Allocate the same buckets in new memory, because collectives in flight may still write to the current one."""
+        """Allocate the same buckets in new memory, because collectives in flight may still write to the current
+        memory.
+        """
         scales = [bucket.scales for bucket in self.buckets]
         self._build()
         for bucket, scale in zip(self.buckets, scales, strict=True):
@@ -155,7 +163,7 @@ class GradientPlan:
             self._add(self._bucket(each, [slot.parameter for slot in slots]), slots)
 
     def _planned(self, dense: Sequence[Slot]) -> list[bucket_plan.Bucket]:
-        """Return buckets of indices into ``dense``.
+        """Return the buckets for dense slots. Their members are indices into ``dense``.
 
         With a user-defined compression, each gradient has its own bucket.
         """

@@ -1,4 +1,5 @@
-"""Scheduling of gradient reductions: counts backward passes, launches full buckets in plan order, and waits for them.
+"""Schedules the reduction of gradients: counts backward passes, launches full buckets in plan order, and waits for
+them.
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
@@ -6,10 +7,10 @@ been launched. Before a plan is first used in a generation, the ranks compare it
 launch nothing earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined ranks can
 follow each of them: see `elastic.optimizer.gradients.plan_agreement`.
 
-The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the
-script applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides which pass is the last.
-If none is recognized as the last, or if ranks run the passes of two optimizers in different orders,
-`GradientReducer.finish` completes the step.
+The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
+applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides which pass is the last. If none is
+recognized as the last, or if ranks run the passes of two optimizers in different orders, `GradientReducer.finish`
+completes the step.
 
 Gradient hooks run in the middle of backward and therefore never raise an interruption. A hook that cannot launch marks
 the generation as broken and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
@@ -74,7 +75,7 @@ _made: collections.Counter[int] = collections.Counter()
 
 
 class GradientReducer:
-    """Reducer of the gradients of one optimizer.
+    """Reduces the gradients of one optimizer.
 
     All methods except the hooks must be called from the training thread.
     """
@@ -157,7 +158,7 @@ class GradientReducer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, or None after garbage collection."""
+        """Return the optimizer, or None if it was garbage-collected."""
         return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
@@ -183,8 +184,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Set every parameter's ``grad`` to the reduced gradient. Collective.
 
-        Parameters without a gradient contribute zeros and receive one. Nothing is done if the last backward pass
-        already did it, or if this rank is not in the process set.
+        Parameters without a gradient contribute zeros and receive one. Does nothing if the last backward pass has
+        already completed the reduction, or if this rank is not in the process set.
 
         Raises:
             PeerLost: a rank was lost.
@@ -370,7 +371,9 @@ class GradientReducer:
         return True
 
     def members(self, world: Context) -> tuple[int, ...] | None:
-        """Return the ranks to average over. None means all ranks. The result is empty if this rank is not a member."""
+        """Return the ranks over which gradients are averaged. None means all ranks. Empty if this rank is not a
+        member.
+        """
         try:
             return self._members if self._locate(world) else ()
         except Invalid:
@@ -659,7 +662,7 @@ class GradientReducer:
                 parameter.grad.copy_(gradient)
 
     def plan_replaced(self) -> None:
-        """See `plan_agreement.Owner`."""
+        """Discard the agreed plan, because the other ranks have agreed on another one. See `plan_agreement.Owner`."""
         self._agreed = None
         self._known_pass = -1
 

@@ -10,7 +10,7 @@ from elastic.state.snapshots.pinned import PinnedCopy
 
 
 class HostStepFlag:
-    """One element of a bucket.
+    """One element of a bucket that holds the step flag, and its copy on the host.
 
     On a GPU, the copy overlaps with the wait for later buckets.
     """
@@ -28,7 +28,7 @@ class HostStepFlag:
             self._copy.follow(self._mark.device, self._mark.nbytes)
 
     def read(self, op: Op) -> StepFlag:
-        """Return the flag. Requires `fetch`.
+        """Return the flag. Call `fetch` before.
 
         Raises:
             DeviceLost: the copy did not complete.

@@ -1,7 +1,7 @@
-"""Participation of a joined rank in the steps of an optimizer: it contributes zeros, and its own state does not change.
+"""Lets a joined rank take part in the steps of an optimizer: it contributes zeros, and its own state does not change.
 
-This module also has the exchanges by which ranks agree on a plan, since both sides must match. Their meaning is defined
-in `plan_agreement`. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
+This module also has the exchanges by which ranks agree on a plan, because both sides must match. Their meaning is
+defined in `plan_agreement`. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Members = tuple[int, ...] | None
 
 
 def channel_device(known: Plans, device: torch.device) -> torch.device:
-    """Return the device of the next agreement.
+    """Return the device on which the next agreement takes place.
 
-    The first agreement is on ``device``, with the group of the gradients. All others are on the CPU with their own
-    group, since each GPU communicator uses memory and must be launched in the same order as all others.
+    The first agreement is on ``device``, with the group of the gradients. Later agreements are on the CPU with a group
+    of their own, because each GPU communicator uses memory and must be launched in the same order as all others.
     """
     return CPU if known.agreed else device
 
@@ -53,7 +53,9 @@ def compare(group: Collectives, device: torch.device, vector: list[int]) -> Plan
     Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
 
     Args:
-        vector: the result of `plan_agreement.vector`.
+        group: the ranks.
+        device: device of the group.
+        vector: result of `plan_agreement.vector`.
     """
     numbers, work = propose(group, device, vector)
     work.wait()
@@ -74,10 +76,13 @@ def share_order(
     own: Sequence[int] | None,
     parameters: int,
 ) -> tuple[int, ...]:
-    """Return the order of the gradients on rank ``source``.
+    """Return the order of the gradients on rank ``source``, on all ranks.
 
     Args:
-        own: None on a rank that has joined.
+        group: the ranks.
+        device: device of the group.
+        source: the rank that sends its order, or None.
+        own: the order on this rank, or None if it has joined.
     """
     assert source is not None
     if not parameters:
@@ -133,17 +138,20 @@ def send_layout(
     """Send a plan from rank ``source`` to all joined ranks.
 
     Args:
-        layout: None if there is no plan.
+        group: the ranks.
+        device: device of the group.
+        source: the rank that sends.
+        layout: the plan, or None if there is none.
     """
     assert source is not None
     share_bytes(group, device, source, b"" if layout is None else layout.encode())
 
 
 def receive_layout(group: Collectives, device: torch.device, source: int) -> StepPlan:
-    """Receive the plan of `send_layout`.
+    """Receive the plan that `send_layout` sends.
 
     Raises:
-        StateMismatch: there is no plan.
+        StateMismatch: the sender has no plan.
     """
     data = share_bytes(group, device, source)
     if not data:
@@ -173,7 +181,7 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """Participation in the steps of one plan. The reduction of the plan's first buffer ends when other ranks step."""
+    """Takes part in the steps of one plan. The reduction of the plan's first buffer ends when the other ranks step."""
 
     def __init__(
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED

@@ -1,4 +1,4 @@
-"""Tuning of glibc's malloc so that the memory of gradients stays in the process between steps. Acts once per process.
+"""Tunes glibc's malloc so that the memory of gradients stays in the process between steps. Acts once per process.
 
 Backward allocates every gradient, which is freed as soon as it was copied into its bucket. By default, glibc returns
 such large blocks to the system, and in the next step the kernel allocates them again, page by page and filled with
@@ -27,7 +27,7 @@ _MOST_TOLD = (1 << 31) - 1  # mallopt takes an int.
 
 
 class MallocTuning:
-    """Malloc settings of a process.
+    """Settings of malloc in a process.
 
     Args:
         libc: library with ``mallopt`` and ``malloc_trim``.
@@ -42,10 +42,10 @@ class MallocTuning:
         self._trimmed = False
 
     def keep(self, largest: int, freed: int = 0) -> None:
-        """Keep freed gradients in the process from now on. The limits never decrease.
+        """Make malloc keep the memory of freed gradients from now on. The limits never decrease.
 
         Args:
-            largest: size in bytes of the largest gradient.
+            largest: size of the largest gradient in bytes.
             freed: bytes of gradients that a step frees, or that exist at once.
         """
         if self._mallopt is None or max(largest, freed) < LARGE_BYTES:

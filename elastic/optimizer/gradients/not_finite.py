@@ -1,4 +1,4 @@
-"""Digests of the parameters at the step whose reduced gradients first became infinite or NaN.
+"""Digests of the parameters at the step in which the reduced gradients first became infinite or NaN.
 
 One step later, these gradients have corrupted all replicas in the same way. Before the optimizer steps, the parameters
 of a rank with faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model,
@@ -30,7 +30,9 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return two scalars that are finite if and only if all elements are; none for integers. Does not synchronize."""
+    """Return two scalars that are finite if and only if all elements are. The result is empty for integers. Does not
+    synchronize.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel() or not tensor.is_floating_point():
@@ -40,7 +42,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def examined(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a shard's gradient that are examined, the same ones on all ranks."""
+    """Return the elements of a shard's gradient that are examined. They are the same on all ranks."""
     if gradient.is_cuda or gradient.nbytes <= WHOLE_BYTES:
         return gradient
     return (
@@ -72,7 +74,7 @@ class FirstNotFinite:
         The first observation is kept until the gradients are finite again.
 
         Args:
-            of: identifies the reducer.
+            of: name of the reducer.
             samples: parts of the reduced gradients.
             parameters: parameters by name, for the digest.
         """
@@ -86,7 +88,7 @@ class FirstNotFinite:
             self._found[of] = digest((name, each.detach()) for name, each in parameters)
 
     def began(self) -> None:
-        """Reset, since all ranks have received the same new state."""
+        """Discard all observations, because all ranks have received the same new state."""
         self._missed = False
         for each in (self._found, self._committed, self._odd, self._fine):
             each.clear()
@@ -114,7 +116,7 @@ class FirstNotFinite:
         return bool(self._odd)
 
     def digest(self) -> int | None:
-        """Return the digest. Ranks with equal parameters have equal digests.
+        """Return the digest of the parameters at the first such step. Ranks with equal parameters have equal digests.
 
         Returns None without an observation, or with several optimizers. A joined rank has not seen the observations of
         an older plan, so ranks may have observed different numbers of optimizers.

@@ -55,7 +55,9 @@ _VALUES: dict[Op, dict[StepFlag, float]] = {
 
 
 def mark_value(op: Op, mark: StepFlag) -> float:
-    """Return the value that a rank sends. ``op`` is the reduction as sent, for example SUM for an average."""
+    """Return the number by which a rank sends a step flag. ``op`` is the reduction as sent, for example SUM for an
+    average.
+    """
     return _VALUES[op][mark]
 
 
@@ -79,7 +81,9 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
 
 
 class BucketSpec(msgspec.Struct, frozen=True):
-    """Buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without an index."""
+    """Description of a buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without an
+    index.
+    """
 
     elements: int
     dtype: str
@@ -87,7 +91,9 @@ class BucketSpec(msgspec.Struct, frozen=True):
 
 
 class Sparse(msgspec.Struct, frozen=True):
-    """Sparse gradient with gathered entries. ``number`` is its index among all trainable parameters."""
+    """Description of a sparse gradient whose entries are gathered. ``number`` is its index among all trainable
+    parameters.
+    """
 
     number: int
     shape: tuple[int, ...]
@@ -128,7 +134,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class ComparisonPoint(enum.IntEnum):
-    """Point of a step at which a rank compares its plan with other ranks."""
+    """Point in a step at which a rank compares its plan with those of other ranks."""
 
     LAST_PASS = 0  # the plans are compared at the end of the last backward pass of a step
     # the plans are compared at the end of a backward pass that is not the last on this rank
@@ -137,10 +143,10 @@ class ComparisonPoint(enum.IntEnum):
 
 
 class PlanProposal(NamedTuple):
-    """What a rank with data states about its plan. The ranks learn the least and the greatest value of each field.
+    """What a rank with data reports about its plan. The ranks receive the least and the greatest value of each field.
 
     Attributes:
-        digest: digest of the plan. Must be equal on all ranks, as must the next three.
+        digest: digest of the plan. Must be equal on all ranks, as must the next three fields.
         parameters: number of all parameters, including frozen ones.
         replaces: previous number of the optimizer's plan in this generation, or -1.
         anew: 1 if the current step starts over because the parameters have changed, else 0.
@@ -167,7 +173,7 @@ class PlanProposal(NamedTuple):
 
     @property
     def compared(self) -> tuple[int, int, int, int]:
-        """The values that must be equal on all ranks."""
+        """Return the values that must be equal on all ranks."""
         return self.digest, self.parameters, self.replaces, self.anew
 
 
@@ -179,7 +185,7 @@ VECTOR = 2 * _FIELDS + 1 + MAX_PLANS
 
 
 def order_digest(order: Sequence[int]) -> int:
-    """Return a digest of 56 bits."""
+    """Return a digest of an order of gradients, a number of 56 bits."""
     digest = hashlib.blake2b(repr(tuple(order)).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
@@ -198,13 +204,13 @@ def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
 
 
 class PlanVerdict(NamedTuple):
-    """Result of the comparison, equal on all ranks.
+    """Result of a comparison of plans, equal on all ranks.
 
     Attributes:
-        least: the least value of each field over all ranks with data. Meaningless if there are none.
-        greatest: the greatest.
+        least: least value of each field of the proposals. Meaningless if no rank has data.
+        greatest: greatest value of each field.
         joined: whether any rank has joined.
-        taken: for each number, 1 if the number can't be reused on some rank, else 0.
+        taken: for each number, 1 if the number cannot be reused on some rank, else 0.
     """
 
     least: PlanProposal
@@ -214,32 +220,32 @@ class PlanVerdict(NamedTuple):
 
     @property
     def source(self) -> int | None:
-        """Lowest rank with remaining data, or None."""
+        """Return the lowest rank that still has data, or None."""
         return None if self.greatest.rank == _NOTHING else self.least.rank
 
     @property
     def equal(self) -> bool:
-        """Whether the plans of all ranks are equal."""
+        """Return whether the plans of all ranks are equal."""
         return self.least.compared == self.greatest.compared
 
     @property
     def alike(self) -> bool:
-        """Whether the same parameters require a gradient on all ranks."""
+        """Return whether the same parameters require a gradient on all ranks."""
         return self.least.trains == self.greatest.trains
 
     @property
     def same_order(self) -> bool:
-        """Whether all ranks with data have the same order of gradients. An equal order need not be sent."""
+        """Return whether all ranks with data have the same order of gradients, so that it need not be sent."""
         return self.alike and self.least.order == self.greatest.order
 
     @property
     def last(self) -> bool:
-        """Whether this is the end of the step's last backward pass on all ranks."""
+        """Return whether, on all ranks, this is the end of the step's last backward pass."""
         return self.greatest.point == ComparisonPoint.LAST_PASS
 
     @property
     def again(self) -> bool:
-        """Whether to compare again in step(), because ranks are in backward passes of different optimizers."""
+        """Return whether to compare again in step(), because ranks are in backward passes of different optimizers."""
         differ = not self.equal or (
             self.least.twin != self.greatest.twin and self.greatest.twins > 1
         )
@@ -247,7 +253,7 @@ class PlanVerdict(NamedTuple):
 
 
 def verdict(reduced: Sequence[int]) -> PlanVerdict:
-    """Read the greatest of all ranks' vectors, element by element."""
+    """Return the result of a comparison, from the element-wise maximum of all ranks' vectors."""
     greatest = PlanProposal(*reduced[:_FIELDS])
     least = PlanProposal(*(-value for value in reduced[_FIELDS : 2 * _FIELDS]))
     joined, *taken = reduced[2 * _FIELDS :]
@@ -258,14 +264,14 @@ def verdict(reduced: Sequence[int]) -> PlanVerdict:
 
 
 class Owner(Protocol):
-    """Reducer of gradients."""
+    """Interface of a reducer that owns a plan."""
 
     def plan_replaced(self) -> None:
-        """Called if the other ranks agreed on another plan for this optimizer while this rank had joined."""
+        """Handle that the other ranks agreed on another plan for this optimizer while this rank had joined."""
 
 
 class AgreedPlan:
-    """A numbered plan, and its optimizer on this rank."""
+    """A plan that was agreed on, with its number and its reducer on this rank."""
 
     def __init__(self, number: int, layout: StepPlan, owner: Owner | None) -> None:
         self.number = number
@@ -284,7 +290,7 @@ class AgreedPlan:
 
 
 class Plans:
-    """Plans of the same ranks in one generation."""
+    """The plans that the same ranks have agreed on in one generation."""
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
@@ -292,11 +298,13 @@ class Plans:
 
     @property
     def channel(self) -> str:
-        """The group for the next agreement. The first agreement uses the gradients' own group, which is still idle."""
+        """Return the name of the group for the next agreement. The first agreement uses the gradients' own group,
+        which is idle.
+        """
         return CHANNEL if self.agreed else GRADIENTS
 
     def taken(self) -> list[int]:
-        """For each number, return 1 if this rank still uses the number, else 0."""
+        """Return, for each number, 1 if this rank still uses the number, else 0."""
         taken = [int(each.taken) for each in self.agreed[:MAX_PLANS]]
         return taken + [0] * (MAX_PLANS - len(taken))
 
@@ -315,7 +323,8 @@ class Plans:
         Args:
             number: number of the plan.
             layout: the plan.
-            owner: its reducer; None on a rank that has joined, where the reducer of a replaced plan is notified.
+            owner: reducer of the plan, or None on a rank that has joined. There, the reducer of a replaced plan is
+                notified.
         """
         if self.agreed:
             self.channel_open = True  # This agreement used that group.

@@ -1,4 +1,5 @@
-"""Progress of a step: which gradients have arrived, and which backward pass is the last. Pure: no I/O, no clock.
+"""Tracks the progress of a step: which gradients have arrived, and which backward pass is the last. Pure: no I/O, no
+clock.
 
 A step begins with its first gradient, or in `finish` if it has none::
 
@@ -41,7 +42,7 @@ class PlanState(enum.Enum):
 
 
 class PassEnd(enum.Enum):
-    """Decision at the end of a backward pass."""
+    """What a reducer does at the end of a backward pass."""
 
     NOTHING = enum.auto()  # Do nothing: another pass follows, or finish() reduces.
     LAUNCH = enum.auto()  # Launch the remaining buckets, because this was the last pass.
@@ -77,7 +78,7 @@ class StepProgress:
         self.clear()
 
     def clear(self) -> None:
-        """End or abandon the step."""
+        """Return to IDLE, because the step has ended or is abandoned."""
         self.phase = StepPhase.IDLE
         self.complete = self.partial = self.ended = 0
 
@@ -151,6 +152,6 @@ class StepProgress:
 
 
 def end_counts(slots: Iterable[CountedSlot]) -> None:
-    """Take no further gradient in this step."""
+    """Mark all slots as complete, so that further gradients do not belong to this step."""
     for slot in slots:
         slot.passes_left = 0

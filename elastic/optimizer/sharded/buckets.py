@@ -104,12 +104,12 @@ class ShardBucket:
 
     @property
     def sent_elements(self) -> int:
-        """Number of elements in each row of ``sent``, without the padding."""
+        """Return the number of elements in each row of ``sent``, without the padding."""
         return self.elements * (2 if self.dtype.is_complex else 1)
 
     @property
     def shared(self) -> bool:
-        """Whether the other ranks of the host can access the memory."""
+        """Return whether the other ranks of the host can access the memory of the buffers."""
         mine = arena.mine() if self.device.type == "cpu" else None
         at, size = self.places.data_ptr(), self.places.nbytes
         return mine is not None and mine.offset_of(at, size) is not None
@@ -133,9 +133,9 @@ class ShardBucket:
         """Begin a shard.
 
         Args:
-            merge: the merges that follow its gradient.
-            completes: whether it completes a partial, which is then divided by ``divisor``.
-            last: whether it is the last of this rank's shards.
+            merge: the merges that follow the shard's gradient.
+            completes: whether the shard completes a partial, which is then divided by ``divisor``.
+            last: whether the shard is the last of this rank's shards.
             divisor: divisor of the partial.
         """
         self.missing = len(self.parameters)
@@ -144,7 +144,7 @@ class ShardBucket:
         self._waiting.clear()
 
     def take(self, position: int) -> None:
-        """Process a parameter's gradient for the present shard when it is complete. The gradient may be None."""
+        """Process a parameter's gradient for the current shard when it is complete. The gradient may be None."""
         self._waiting.append(position)
         self.missing -= 1
         if not self._small[position]:
@@ -227,9 +227,9 @@ class ShardBucket:
         return [views[position] for views in self._views]
 
     def give(self, divisor: int) -> None:
-        """Set the parameters' gradients to views of the complete sum, also on a spare.
+        """Set the parameters' gradients to views of the complete sum. A rank without shards does the same.
 
-        A compressed sum is divided by ``divisor`` here. Others were divided before.
+        A compressed sum is divided by ``divisor`` here. All other sums were divided before.
         """
         if self.compressed:
             self._result.copy_(self.flat[0][: self.elements])

@@ -23,10 +23,12 @@ PIECE = 16  # Number of elements. The length of a piece is a multiple of it.
 def evaluate(
     program: Program, values: Sequence[Sequence[torch.Tensor]], divisor: int
 ) -> torch.Tensor:
-    """Return the sum at the root divided by ``divisor``.
+    """Return the value at the root of the tree, divided by ``divisor``.
 
     Args:
+        program: the operations.
         values: values by rank and place. They are overwritten.
+        divisor: divisor of the result.
     """
     stack: list[torch.Tensor] = []
     for each in program:

@@ -16,7 +16,7 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """Place of one trained parameter, and its remaining backward passes in the present shard."""
+    """The place of one trained parameter, and its remaining backward passes in the current shard."""
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 
@@ -28,10 +28,10 @@ class ShardSlot:
 
 
 class ShardPlan:
-    """Plan of one optimizer.
+    """The buckets and slots of one optimizer.
 
     Attributes:
-        slots: slots by id of the parameter.
+        slots: slots by ID of the parameter.
         order: the agreed order of the parameters, or None.
     """
 
@@ -64,7 +64,7 @@ class ShardPlan:
         memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
-        """Return the order that this rank proposes. It is the agreed order, or else the order observed in this step."""
+        """Return the order that this rank proposes: the agreed order, or else the order observed in this step."""
         count = len(self._trained)
         return (
             self.order or bucket_plan.seen_order(ready, count) or bucket_plan.expected_order(count)

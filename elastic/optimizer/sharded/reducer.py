@@ -1,4 +1,4 @@
-"""Scheduling of the sums of a step's shards: bucket by bucket during backward of the last shard.
+"""Schedules the sums of a step's shards: bucket by bucket during backward of the last shard.
 
 Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
 along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
@@ -43,14 +43,14 @@ PURPOSE = f"{GRADIENTS} of shards"
 
 
 class ShardReducer:
-    """Reducer of one optimizer.
+    """Sums the gradients of one optimizer over shards.
 
     Args:
         optimizer: the optimizer.
         names: names of its parameters.
         shards: the shards of each step.
         op: AVERAGE over shards, or SUM.
-        compression: a built-in one, which only changes the dtype.
+        compression: a built-in compression, which only changes the dtype.
         passes: number of backward passes per shard.
         sparse_as_dense: whether to convert sparse gradients to dense ones.
     """
@@ -130,17 +130,17 @@ class ShardReducer:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The agreed order of the trained parameters, or None until the ranks have agreed."""
+        """Return the agreed order of the trained parameters, or None until the ranks have agreed."""
         return self._plan.order
 
     @property
     def launched(self) -> int:
-        """Number of buckets of the current step that were launched."""
+        """Return the number of buckets of the current step that were launched."""
         return self._launched
 
     @property
     def pending(self) -> bool:
-        """Whether the loop over the shards of a step is in progress."""
+        """Return whether the loop over the shards of a step is in progress."""
         return self._step is not None and self.shards.present is not None
 
     def set_passes(self, passes: int) -> None:
@@ -302,7 +302,9 @@ class ShardReducer:
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
-        """Process the remaining parameters. These have no gradient, or fewer passes than other parameters."""
+        """Process the parameters that remain at the end of a shard: they have no gradient, or fewer passes than
+        others.
+        """
         for slot in self._plan.slots.values():
             if slot.passes_left:
                 slot.passes_left = 0
@@ -492,7 +494,7 @@ class ShardReducer:
 
 
 def _largest(extremes: Sequence[torch.Tensor]) -> float:
-    """Return the largest absolute value, infinity for NaN, 0.0 for none. Waits for a GPU once."""
+    """Return the largest absolute value, infinity for NaN, 0.0 if there are no values. Waits once for a GPU."""
     if extremes and extremes[0].is_cuda:
         devices = {each.device for each in extremes}
         found = [

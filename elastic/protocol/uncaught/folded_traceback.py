@@ -1,12 +1,12 @@
-"""An exception as Python prints it, with the frames of this package folded into one line, by file names alone.
+"""Formats an exception as Python prints it, with the frames of this package folded into one line, by file names alone.
 
       File "train.py", line 21, in <module>
         train(state)
       [4 frames of elastic, --verbose shows them]
       File "train.py", line 15, in train
 
-More than LONG library frames between two of the script are folded, too, since trainers have dozens. Library frames
-below the last one of the script, in which the exception was raised, are shown.
+More than LONG library frames between two frames of the script are folded too, because trainers have dozens. Library
+frames below the last frame of the script, in which the exception was raised, are shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OURS, SCRIPT = "elastic", ""
 
 
 def library_of(file: str) -> str:
-    """Return the top-level package of a file, such as ``torch``; SCRIPT for the user's own."""
+    """Return the top-level package of a file, such as ``torch``, or SCRIPT for the user's own files."""
     if os.path.abspath(file).startswith(_OURS):
         return OURS
     if _INSTALLED in file:
@@ -80,7 +80,7 @@ def _runs(
 
 
 def folded(error: BaseException) -> str:
-    """Format an exception like Python, but shorter. Omits causes that have only frames of this package."""
+    """Format an exception as Python does, but shorter. Causes that have only frames of this package are omitted."""
     shown = traceback.TracebackException.from_exception(error)
     _fold(shown)
     return "".join(shown.format())
@@ -101,7 +101,7 @@ def _fold(shown: traceback.TracebackException) -> None:
 
 
 def whole(error: BaseException) -> str:
-    """Format an exception like Python."""
+    """Format an exception as Python does."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
@@ -132,7 +132,9 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of the script, such as ``train.py:12``, or an empty result if there is none."""
+    """Return the innermost line of the script in an exception's traceback, such as ``train.py:12``. Empty if there
+    is none.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if library_of(frame.filename) == SCRIPT:

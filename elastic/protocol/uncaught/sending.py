@@ -28,9 +28,9 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
     ``digest`` is equal for exceptions of the same classes raised at the same lines.
 
     Args:
-        line: ``train.py:12``, or empty.
-        peer: it was raised because another worker was lost or has failed.
-        driver: because the driver was.
+        line: line of the script, as ``train.py:12``, or empty.
+        peer: whether it was raised because another worker was lost or has failed.
+        driver: whether it was raised because the driver was lost.
     """
 
     digest: str
@@ -75,8 +75,8 @@ def because_of_a_peer(error: BaseException) -> bool:
 
 
 def _of_a_framework(error: BaseException) -> BaseException:
-    """Return the original error of a collective inside a TensorFlow graph, for which the script sees TensorFlow's
-    error.
+    """Return the original error of a collective inside a TensorFlow graph. The script sees TensorFlow's own error
+    instead.
     """
     bridge = sys.modules.get("elastic.tensorflow.bridge")
     original = getattr(bridge, "original", None)
@@ -85,7 +85,7 @@ def _of_a_framework(error: BaseException) -> BaseException:
 
 
 def _sendable(text: str) -> str:
-    """Replace invalid UTF-8, and shorten the text to ``LIMIT``."""
+    """Return a text without invalid UTF-8, shortened to ``LIMIT`` characters."""
     if len(text) > LIMIT:
         left = len(text) - LIMIT
         text = f"{text[: LIMIT // 2]}\n... {left} characters ...\n{text[-(LIMIT // 2) :]}"
@@ -111,7 +111,9 @@ def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bo
 
 
 def _written(fd: int, data: memoryview) -> bool:
-    """Write all data. Return False if the agent reads nothing for READ_S seconds, because it is stopped or busy."""
+    """Write all data to the pipe. Return False if the agent reads nothing for READ_S seconds, because it is stopped
+    or busy.
+    """
     os.set_blocking(fd, False)
     while data:
         if not select.select([], [fd], [], READ_S)[1]:

@@ -13,7 +13,7 @@ from types import TracebackType
 
 
 def leave_path(environ: MutableMapping[str, str]) -> None:
-    """Remove this folder from PYTHONPATH. A preloaded process does this for the environment that it receives."""
+    """Remove this folder from PYTHONPATH. A preloaded process does this in the environment that it receives."""
     here = os.path.dirname(os.path.abspath(__file__))
     paths = environ.get("PYTHONPATH", "").split(os.pathsep)
     if here in paths:
