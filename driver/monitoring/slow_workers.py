@@ -106,7 +106,7 @@ class SlowWorkers(ViewReader):
                 for worker in self.current:
                     self._end(worker, SlowEnd.JOB_ENDED, now)
             case _:
-                self._end(worker, SlowEnd.RECOVERED, now)
+                pass
 
     def _named(self, about: Reason, now: float) -> None:
         """Compare the driver's list of stragglers with the current ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -86,7 +87,7 @@ def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_
     monkeypatch, tmp_path, capfd
 ):
     def full(*_: object) -> None:
-        raise Invalid("No space left on device")
+        raise Invalid(os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(run_report, "write_page", full)
     command = ["--report", str(tmp_path / "r.html"), "-np", "1", "true"]
@@ -94,4 +95,4 @@ def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_
     job = cli.make_job(cli.read_options(command, {}), {**os.environ})
     outcome = asyncio.run(start(job))
     assert (outcome.code, outcome.unreported) == (0, True)
-    assert "error: No space left" in capfd.readouterr().err
+    assert os.strerror(errno.ENOSPC) in capfd.readouterr().err
