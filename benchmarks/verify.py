@@ -97,7 +97,7 @@ class Injection:
 
 @dataclass(frozen=True)
 class InjectionResult:
-    """What became of an injection.
+    """Outcome of an injection.
 
     Attributes:
         named: ranks that were fenced for wrong gradients.

@@ -20,12 +20,12 @@ KEPT = 200  # workers stored; later ones are only counted
 
 
 class SlowEnd(enum.Enum):
-    """What ended the last slow period of a worker."""
+    """Cause of the end of a worker's last slow period."""
 
     RECOVERED = "recovered"  # its speed exceeded the factor again
     REPLACED = "replaced"  # by a standby (--replace-stragglers)
     LEFT = "left"  # the worker left the world for another reason, or was lost
-    WORLD_ENDED = "world ended"  # speeds are measured anew in the next world
+    WORLD_ENDED = "world ended"  # speeds are measured again in the next world
     JOB_ENDED = "job ended"
 
 

@@ -24,7 +24,7 @@ UNANSWERED_S = 2.0
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does after a commit.
+    """Actions of a rank after a commit.
 
     Args:
         begin: number of the request for which this commit is written, or None.

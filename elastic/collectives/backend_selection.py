@@ -44,7 +44,7 @@ class Shareable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank publishes before the backend is selected.
+    """Data that one rank publishes before the backend is selected.
 
     ``control`` is a control block for the group of its host, used if this rank is the first there. ``staging`` is the
     offset of the rank's staging in its arena. ``cores`` is a mask of the cores on which the rank may run, lowest first.

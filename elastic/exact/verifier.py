@@ -27,7 +27,7 @@ PURPOSE = "means over shards"
 
 
 class FirstStep(NamedTuple):
-    """What a rank reports in the first step of a world.
+    """Report of a rank in the first step of a world.
 
     Attributes:
         arithmetic: digest of the rank's arithmetic.
@@ -49,7 +49,7 @@ class FirstStep(NamedTuple):
 
 
 class Conspicuous(NamedTuple):
-    """What a rank reports in each step about gradients that are infinite, NaN, or much larger than usual.
+    """Report of a rank in each step about gradients that are infinite, NaN, or much larger than usual.
 
     Attributes:
         shard: the first shard with such a gradient that is not checked anyway, or -1.

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class RayOptions(TypedDict, total=False):
-    """Options of `elastic.ray.run` and `Executor`. The default of each is None or False."""
+    """Options of `elastic.ray.run` and `Executor`; None or False by default."""
 
     standbys: int | None
     elastic_timeout: float | None
@@ -35,7 +35,7 @@ class RayOptions(TypedDict, total=False):
 
 
 class LaunchOptions(RayOptions, total=False):
-    """Options of `elastic.launch`. The default of each is None or False."""
+    """Options of `elastic.launch`; None or False by default."""
 
     np: int | None
     min_np: int | None

@@ -172,7 +172,7 @@ class HeldCommitShards(Value):
 
 
 class ShardsHeld(Value):
-    """What a worker with a sharded state contributes to the next world.
+    """Contribution of a worker with a sharded state to the next world.
 
     Args:
         copies: number of copies of each shard, as given to the state.
@@ -364,7 +364,7 @@ class Resumed(Message):
 
 
 class Progress(Message):
-    """What the training thread does: whether it waits in a collective, or is in a long phase.
+    """Activity of the training thread: whether it waits in a collective, or is in a long phase.
 
     Sent when it has waited in one collective for a while, when that wait ends, and at both ends of a phase that the
     user marks as long. Steps without a long wait send nothing.

@@ -33,7 +33,7 @@ OPENINGS = re.compile(
     r"(Who|Whose|Whom|Whoever|Nobody|Somebody|What|Whatever|Those|That|Others|It|They|Of)\b"
 )
 # A ratchet for each kind: lower it to what is reached, never raise it.
-MOST = {"help": 0, "docs": 2, "messages": 18, "docstrings": 6, "first lines": 7, "comments": 3}
+MOST = {"help": 0, "docs": 0, "messages": 16, "docstrings": 5, "first lines": 0, "comments": 1}
 
 
 class Prose(NamedTuple):

@@ -32,7 +32,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Build:
-    """What `probe` has found out about torch. ``trouble`` is a clause with the problem if torch could not be
+    """Result of `probe` about torch. ``trouble`` is a clause with the problem if torch could not be
     queried.
     """
 

@@ -1,4 +1,4 @@
-"""What each slot of a job did over time: rows of spans for a timeline, sizes of the job's worlds, recoveries.
+"""Activity of each slot of a job over time: rows of spans for a timeline, sizes of the job's worlds, recoveries.
 
 Pure: no I/O, no clock.
 

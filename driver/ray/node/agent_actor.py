@@ -48,7 +48,7 @@ Line = tuple[str, str]  # level and text of a log line
 
 @dataclass(frozen=True)
 class RayProcess:
-    """What Ray knows about the process of the actor.
+    """Information from Ray about the process of the actor.
 
     Args:
         given: the ``env_vars`` of its runtime_env.

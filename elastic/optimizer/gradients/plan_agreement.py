@@ -143,7 +143,7 @@ class ComparisonPoint(enum.IntEnum):
 
 
 class PlanProposal(NamedTuple):
-    """What a rank with data reports about its plan. The ranks receive the least and the greatest value of each field.
+    """Report of a rank with data about its plan. The ranks receive the least and the greatest value of each field.
 
     Attributes:
         digest: digest of the plan. Must be equal on all ranks, as must the next three fields.

@@ -42,7 +42,7 @@ class PlanState(enum.Enum):
 
 
 class PassEnd(enum.Enum):
-    """What a reducer does at the end of a backward pass."""
+    """Actions of a reducer at the end of a backward pass."""
 
     NOTHING = enum.auto()  # Do nothing: another pass follows, or finish() reduces.
     LAUNCH = enum.auto()  # Launch the remaining buckets, because this was the last pass.

@@ -1,1 +1,1 @@
-"""What the estimators of all frameworks share: parameters, stores and backends."""
+"""Common code of the estimators of all frameworks: parameters, stores and backends."""
