@@ -86,6 +86,8 @@ def test_job_when_it_ends_then_the_newest_checkpoint_is_logged_if_it_did_not_suc
 def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_not(
     monkeypatch, tmp_path, capfd
 ):
+    why = os.strerror(errno.ENOSPC)
+
     def full(*_: object) -> None:
         raise Invalid(os.strerror(errno.ENOSPC))
 

@@ -109,7 +109,7 @@ def test_slot_when_its_worker_computed_wrongly_then_it_is_shown_until_an_operato
         page.view.note(events.TimePassed(), [events.KillWorker(B, wrong)], 20.0)
         (shown,) = page.state.values["quarantined"]
         assert shown == {"place": place, "slot": "h:1", **facts, "agreed": 9}
-    assert sum("fe on h:0#1" in line for line in status(page.full(21.0))) == 1
+    assert sum(f"{facts['right']} on {A}" in line for line in status(page.full(21.0))) == 1
     answer = events.AnswerRequest(1, True, because(ReasonKind.DRAINS_NO_MORE, host="h"))
     page.view.note(events.DrainRequested(1, "h", True), [answer], 22.0)
     assert not page.state.values["quarantined"]
