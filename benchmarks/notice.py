@@ -1,10 +1,10 @@
 """Cost for the other workers when the end of a machine is announced.
 
-The job has two hosts with two workers each. One host announces its end two seconds ahead: its workers leave, and
-remaining ones are killed after these two seconds.
-Then it counts as another machine, and its workers return. Results: steps that a
-survivor had to repeat, broken worlds, workers that had not left in time, and the longest gap between two steps of a
-survivor.
+The job has two hosts with two workers each. One host announces its end two seconds ahead. Its workers leave, and
+remaining ones are killed after these two seconds. Then the host counts as another machine, and its workers return.
+
+The results are the steps that a survivor had to repeat, broken worlds, workers that had not left in time, and the
+longest gap between two steps of a survivor.
 """
 
 from __future__ import annotations

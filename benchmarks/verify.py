@@ -1,21 +1,22 @@
-"""Wrong gradients injected into real jobs, and what became of them; and the cost of looking for them.
+"""Detection of wrong gradients that are injected into real jobs, and the cost of the checks.
 
     python benchmarks/verify.py [--injections 1000] [--first 0] [--verify 0.0625] [--jobs 2] [--seed 0] [--json FILE]
     python benchmarks/verify.py --read FILE ...
     python benchmarks/verify.py --cost [--models mlp gpt] [--steps 256] [--ranks 4] [--json FILE]
 
-An injection is one job of 4 workers, under elasticrun, with 8 shards: from a drawn step on, a bit is flipped in
-gradients of one worker, or in a product of one of its models, in each pass or in some (see `Injection`). Half of the
-faults begin in a step in which the worker is checked, the others in any step. Counted are those that are
-found, after how many steps, innocent workers that were named, and jobs whose commits, up to the last one, have the bits
-of an undisturbed process. Of a step that was repeated, the last commit counts. A fault that changes no bit of any
-commit is no fault, and counted by itself.
+An injection is one job of 4 workers, under elasticrun, with 8 shards. From a drawn step on, a bit is flipped in
+gradients of one worker, or in a product of one of its models, in each pass or in some passes (see `Injection`). Half of
+the faults begin in a step in which the worker is checked, and the others in any step.
+
+The benchmark counts the faulty workers that are found, the steps until then, and innocent workers that were named. It
+also counts the jobs in which all commits have the bits of an undisturbed process. If a step was repeated, its last
+commit counts. A fault that changes no bit of any commit is counted separately.
 
 `--read` shows the results of several earlier calls, each with `--json`, as one table.
 
-`--cost` compares steps of `Shards(verify=...)` with those of `Shards()`, by turns in the same processes: medians of
-steps with checks and of others. Checks are more frequent than with `verify=1/64`, for which the mean is computed from
-both.
+`--cost` compares steps of `Shards(verify=...)` with those of `Shards()`, by turns in the same processes. The results
+are medians of steps with checks and of other steps. Checks are more frequent than with `verify=1/64`, for which the
+mean is computed from both.
 """
 
 from __future__ import annotations

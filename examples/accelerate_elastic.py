@@ -1,4 +1,4 @@
-"""An Accelerate loop whose workers may leave and join. The three lines for hvd-elastic are marked by (*).
+"""Train with an Accelerate loop whose workers may leave and join. The three lines for hvd-elastic are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/accelerate_elastic.py
 

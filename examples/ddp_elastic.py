@@ -1,10 +1,9 @@
-"""Trains with DistributedDataParallel, and continues when workers are lost or join.
-
-The lines that make a loop over steps elastic are marked. docs/pytorch.md shows the changes to a script with epochs.
+"""Train with DistributedDataParallel, and continue when workers are lost or join.
 
     elasticrun -np 3 --min-np 1 examples/ddp_elastic.py --steps 200
 
-The batch of a step is the same in every world; each rank takes its share of it.
+The lines that make a loop over steps elastic are marked. The batch of a step is the same in every world, and each rank
+takes its share of it. docs/pytorch.md shows the changes to a script with epochs.
 """
 
 from __future__ import annotations

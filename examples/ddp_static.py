@@ -1,6 +1,7 @@
-"""Trains a small network with DistributedDataParallel, as torch's own tutorial does. It uses only torch.
+"""Train a small network with DistributedDataParallel, as torch's own tutorial does. The script uses only torch.
 
-torchrun --nproc-per-node 2 examples/ddp_static.py elasticrun -np 2 examples/ddp_static.py
+torchrun --nproc-per-node 2 examples/ddp_static.py
+elasticrun -np 2 examples/ddp_static.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8). Uses only Horovod's API.
+"""Classify handwritten digits (scikit-learn's 1,797 images of 8 x 8). The script uses only Horovod's API.
 
     elasticrun -np 4 --min-np 1 python examples/digits.py
     python examples/kill_workers.py -- python examples/digits.py      # the same, with random SIGKILLs
 
-It ends with the test accuracy, and exits with 1 if that is below --target.
+The script prints the test accuracy at the end, and exits with 1 if it is below --target.
 """
 
 from __future__ import annotations

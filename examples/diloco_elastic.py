@@ -1,8 +1,9 @@
-"""DiLoCo on a small network: workers average the change of their parameters every 20 steps.
+"""Train a small network with DiLoCo: workers average the change of their parameters every 20 steps.
 
-elasticrun -np 3 --min-np 1 examples/diloco_elastic.py
+    elasticrun -np 3 --min-np 1 examples/diloco_elastic.py
 
-Kill a worker while it runs: the others keep their own steps, and its replacement starts from the outer parameters.
+Kill a worker while it runs: the other workers keep their own steps, and its replacement starts from the outer
+parameters.
 """
 
 import torch

@@ -1,4 +1,4 @@
-r"""Training with bit-identical results, even if workers join or die: the last line is the same in every run.
+r"""Train with bitwise identical results, even if workers join or die: the last line is the same in every run.
 
     OMP_NUM_THREADS=1 python examples/exact.py
     OMP_NUM_THREADS=1 elasticrun -np 3 --min-np 1 python examples/exact.py          # kill any of its processes

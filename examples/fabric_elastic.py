@@ -1,4 +1,4 @@
-"""A Fabric loop whose workers may leave and join. The lines for hvd-elastic are marked by (*).
+"""Train with a Fabric loop whose workers may leave and join. The lines for hvd-elastic are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/fabric_elastic.py
 

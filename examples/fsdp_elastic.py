@@ -1,4 +1,4 @@
-"""Trains a small transformer sharded by FSDP2, and continues when workers are lost or join; docs/sharded.md.
+"""Train a small transformer sharded by FSDP2, and continue when workers are lost or join. See docs/sharded.md.
 
 elasticrun -np 4 --min-np 2 examples/fsdp_elastic.py
 """

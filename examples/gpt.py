@@ -1,11 +1,11 @@
-"""A small GPT learns Python from the standard library's own source, byte by byte, while workers join and leave.
+"""Train a small GPT on the source of Python's standard library, byte by byte, while workers join and leave.
 
     elasticrun -np 4 --min-np 2 python examples/gpt.py      # or `make train`, which adds faults and a report
     python examples/gpt.py --steps 50                       # without a launcher: a world of one
 
-All code for elasticity is in `train`: the decorator, the state that contains the loader, and `commit`. The current rank
-0 appends one JSON object per step to OUT/metrics.jsonl, in which the last line of a step counts, and reports the same
-values for the page that `elasticrun --report FILE` writes.
+All code for elasticity is in `train`: the decorator, the state that contains the loader, and `commit`. Rank 0 of the
+current world appends one JSON object per step to OUT/metrics.jsonl. A repeated step has several lines, of which the
+last one counts. Rank 0 also reports the same values for the page that `elasticrun --report FILE` writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains a Flax model on handwritten digits with JAX, and continues when workers are lost or join; docs/jax.md.
+"""Train a Flax model on handwritten digits with JAX, and continue when workers are lost or join. See docs/jax.md.
 
 elasticrun -np 4 --min-np 2 examples/jax_elastic.py
 """

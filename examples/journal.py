@@ -1,6 +1,6 @@
-"""Reads the journal of `elasticrun --journal FILE` while the job runs: members, process IDs, events.
+"""Read the journal of `elasticrun --journal FILE` while the job runs: members, process IDs and events.
 
-One JSON object per line: ``{"at": seconds, "event": {...}, "actions": [{...}, ...]}``.
+The script prints one JSON object per line: ``{"at": seconds, "event": {...}, "actions": [{...}, ...]}``.
 """
 
 from __future__ import annotations

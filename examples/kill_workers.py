@@ -1,9 +1,9 @@
-"""Trains under faults: starts a script with elasticrun and kills random workers with SIGKILL.
+"""Start a script with elasticrun and kill random workers with SIGKILL.
 
     python examples/kill_workers.py -- python examples/digits.py
     python examples/kill_workers.py --every 2 --seed 7 --workers 4 -- python examples/digits.py
 
-The script needs no changes. Exits with the job's exit code.
+The script needs no changes. The exit code is that of the job.
 """
 
 from __future__ import annotations

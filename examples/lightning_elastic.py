@@ -1,4 +1,4 @@
-"""Lightning's Trainer with workers that may leave and join. The two lines for hvd-elastic are marked by (*).
+"""Train with Lightning's Trainer, whose workers may leave and join. The two lines for hvd-elastic are marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/lightning_elastic.py
 

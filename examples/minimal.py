@@ -1,9 +1,8 @@
-"""The smallest elastic training script: fits a line while workers join and leave.
+"""Fit a line while workers join and leave: the smallest elastic training script.
 
     elasticrun -np 4 --min-np 1 python examples/minimal.py
 
-Kill any of its processes, even rank 0: the others continue from the last commit. Without elasticrun, it is a world of
-one.
+Kill any of its processes, even rank 0: the others continue from the last commit. Without elasticrun, it trains alone.
 """
 
 from __future__ import annotations

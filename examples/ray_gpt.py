@@ -1,10 +1,11 @@
-"""The small GPT on a Ray cluster, from a laptop to hundreds of spot nodes. Workers join and leave with the nodes.
+"""Train the small GPT on a Ray cluster, from a laptop to hundreds of spot nodes.
 
     python examples/ray_gpt.py                                             # starts a local Ray
     RAY_ADDRESS=auto python examples/ray_gpt.py --workers 8 --min-workers 2   # on a node of a cluster
     ray job submit --working-dir examples -- python ray_gpt.py --workers 8
 
-Kill a node, or `ray drain-node` it, while this runs: the others continue from the last step.
+Workers join and leave with the nodes. Kill a node, or drain it with `ray drain-node`, while the script runs: the other
+workers continue from the last step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Train on a DataFrame of Spark with Horovod's estimator: handwritten digits (scikit-learn's 1,797 images of 8 x 8).
+"""Train on a DataFrame of Spark with Horovod's estimator, on handwritten digits.
 
     python examples/spark_digits.py                                   # two slots of this machine
     python examples/spark_digits.py --master 'local-cluster[3,1,1024]' --workers 3
 
-With an executor killed during the training, the others continue. Prints the accuracy on images that were not trained
-on, and exits with 1 if that is below --target.
+The data are scikit-learn's 1,797 images of 8 x 8. If an executor is killed during the training, the others continue.
+The script prints the accuracy on images that were not trained on, and exits with 1 if it is below --target.
 """
 
 from __future__ import annotations

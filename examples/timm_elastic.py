@@ -1,9 +1,9 @@
-"""A loop like timm's train.py, with EMA and AMP, whose workers may leave and join. Lines for hvd-elastic have (*).
+"""Train with a loop similar to timm's train.py, whose workers may leave and join. Lines for hvd-elastic have (*).
 
     elasticrun -np 3 --min-np 1 python examples/timm_elastic.py
 
-It uses DDP, autocast, a gradient scaler, clipping, a cosine schedule with warmup, and validation of averaged weights.
-Kill any of its processes, even rank 0: training continues in the middle of the epoch. See docs/pytorch.md.
+The loop uses DDP, autocast, a gradient scaler, clipping, a cosine schedule with warmup, and validation of averaged
+weights. Kill any of its processes, even rank 0: training continues in the middle of the epoch. See docs/pytorch.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Training of a small GPT under faults: one of four workers is killed and replaced, and later a fifth slot is added.
+"""Train a small GPT under faults: one of four workers is killed and replaced, and later a fifth slot is added.
 
     make train                                # or: python examples/train.py --out out
 
-Starts elasticrun with examples/gpt.py and injects faults from outside: after a third of the steps, it kills a worker
-with SIGKILL; after two thirds, host discovery lists another slot. At the end, it prints the output of `elasticrun
-explain`. The report is OUT/report.html.
+The script starts elasticrun with examples/gpt.py and injects faults from outside. After a third of the steps, it kills
+a worker with SIGKILL. After two thirds, host discovery lists another slot. At the end, the script prints the output of
+`elasticrun explain`. The report is OUT/report.html.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with workers that may leave and join. The line for hvd-elastic is marked by (*).
+"""Train with Hugging Face's Trainer, whose workers may leave and join. The line for hvd-elastic is marked by (*).
 
     elasticrun -np 3 --min-np 1 python examples/transformers_elastic.py
 

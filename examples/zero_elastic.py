@@ -1,4 +1,4 @@
-"""Trains with ZeroRedundancyOptimizer (ZeRO-1), and continues when workers are lost or join; docs/sharded.md.
+"""Train with ZeroRedundancyOptimizer (ZeRO-1), and continue when workers are lost or join. See docs/sharded.md.
 
 elasticrun -np 4 --min-np 2 examples/zero_elastic.py
 """

@@ -1,4 +1,4 @@
-"""Training that continues while workers join and leave, written for Horovod's API.
+"""Train a network with Horovod's elastic API while workers join and leave.
 
     horovodrun -np 3 --min-np 1 python horovod_elastic.py --epochs 5
 

@@ -1,9 +1,9 @@
-"""A small residual network with all techniques of large-batch training, on generated images of ten kinds.
+"""Train a small residual network on generated images of ten kinds, with the techniques of large-batch training.
 
     horovodrun -np 4 python horovod_imagenet.py --batches-per-allreduce 2 --fp16-allreduce
 
-It uses learning-rate warmup, gradient accumulation, compression, averaged metrics, and checkpoints written by rank 0.
-After a restart, it resumes from the last checkpoint that rank 0 finds.
+The script uses learning-rate warmup, gradient accumulation, compression, averaged metrics, and checkpoints written by
+rank 0. After a restart, it resumes from the last checkpoint that rank 0 finds.
 """
 
 import argparse

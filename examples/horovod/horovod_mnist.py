@@ -1,8 +1,8 @@
-"""A small convolutional network on handwritten digits, written for Horovod's API.
+"""Train a small convolutional network on handwritten digits with Horovod's API.
 
     horovodrun -np 2 python horovod_mnist.py --epochs 5
 
-Each worker sees its share of the images in every epoch; test loss and accuracy are averaged over the workers.
+Each worker trains on its share of the images in every epoch. The test loss and accuracy are averaged over the workers.
 """
 
 import argparse

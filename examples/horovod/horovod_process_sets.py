@@ -1,9 +1,9 @@
-"""An embedding table that is divided between workers, which exchange looked-up rows with alltoall.
+"""Divide an embedding table between workers, which exchange looked-up rows with alltoall.
 
     horovodrun -np 4 python horovod_process_sets.py --steps 50
 
-Even and odd ranks train one model each, independently: two process sets. Within a set, each worker owns a part of the
-table; the layers above it are the same on all of its workers and are trained with an optimizer of the set.
+Even and odd ranks are two process sets, which train one model each, independently. Within a set, each worker has a part
+of the table. The layers above the table are the same on all workers of a set, and an optimizer of the set trains them.
 """
 
 import argparse

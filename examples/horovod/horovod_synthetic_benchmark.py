@@ -1,4 +1,4 @@
-"""Images per second of a model on synthetic data, including the reduction of gradients.
+"""Measure the images per second of a model on synthetic data, including the reduction of gradients.
 
 horovodrun -np 2 python horovod_synthetic_benchmark.py --batch-size 16
 """

@@ -1,9 +1,10 @@
-"""Elastic Keras `fit`, on TensorFlow, torch or JAX: handwritten digits (scikit-learn's 1,797 images of 8 x 8).
+"""Classify handwritten digits with elastic Keras `fit`, on TensorFlow, torch or JAX.
 
     horovodrun -np 2 --min-np 1 -H localhost:2 python examples/horovod/keras_elastic.py
     KERAS_BACKEND=torch horovodrun -np 2 --min-np 1 -H localhost:2 python examples/horovod/keras_elastic.py
 
-The samples of a step do not depend on the number of workers, so the losses are the same even if workers are lost.
+The data are scikit-learn's 1,797 images of 8 x 8. The samples of a step do not depend on the number of workers, so the
+losses are the same even if workers are lost.
 """
 
 import argparse

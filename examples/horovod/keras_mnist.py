@@ -1,4 +1,4 @@
-"""Keras `fit` with Horovod's callbacks: handwritten digits (scikit-learn's 1,797 images of 8 x 8).
+"""Classify handwritten digits with Keras `fit` and Horovod's callbacks (scikit-learn's 1,797 images of 8 x 8).
 
 horovodrun -np 2 python examples/horovod/keras_mnist.py
 """

@@ -1,4 +1,4 @@
-"""An elastic Gluon loop: workers may die and join.
+"""Train with an elastic Gluon loop, whose workers may die and join.
 
 elasticrun -np 2 --min-np 1 python mxnet_elastic.py
 """

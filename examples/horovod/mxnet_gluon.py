@@ -1,4 +1,4 @@
-"""Gluon with Horovod: a small net classifies points.
+"""Classify points with a small Gluon network and Horovod.
 
 horovodrun -np 2 python mxnet_gluon.py
 """

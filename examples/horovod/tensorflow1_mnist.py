@@ -1,4 +1,4 @@
-"""A graph of TensorFlow 1 with MonitoredTrainingSession and Horovod: handwritten digits of scikit-learn.
+"""Classify handwritten digits with a TensorFlow 1 graph, MonitoredTrainingSession and Horovod.
 
 horovodrun -np 2 python examples/horovod/tensorflow1_mnist.py
 """

@@ -1,7 +1,9 @@
-"""A separate job prepares the data: handwritten digits (scikit-learn's 1,797 images of 8 x 8), shared by all ranks.
+"""Classify handwritten digits with data that a separate job prepares for all ranks.
 
-horovodrun -np 2 python -m horovod.tensorflow.data.compute_worker ~/compute.json & horovodrun -np 2 python
-examples/horovod/tensorflow2_data_service.py ~/compute.json
+    horovodrun -np 2 python -m horovod.tensorflow.data.compute_worker ~/compute.json &
+    horovodrun -np 2 python examples/horovod/tensorflow2_data_service.py ~/compute.json
+
+The data are scikit-learn's 1,797 images of 8 x 8.
 """
 
 import argparse

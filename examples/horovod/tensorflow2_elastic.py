@@ -1,4 +1,4 @@
-"""A custom elastic loop in TensorFlow 2, with Horovod: handwritten digits of scikit-learn.
+"""Classify handwritten digits with an elastic custom loop in TensorFlow 2, with Horovod.
 
 horovodrun -np 2 --min-np 1 -H localhost:2 python examples/horovod/tensorflow2_elastic.py
 """

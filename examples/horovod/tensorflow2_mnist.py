@@ -1,4 +1,4 @@
-"""A custom loop in TensorFlow 2, with Horovod: handwritten digits (scikit-learn's 1,797 images of 8 x 8).
+"""Classify handwritten digits with a custom loop in TensorFlow 2, with Horovod (scikit-learn's 1,797 images of 8 x 8).
 
 horovodrun -np 2 python examples/horovod/tensorflow2_mnist.py
 """

@@ -1,4 +1,4 @@
-"""Samples per second of TensorFlow with Horovod, on synthetic data.
+"""Measure the samples per second of TensorFlow with Horovod on synthetic data.
 
 horovodrun -np 2 python examples/horovod/tensorflow2_synthetic_benchmark.py
 """
