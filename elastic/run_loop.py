@@ -1,10 +1,11 @@
-"""The loop under ``@elastic.run``: form a world, send the state to all, train, and repeat when the world changes.
+"""The loop under ``@elastic.run``: form a world, send the state to all workers, train, and repeat when the world
+changes.
 
 Interruptions reach user code only in the training thread: at a collective, an optimizer step or synchronize, at
 ``commit()`` and ``check_host_updates()``. An exception of the script is not recovered from: it ends this process, and
-the driver decides about the other workers. `runtime.departure` handles it in a worker that was asked to leave. A
-script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered
-from, because the same code would submit the same tensors again.
+the driver decides about the other workers. `runtime.departure` handles it in a worker that was asked to leave. A script
+can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered from,
+because the same code would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -259,8 +260,8 @@ def _train_in_worlds(
 
 
 def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -> None:
-    """Return to the last commit at the end of a world. If ``alone``, return to the present state, which was saved
-    here.
+    """Return to the last commit at the end of a world. If ``alone``, return to the current state, which this worker
+    has saved.
     """
     rt.training.interrupted()
     rt.training.drain()
@@ -270,7 +271,7 @@ def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -
 
 
 def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) -> Value:
-    """Run another training function of the job in its last world, which no worker can leave or join."""
+    """Run a later training function of the job in the job's last world, which no worker can leave or join."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
@@ -297,7 +298,7 @@ def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
-    """Call user code, and replace a RuntimeError by the loss that caused it.
+    """Call user code. If a lost peer caused a RuntimeError, raise the exception for the loss instead.
 
     torch converts exceptions in callbacks of its futures, such as a DDP communication hook that reduces twice, to
     RuntimeError.
@@ -313,7 +314,10 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     """Wait for a world and send the state to its members that lack it. Raises PeerLost.
 
     Args:
+        rt: the runtime.
+        state: the state.
         others: layout of the optimizers that are not in the state.
+        first: whether this is the first world of the training.
     """
     if rt.alone:
         if first:

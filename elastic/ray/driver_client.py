@@ -1,4 +1,6 @@
-"""The caller's side of a driver actor: creates it, receives its output and reports, and waits for it. Imports Ray."""
+"""The caller's side of a driver actor: creates the actor, receives its output and reports, and waits for it. Imports
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def with_group(wanted: WorkerRequest) -> WorkerRequest:
 
 
 class DriverClient:
-    """The caller's view of one driver actor. Not thread-safe."""
+    """Access of a caller to one driver actor. Not thread-safe."""
 
     def __init__(
         self, actor: Any, *, on_output: OnOutput | None = None, on_report: OnReport | None = None
@@ -91,7 +93,7 @@ class DriverClient:
         on_output: OnOutput | None = None,
         on_report: OnReport | None = None,
     ) -> DriverClient:
-        """Create the actor. Raises Invalid."""
+        """Create the driver actor, and return a client for it. Raises Invalid."""
         name = detached or uuid.uuid4().hex[:12]
         if detached is not None and find_actor(detached) is not None:
             raise Invalid(
@@ -143,7 +145,9 @@ class DriverClient:
 
     @property
     def actor(self) -> Any:
-        """The actor. Raises JobFailed after ``ray.shutdown()``, since a call would start another cluster without it."""
+        """Return the actor. Raises JobFailed after ``ray.shutdown()``, because a call would start another cluster
+        without it.
+        """
         if not ray.is_initialized():
             raise JobFailed(
                 "this process disconnected from Ray (ray.shutdown()), which ended the job's driver and workers:"
@@ -171,7 +175,9 @@ class DriverClient:
         return bool(batch.items)
 
     def _pass_report(self, report: Report) -> None:
-        """Call the callback. If it raises, that is logged once, and the job continues."""
+        """Call the user's callback with a report. If the callback raises, this is logged once, and the job
+        continues.
+        """
         assert self._on_report is not None
         try:
             self._on_report(report)
@@ -209,7 +215,9 @@ class DriverClient:
                 return done, left
 
     def ended(self, ref: Any | None = None, *, stops_job: bool = True) -> Ended:
-        """Wait for the end of the job. Ctrl-C stops the job, a second one immediately; or only ends the wait."""
+        """Wait for the end of the job. Ctrl-C stops the job, a second Ctrl-C immediately. With ``stops_job`` False,
+        Ctrl-C only ends the wait.
+        """
         ref = ref if ref is not None else self.actor.outcome.remote()
         stops = 0
         while True:
@@ -255,7 +263,7 @@ class DriverClient:
 
 
 def stop(job: str) -> bool:
-    """End a detached job, or clean up after a job with a permanently lost driver."""
+    """End a detached job, or clean up after a job whose driver is permanently lost. Return whether the job existed."""
     actor = find_actor(job)
     if actor is not None:
         follower = DriverClient(actor, on_output=lambda stream, data: None)
@@ -267,7 +275,7 @@ def stop(job: str) -> bool:
 
 
 def to_streams(stream: str, data: bytes) -> None:
-    """Write to this process's streams, as currently replaced."""
+    """Write to the current ``sys.stdout`` or ``sys.stderr`` of this process."""
     text = sys.stdout if stream == "stdout" else sys.stderr
     text.write(data.decode("utf-8", "replace"))
     text.flush()
@@ -280,7 +288,7 @@ def brief(error: BaseException) -> str:
 
 
 def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the workers' environment: the caller's variables that concern training, and the given ones.
+    """Return the workers' environment: the caller's variables that concern training, and the variables in ``given``.
 
     Raises Invalid.
     """
@@ -294,7 +302,7 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def results_of(ended: Ended) -> list[Any]:
-    """Return the values by rank. Raises Invalid or JobFailed if the job did not succeed."""
+    """Return the values that the function returned, by rank. Raises Invalid or JobFailed if the job did not succeed."""
     if ended.invalid:
         raise Invalid(ended.reason)
     if ended.code != 0:

@@ -24,11 +24,12 @@ NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a job.
+    """Outcome of a job on Ray.
 
     Args:
         values: return values of the function, by rank of the last world.
-        reports: the last report of each of its ranks, in the order of ranks.
+        reports: the last report of each rank of the last world, in the order of ranks. Ranks without a report are
+            omitted.
     """
 
     values: list[Any]
@@ -158,13 +159,13 @@ class Executor:
         placement_timeout: float = PLACEMENT_S,
         **options: Unpack[RayOptions],
     ) -> None:
-        """Check the arguments; start nothing.
+        """Check the arguments. Starts nothing.
+
+        Args:
+            num_hosts: the exact number of nodes, each with the same number of workers.
 
         Raises:
             Invalid: an argument is invalid.
-
-        Args:
-            num_hosts: the exact number of nodes, with equal numbers of workers.
         """
         self._wanted = arguments.wanted(
             num_workers,
@@ -197,7 +198,7 @@ class Executor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Reserve the resources, and start the workers if they persist. Raises Invalid, JobFailed."""
+        """Reserve the resources, and start the workers unless the executor is elastic. Raises Invalid, JobFailed."""
         if self._follower is not None:
             raise Invalid("this executor was already started: call shutdown() first")
         if executable_cls is not None and self._wanted.elastic:
@@ -290,7 +291,9 @@ class Executor:
         return self.run_once(pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Like `run`, but return Ray references immediately. Persistent workers only."""
+        """Call ``fn(*args, **kwargs)`` on every worker, and return Ray references to the values immediately. Only
+        for an executor that is not elastic.
+        """
         self._need_start("run_remote", fn)
         self._need_static("run_remote")
         return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))
@@ -350,7 +353,7 @@ def _result(ended: Any) -> Result:
 
 
 def _following() -> Any:
-    """Import the module that needs Ray only when it is used."""
+    """Return the module that needs Ray, which is imported only when it is used."""
     try:
         import ray  # noqa: F401
     except ImportError:

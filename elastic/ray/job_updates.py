@@ -1,6 +1,6 @@
-"""Output and reports of a driver for its followers, in order, dropping the oldest beyond a limit.
+"""Output and reports of a driver for its followers, in order. Beyond a limit, the oldest are dropped.
 
-Several threads add items; followers fetch them in the event loop, each from its own position.
+Several threads add items. Followers fetch items in the event loop, each from its own position.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ AT_ONCE_BYTES = 1 << 20
 
 
 class JobUpdate(NamedTuple):
-    """One item. ``kind`` is stdout or stderr, with bytes as ``value``; or report, with a `Report`."""
+    """One item of output or reports. ``kind`` is stdout or stderr, with bytes as ``value``, or report, with a
+    `Report`.
+    """
 
     kind: str
     value: Any
 
 
 class UpdateBatch(NamedTuple):
-    """A batch of items. Pass ``next`` and ``source`` to the next request.
+    """Items that a follower has fetched. Pass ``next`` and ``source`` to the next request.
 
     Args:
         lost: number of dropped bytes.

@@ -1,4 +1,4 @@
-"""Decide which world a persistent worker joins next, if calls fail on some ranks. Pure. See `served_world`.
+"""Decides which world a persistent worker joins next, if calls fail on some ranks. Pure. See `served_world`.
 
 The request to regroup reaches the ranks at different times. Until then, a function that calls ``init()`` may rendezvous
 with ranks that have already received the request. Ranks therefore exchange the number of the request that they act on.
@@ -22,15 +22,15 @@ class Regroupings:
         self._meeting = False
 
     def tell(self) -> bool:
-        """Count a request. Return whether the current world is over.
+        """Count a request to regroup. Return whether the current world has ended.
 
-        It is not over if it was formed for this request. During a rendezvous, `met` decides later.
+        The world has not ended if it was formed for this request. During a rendezvous, `met` decides later.
         """
         self._requests += 1
         return self._requests > self._met and not self._meeting
 
     def begin(self) -> bool:
-        """Act on the next request. Return whether its world has yet to be formed."""
+        """Act on the next request. Return whether its world must still be formed."""
         self.number += 1
         return self._met < self.number
 
@@ -44,10 +44,12 @@ class Regroupings:
 
     @property
     def ahead(self) -> bool:
-        """Whether the world was formed for a request that this rank has not handled, so its call is cancelled."""
+        """Return whether the world was formed for a request that this rank has not handled, so that its call is
+        cancelled.
+        """
         return self._met > self.number
 
     @property
     def over(self) -> bool:
-        """Whether a request has arrived that is newer than the world."""
+        """Return whether a request has arrived that is newer than the world."""
         return self._requests > self._met

@@ -29,13 +29,13 @@ LENGTH = struct.Struct("!I")
 
 
 class CallWorld(Protocol):
-    """A worker's world, as used by calls. `served_world` implements it."""
+    """The part of a persistent worker's runtime that calls use. `served_world` implements it."""
 
     @property
     def rank(self) -> int: ...
 
     def call_off(self) -> None:
-        """Make blocking collectives raise. Thread-safe."""
+        """Make all blocking collectives raise. Thread-safe."""
 
     def regroup(self) -> None:
         """Form a new world with the other ranks."""
@@ -45,10 +45,15 @@ class CallWorld(Protocol):
 
 
 class Calls:
-    """Connection for incoming calls. The working thread calls `take`, and another thread reads."""
+    """Connection on which calls arrive. The working thread calls `take`, and another thread reads."""
 
     def __init__(self, connection: socket.socket, call_off: Callable[[], None]) -> None:
-        """``call_off`` is called in the reading thread when `REGROUP` arrives or the connection is closed."""
+        """Start to read requests.
+
+        Args:
+            connection: the connection.
+            call_off: called in the reading thread when `REGROUP` arrives or the connection is closed.
+        """
         self._socket = connection
         self._call_off = call_off
         self._words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -90,7 +95,7 @@ class Calls:
 
 
 class Serving:
-    """State of this worker between calls."""
+    """State of a persistent worker between calls."""
 
     def __init__(self, world: CallWorld) -> None:
         self._world = world

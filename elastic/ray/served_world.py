@@ -1,8 +1,8 @@
-"""A persistent worker's world: formed before the first call, it survives calls that fail on some ranks.
+"""The world of a persistent worker. It is formed before the first call, and survives calls that fail on some ranks.
 
-In any other static job a broken collective ends the job, because a partly executed program cannot be undone. Here the
-program is a sequence of calls, and a failed one is reported to its caller. A broken world is therefore abandoned
-without notifying the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
+In any other job of a fixed size, a broken collective ends the job, because a partly executed program cannot be undone.
+Here the program is a sequence of calls, and a failed call is reported to its caller. A broken world is therefore
+abandoned without notifying the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ class ServedSession(Session):
     """A session whose world can be abandoned.
 
     Args:
-        given_up: reason why collectives are not possible until the next world, or an empty result if they are.
+        given_up: reason why collectives are not possible until the next world. Empty if they are possible.
     """
 
     given_up = ""
 
     def give_up(self, reason: str, needed: Callable[[], bool] = lambda: True) -> None:
-        """End the current world without notifying the driver. Thread-safe. ``needed`` is checked under the lock."""
+        """End the current world without notifying the driver. Thread-safe.
+
+        Args:
+            reason: reason for the errors of collectives.
+            needed: returns whether to end the world. Called under the lock.
+        """
 
         def decide(recovery: Recovery) -> list[Action]:
             if not needed() or recovery.phase is not Phase.TRAINING:
@@ -83,7 +88,7 @@ class ServedRuntime(WorkerRuntime):
             self.reporting.settle()
 
     def call_off(self) -> None:
-        """Cancel the present call, so that blocking collectives raise. Thread-safe. `regroup` follows on every rank."""
+        """Cancel the current call, so that blocking collectives raise. Thread-safe. `regroup` follows on every rank."""
         self._served.give_up(CALLED_OFF, self._regroupings.tell)
 
     # ---- the next world, in the thread that makes the calls ------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Placement group for workers on an exact number of nodes: one bundle per node, with room for its workers."""
+"""Reserves a placement group for workers on an exact number of nodes: one bundle per node, with room for its
+workers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from elastic.ray.arguments import WorkerRequest
 
 
 def spread(wanted: WorkerRequest) -> WorkerRequest:
-    """Reserve the placement group, which may wait for other jobs. `give_back` removes the group. Raises Invalid."""
+    """Reserve the placement group. This may wait for other jobs. `give_back` removes the group. Raises Invalid."""
     assert wanted.hosts is not None
     each = wanted.np // wanted.hosts
     bundle = {name: amount * each for name, amount in wanted.resources.items()}

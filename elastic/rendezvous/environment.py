@@ -88,10 +88,12 @@ def read(
 ) -> Environment:
     """Read the settings of this worker.
 
-    Raises Invalid if a variable of the launcher or of Horovod is malformed.
-
     Args:
-        launched: how it was started, if known.
+        environ: environment variables (default: those of this process).
+        launched: how the process was started, if known.
+
+    Raises:
+        Invalid: a variable of the launcher or of Horovod is malformed.
     """
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
@@ -247,7 +249,7 @@ def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
-    """Return the unparsed rules of `elastic.failpoints`, or an empty result if there are none."""
+    """Return the unparsed rules of `elastic.failpoints`. Empty if there are none."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_FAILPOINTS", "").strip()
 
@@ -269,7 +271,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _number(env: Mapping[str, str], name: str, of: str, default: float) -> float:
-    """Parse a variable. A variable with an empty value counts as not set."""
+    """Parse a number in an environment variable. Return ``default`` if the variable is not set or empty."""
     try:
         value = float(env.get(name) or default)
     except ValueError:

@@ -41,7 +41,7 @@ _PUBLIC = ("192.0.2.1", "2001:db8::1")  # only looks up the route, and sends not
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """Message of a rank to all others.
+    """Message of a rank to all other ranks in the rendezvous.
 
     Args:
         store: address at which rank 0 will serve the next world.
@@ -61,7 +61,9 @@ class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundRank0(NamedTuple):
-    """``env`` with the results. ``store`` of the rendezvous, to be closed once the world is formed."""
+    """Result of the search for rank 0: the completed ``env``, and the ``store`` of the rendezvous, which must be
+    closed once the world is formed.
+    """
 
     env: Environment
     store: Store
@@ -130,9 +132,16 @@ def arrive(
     mine: Address | None,
     timeout_s: float,
 ) -> tuple[Place, Address]:
-    """Return this rank's place and the address of the next world's store, once all have arrived.
+    """Return this rank's place and the address of the next world's store, once all ranks have arrived. Raises
+    CollectiveFailed.
 
-    ``local_rank`` is the one that the launcher assigned, None if unknown. Raises CollectiveFailed.
+    Args:
+        store: store of the rendezvous.
+        rank: rank of this process.
+        size: number of ranks.
+        local_rank: local rank that the launcher assigned, or None if unknown.
+        mine: address at which this rank would serve the store.
+        timeout_s: time limit, in seconds.
     """
     arrival = msgspec.msgpack.encode(Arrival(socket.gethostname(), local_rank, mine))
     blobs = store.exchange("arrivals", rank, size, arrival, timeout_s)
@@ -144,7 +153,9 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, deadline: float) -> None:
-    """Wait for all ranks. At this point, this rank serves the store or is connected to the right one."""
+    """Exchange a message with all ranks, which shows that this rank serves the store or is connected to the right
+    one.
+    """
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)
@@ -202,7 +213,9 @@ def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Pub
 
 
 class _TorchStore:
-    """A store of torch.distributed: the store of torchrun's agent, or one that the ranks share."""
+    """Publishes rank 0's endpoint in a store of torch.distributed: that of torchrun's agent, or one that the ranks
+    share.
+    """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store = store
@@ -225,13 +238,13 @@ class _TorchStore:
 
 
 class _File:
-    """A file in a folder that only this user can access."""
+    """Publishes rank 0's endpoint in a file, in a folder that only this user can access."""
 
     def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name
 
     def publish(self, endpoint: Rank0Endpoint) -> None:
-        """Write atomically, because other ranks may read at any time."""
+        """Write the endpoint atomically, because other ranks may read the file at any time."""
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
         with os.fdopen(handle, "wb") as file:  # mode 0600
             file.write(msgspec.msgpack.encode(endpoint))
@@ -251,7 +264,9 @@ class _File:
 
 
 def private_folder() -> Path:
-    """Return the folder, created with mode 0700. Raises Invalid if another user could read or write it."""
+    """Return the folder for such files, created with mode 0700. Raises Invalid if another user could read or write
+    it.
+    """
     path = Path(tempfile.gettempdir()) / f"hvd-elastic-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)

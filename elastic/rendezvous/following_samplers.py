@@ -1,4 +1,4 @@
-"""Keep torch's ``DistributedSampler`` at the replicas and rank of the current world, by wrapping its methods.
+"""Keeps torch's ``DistributedSampler`` at the size and rank of the current world, by wrapping its methods.
 
 A sampler follows the world if it was made with the size and rank of the world at that moment, explicitly or by default.
 A sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class
@@ -19,7 +19,7 @@ MADE_FOR = "elastic_made_for"
 
 
 class SamplerRanks(NamedTuple):
-    """``num_replicas`` and ``rank`` of a sampler."""
+    """The values ``num_replicas`` and ``rank`` of a sampler."""
 
     replicas: int
     rank: int
@@ -31,7 +31,11 @@ _theirs: dict[str, Callable[..., Any]] = {}  # torch's original methods, by name
 
 
 def install(place: Callable[[], Place | None]) -> None:
-    """Make samplers created from now on follow. ``place`` returns this worker's present place. Idempotent."""
+    """Make samplers that are created from now on follow the world. Idempotent.
+
+    Args:
+        place: returns this worker's current place, or None.
+    """
     global _place
     _place = place
     from torch.utils.data import DistributedSampler
@@ -45,7 +49,7 @@ def install(place: Callable[[], Place | None]) -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own methods."""
+    """Restore torch's own methods of the sampler."""
     global _place
     _place = None
     from torch.utils.data import DistributedSampler
@@ -57,7 +61,7 @@ def uninstall() -> None:
 
 
 def follow() -> None:
-    """Update all samplers at once after a change of the world, since a subclass may read the numbers directly."""
+    """Update all samplers after a change of the world, because a subclass may read the numbers directly."""
     for made in [*_made.values()]:
         sampler = made()
         if sampler is not None:
@@ -65,7 +69,7 @@ def follow() -> None:
 
 
 def bring(sampler: Any) -> None:
-    """Set the numbers of a sampler that follows to those of the current world."""
+    """Set the numbers of a following sampler to those of the current world."""
     now = _present()
     if now is None or getattr(sampler, MADE_FOR, now) == now or not follows(sampler):
         return
@@ -119,7 +123,9 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _first(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a method to update first. Copies of a sampler, which skip ``__init__``, follow too."""
+    """Wrap a method of a sampler, so that its numbers are updated first. Copies of a sampler, which skip
+    ``__init__``, follow too.
+    """
 
     @functools.wraps(method)
     def wrapper(self: Any) -> Any:

@@ -20,13 +20,14 @@ class KeptVariables:
         self._looked = False
 
     def follow(self, place: Place, *, first: bool) -> None:
-        """Update the variables for ``place``.
+        """Update the variables for a new place.
 
-        On rank 0, at the first later world, emits a StaleValueWarning if the script reads a variable whose value at the
+        On rank 0, in the first later world, emits a StaleValueWarning if the script reads a variable whose value at the
         start is now wrong.
 
         Args:
-            first: it is this worker's first world.
+            place: the new place.
+            first: whether this is the worker's first world.
         """
         rank_variables.follow(place)
         if first or self._looked or place.rank != 0:

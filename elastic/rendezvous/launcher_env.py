@@ -1,4 +1,4 @@
-"""Decide from the environment which launcher started this process, its rank, and how the ranks connect.
+"""Decides from the environment which launcher started this process, which rank it has, and how the ranks connect.
 
 Pure: no I/O, no clock.
 
@@ -26,7 +26,9 @@ ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
 @dataclass(frozen=True)
 class ByTorchelasticStore:
-    """torchrun's agent serves a TCPStore; rank 0 publishes its address and a secret under keys with this prefix."""
+    """Ranks find rank 0 through the TCPStore of torchrun's agent. Rank 0 publishes its address and a secret under
+    keys with this prefix.
+    """
 
     host: str
     port: int
@@ -35,7 +37,9 @@ class ByTorchelasticStore:
 
 @dataclass(frozen=True)
 class ByAddress:
-    """Rank 0 listens on this port of this host. ``secret`` is known to all ranks."""
+    """Ranks find rank 0 at a known address: rank 0 listens on this port of this host. ``secret`` is known to all
+    ranks.
+    """
 
     host: str
     port: int
@@ -44,16 +48,19 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class ByFile:
-    """Endpoint in a file, for ranks on one host. Rank 0 writes its address and a secret, readable only by its user."""
+    """Ranks on one host find rank 0 through a file, in which rank 0 writes its address and a secret. Only its user
+    can read the file.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class ByStore:
-    """The ranks already share a torch.distributed store, where rank 0 publishes its address and a secret.
+    """Ranks find rank 0 through a torch.distributed store that they share, in which rank 0 publishes its address and a
+    secret.
 
-    ``host`` is rank 0's host, or an empty result if all ranks are on one host.
+    ``host`` is the host of rank 0. Empty if all ranks are on one host.
     """
 
     store: Any
@@ -77,12 +84,14 @@ class LauncherEnv:
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
-    """Return how this process was started, or None if on its own, or by elasticrun.
-
-    Raises Invalid, naming the variable to set, if a rank is given but no way to connect.
+    """Return how this process was started, or None if it was started on its own or by elasticrun.
 
     Args:
-        parent: its parent process ID.
+        env: environment variables.
+        parent: process ID of the parent.
+
+    Raises:
+        Invalid: a rank is given but no way to connect. The message names the variable to set.
     """
     if "ELASTIC_DRIVER" in env:
         return None
@@ -104,9 +113,14 @@ def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
 
 
 def place(rank: int, hosts: Sequence[str], local_ranks_given: Sequence[int | None]) -> Place:
-    """Return the place of a rank, from every rank's host and the local rank that its launcher set.
+    """Return the place of a rank in the world.
 
     If local ranks are missing or contradict each other, the ranks of a host are numbered in order.
+
+    Args:
+        rank: the rank.
+        hosts: host of each rank.
+        local_ranks_given: for each rank, the local rank that the launcher set, or None.
     """
     local_ranks: dict[int, int] = {}
     for host in dict.fromkeys(hosts):
@@ -243,9 +257,7 @@ def _of_launcher(
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
-    """Return the requested port. Without a request, return MASTER_PORT plus the offset, or a port derived from the
-    job ID.
-    """
+    """Return the requested port, or else MASTER_PORT plus an offset, or else a port derived from the job ID."""
     if _has(env, ASKS_FOR_PORT):
         return _port_in(env, ASKS_FOR_PORT)
     if _has(env, "MASTER_PORT"):
@@ -255,7 +267,7 @@ def _port(env: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _secret(env: Mapping[str, str], job: str) -> bytes:
-    """Return ELASTIC_SECRET. Without it, return a hash that separates jobs but does not authenticate."""
+    """Return ELASTIC_SECRET, or else a hash that separates jobs but does not authenticate."""
     if not _has(env, "ELASTIC_SECRET"):
         return hashlib.sha256(job.encode()).digest()
     try:

@@ -1,7 +1,7 @@
 """Environment variables that torch and NCCL read in a process that reduces on GPUs. Pure: no I/O, no clock.
 
-Torch reads some when it makes a group, some at the first wait and some in its own threads. So they must be set before
-the process starts: by the driver and its agents, or by `elastic.init()` under other launchers.
+Torch reads some of them when it makes a group, some at the first wait and some in its own threads. They must therefore
+be set before the process starts: by the driver and its agents, or by `elastic.init()` under other launchers.
 """
 
 from __future__ import annotations

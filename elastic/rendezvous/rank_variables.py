@@ -1,4 +1,4 @@
-"""Environment variables that hold a worker's place in the world, and where a script reads them."""
+"""Environment variables that contain a worker's place in the world, and the places at which a script reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
 
 
 class VariableRead(NamedTuple):
-    """A line of a script that names a variable."""
+    """A line of a script that uses such a variable."""
 
     file: str
     line: int
@@ -42,9 +42,10 @@ def of(place: Place) -> dict[str, str]:
 
 
 def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> None:
-    """Update the variables that are set to this world's values.
+    """Set the variables that exist already to the values in this world.
 
-    Sets no others, and does not rewrite correct values, because other threads may be reading the environment.
+    Other variables are not created, and correct values are not written again, because other threads may be reading the
+    environment.
     """
     env = os.environ if environ is None else environ
     for name, value in of(place).items():
@@ -55,9 +56,9 @@ def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> Non
 def stale(
     place: Place, environ_at_start: Mapping[str, str], reads: Iterable[VariableRead]
 ) -> list[VariableRead]:
-    """Return the ``reads`` whose value at the start of this worker differs from ``place``.
+    """Return those of the ``reads`` whose value at the start of this worker differs from the value for ``place``.
 
-    Includes LOCAL_RANK if rank 0 is in a slot other than 0, because scripts take slot 0 for the first worker.
+    LOCAL_RANK is included if rank 0 is in a slot other than 0, because scripts take slot 0 for the first worker.
     """
     values = of(place)
     values[SLOT] = "0" if place.rank == 0 else environ_at_start.get(SLOT, "")
@@ -114,7 +115,7 @@ def _is_local_rank(node: ast.AST) -> bool:
 
 
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[VariableRead]:
-    """Return the reads in all imported modules, without installed packages and the standard library."""
+    """Return the uses of such variables in all imported modules, except installed packages and the standard library."""
     found: list[VariableRead] = []
     for file in script_files(sys.modules if modules is None else modules):
         try:

@@ -57,7 +57,7 @@ _replies: msgspec.msgpack.Decoder[_Reply] = msgspec.msgpack.Decoder(_Reply)
 
 
 class StoreListener:
-    """A bound socket on which this worker would serve the next generation's store, and the address for its peers."""
+    """A bound socket on which this worker would serve the next generation's store, and the address for other ranks."""
 
     def __init__(self, sock: socket.socket, address: Address) -> None:
         self.socket = sock
@@ -107,7 +107,7 @@ class Store:
         self._calls: set[Call] = set()
 
     def open(self) -> None:
-        """Start serving on rank 0. Other ranks connect at their first exchange. Does not wait."""
+        """On rank 0, start to serve. Other ranks connect at their first exchange. Does not wait."""
         if self._listener is not None and self._server is None:
             self._server = _Server(
                 self._listener.socket,
@@ -127,11 +127,18 @@ class Store:
         timeout_s: float | None = None,
         call: Call | None = None,
     ) -> list[bytes]:
-        """Return every rank's blob, by rank, once all ``size`` ranks have called this with this key.
+        """Return every rank's blob, by rank, once all ``size`` ranks have called this method with this key.
 
-        ``timeout_s`` limits the wait for the other ranks (default: the store's timeout). ``call`` lets another thread
-        abort this exchange. Raises CollectiveFailed if the rank of the store is lost, after ``timeout_s``, or on
-        `abort`.
+        Args:
+            key: name of the exchange.
+            rank: rank of this process in the exchange.
+            size: number of ranks that take part.
+            blob: bytes that this rank contributes.
+            timeout_s: limit of the wait for the other ranks, in seconds (default: the store's timeout).
+            call: lets another thread abort this exchange.
+
+        Raises:
+            CollectiveFailed: the rank that serves the store is lost, the time limit has passed, or `abort` was called.
         """
         awaited = f"{f'the {size} ranks of group ' if size > 0 else ''}{key!r} of generation {self.generation}"
         began = time.monotonic()
@@ -169,10 +176,10 @@ class Store:
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
-        """On rank 0, answer fetches of this key with what ``make`` returns. ``make`` runs in the store's thread.
+        """On rank 0, answer fetches of this key with the result of ``make``, which runs in the store's thread.
 
-        What it raises is logged, and sent to the fetching rank. Call this before `open`, because peers may already have
-        connected and are answered immediately.
+        An exception of ``make`` is logged, and sent to the fetching rank. Call this before `open`, because other ranks
+        may already have connected and are answered immediately.
         """
         assert self._server is None
         self._provided[key] = make
@@ -185,7 +192,7 @@ class Store:
         return self.exchange(key, rank, _FETCH, b"", limit_s)
 
     def announce(self, key: str, rank: int, blob: bytes = b"") -> bytes:
-        """Release all present and future listeners of this key, who receive ``blob``.
+        """Release all current and future listeners of this key, which receive ``blob``.
 
         Returns the blob of the first announcement. Raises CollectiveFailed.
         """
@@ -196,7 +203,7 @@ class Store:
         return self.exchange(key, rank, _LISTEN, b"", timeout_s)[0]
 
     def abort(self) -> None:
-        """Make present and future calls of `exchange` here fail. Thread-safe, idempotent, never blocks."""
+        """Make current and future calls of `exchange` on this rank fail. Thread-safe, idempotent, never blocks."""
         self._aborted.set()
         with self._lock:
             for call in self._calls:
@@ -221,7 +228,9 @@ class Store:
 
 
 class Call:
-    """Connection to the server for one exchange. Another thread may abort the connection, even before it starts."""
+    """Connection to the server of a store for one exchange. Another thread may abort the connection, even before it
+    starts.
+    """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -268,7 +277,7 @@ class Call:
         return reply
 
     def abort(self) -> None:
-        """Interrupt a thread inside a system call. Thread-safe, idempotent, never blocks."""
+        """Interrupt a thread that waits in a system call of this connection. Thread-safe, idempotent, never blocks."""
         self._aborted.set()
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:

@@ -33,12 +33,12 @@ class ConnectionClosed(ProtocolError):
 
 
 class ControlClient:
-    """A connection to a driver. Any thread may send. One at a time receives.
+    """A connection to a driver. Any thread may send. Only one thread at a time may receive.
 
     Args:
         sock: connected socket, which the client owns.
         decoder: decoder of the driver's messages.
-        tls: context, or None without TLS.
+        tls: TLS context, or None without TLS.
     """
 
     def __init__(
@@ -68,9 +68,13 @@ class ControlClient:
         answer: Callable[[bytes, bytes], msgspec.Struct],
         within_s: float,
     ) -> None:
-        """Authenticate both ends. ``answer`` makes the answer to the challenge of a nonce and a proof.
+        """Authenticate both ends. Raises OSError and ProtocolError, after which the connection is closed.
 
-        Raises OSError and ProtocolError, and the connection is closed then.
+        Args:
+            secret: the job's secret.
+            role: role of this end in the proof.
+            name: name of this end in the proof.
+            answer: called with a nonce and a proof. Returns the answer to the challenge.
         """
         deadline = time.monotonic() + within_s
         nonce = secrets.token_bytes(NONCE_BYTES)

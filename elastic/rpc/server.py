@@ -39,7 +39,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class SealedCaller:
-    """One caller. ``identity`` is set by the owner of the server when it accepts the first message."""
+    """A caller of the server. ``identity`` is set by the owner of the server when it accepts the first message."""
 
     socket: socket.socket
     wire: AcceptedConnection
@@ -170,7 +170,9 @@ class SealedServer:
                 self.send(caller, b"")
 
     def _send_queued(self, caller: SealedCaller) -> int:
-        """Send queued frames without blocking. Return how many bytes are left. The caller holds ``_sending``."""
+        """Send queued frames without blocking. Return the number of bytes that are left. The caller of this method
+        holds ``_sending``.
+        """
         unsent = self._unsent[caller]
         unsent.send(caller.socket)
         if not unsent.size:
@@ -303,7 +305,7 @@ class SealedServer:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self, within_s: float) -> None:
-        """Stop serving, and send what is queued. Waits for the thread for at most ``within_s`` seconds."""
+        """Stop serving, and send queued frames. Waits for the thread for at most ``within_s`` seconds."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -311,7 +313,7 @@ class SealedServer:
             self._thread.join(within_s)
 
     def close_sockets(self) -> None:
-        """Close all descriptors; in a forked child, this leaves the parent's connections open."""
+        """Close all descriptors of this process. In a forked child, the parent's connections remain open."""
         for held in (self._listener, self._woken, self._waker, *list(self._callers)):
             held.close()
         self._selector.close()

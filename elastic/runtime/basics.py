@@ -66,7 +66,7 @@ def _checked_comm(comm: Any) -> list[int]:
 def _check_members(members: list[int]) -> None:
     """Raise Invalid unless ``members`` are all ranks.
 
-    A joining worker cannot check this, since the size is provisional.
+    A joining worker cannot check this, because its size is provisional.
     """
     rt = lifecycle.current()
     if not members or (rt.provisional and not rt.alone):

@@ -25,7 +25,7 @@ HOLD_S = (
 
 
 class CommittedState(Protocol):
-    """Operations on a state that are used here."""
+    """The operations on a state that the commit log uses."""
 
     def save(self) -> None: ...
 
@@ -45,7 +45,7 @@ class CommittedState(Protocol):
 
 
 class DurableWriter(Protocol):
-    """Writer of commits to storage. See `elastic.checkpoints.writer`."""
+    """The part of the writer of durable commits that the commit log uses. See `elastic.checkpoints.writer`."""
 
     run: int
 
@@ -72,7 +72,7 @@ class DurableWriter(Protocol):
 
 
 class CommitLog:
-    """Commits of one worker. All methods must be called from the training thread."""
+    """The commits of one worker. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
@@ -84,7 +84,7 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise the error of this world again if user code has caught it, because its step was interrupted."""
+        """Raise the error of this world again if user code has caught it, because the step was interrupted."""
         self._session.raise_if_ended()
 
     def committed(self) -> None:
@@ -135,8 +135,10 @@ class CommitLog:
         """Report the digest of the newest commit to the driver.
 
         Args:
+            digest: digest of the parameters.
+            buffers: digest of the buffers.
             samples: IDs of the samples that this rank has trained on since its last commit; used in tests.
-            digest, buffers, epoch, step, tensors, gradients: see `elastic.protocol.messages.Digested`.
+            epoch, step, tensors, gradients: see `elastic.protocol.messages.Digested`.
         """
         recovery = self._session.recovery
         commit = recovery.newest
@@ -177,7 +179,7 @@ class CommitLog:
                 session.raise_over()
 
     def _hold(self) -> Verdict:
-        """Wait for the driver to announce the safepoint to stop at, or to cancel the change."""
+        """Wait until the driver announces the safepoint at which all workers stop, or cancels the change."""
         session, deadline = self._session, time.monotonic() + HOLD_S
         with session.changed:
             while (verdict := session.recovery.verdict()) is Verdict.HOLD:
@@ -198,13 +200,13 @@ class CommitLog:
         self._session.phases.restored(now)
 
     def keep_own(self, state: CommittedState) -> bool:
-        """Save the present state, because user code requests a new world.
+        """Save the current state, because user code requests a new world.
 
-        Nothing is saved if the world has broken, since a step may be incomplete.
+        If the world has broken, nothing is saved, because a step may be incomplete.
 
         Returns:
-            Whether there is such a commit, to be counted by `committed_alone`. If not, the previous commit remains the
-                newest.
+            Whether there is such a commit, which `committed_alone` then counts. If not, the previous commit remains the
+            newest.
         """
         if self._session.broken or state.is_sharded():
             return False
@@ -212,7 +214,7 @@ class CommitLog:
         return state.valid()
 
     def committed_alone(self) -> None:
-        """Count the commit of `keep_own` once the world is given up. See `Recovery`."""
+        """Count the commit of `keep_own` once this worker has left the world. See `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
         if self.durable is not None:
@@ -232,9 +234,9 @@ class CommitLog:
         self._session.phases.restored(time.monotonic())
 
     def went_back(self, state: CommittedState) -> bool:
-        """Restore the commit with which a world begins, if that is not the newest one. Return whether it is older.
+        """If a world begins from an older commit, restore that commit. Return whether it is older than the newest one.
 
-        Other commits may contain wrong gradients; see `elastic.exact.verifier`.
+        Newer commits may contain wrong gradients; see `elastic.exact.verifier`.
         """
         recovery = self._session.recovery
         world, commit = recovery.world, recovery.goes_back()
@@ -256,10 +258,10 @@ class CommitLog:
         from_checkpoint: bool = False,
         shards: messages.ShardsPlaced | None = None,
     ) -> None:
-        """Begin a world in which all states are equal; a later loss rolls back to this point at most.
+        """Begin a world in which all states are equal. A later loss rolls back to this point at most.
 
         Args:
-            copied_bytes: bytes received for it.
+            copied_bytes: number of bytes of the state that this worker received.
             from_checkpoint, shards: see `elastic.protocol.messages.Resumed`.
         """
         with self._session.lock:

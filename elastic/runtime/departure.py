@@ -1,4 +1,4 @@
-"""Errors of user code that are caused by the end of child processes while this worker is leaving.
+"""Handles errors of user code that are caused by the end of child processes while this worker is leaving.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
 training process raise. Such an error counts as the end of the current world only: this worker still holds the last
@@ -24,12 +24,12 @@ LOOK_S = 0.01
 
 
 class Departure:
-    """Departure of a worker during one training. Must be called from the training thread.
+    """Tracks whether a worker leaves during one training. Must be called from the training thread.
 
     Args:
         session: session of this worker.
-        waits: whether the exit of a child process may be the first sign that this worker is about to leave, or of a
-            last checkpoint.
+        waits: whether the exit of a child process may be the first sign that this worker is about to leave, or that a
+            last checkpoint will be requested.
     """
 
     def __init__(self, session: Session, *, waits: bool = True) -> None:
@@ -39,7 +39,7 @@ class Departure:
         self._reaped = 0  # value of `_reaped` when user code started
 
     def excuses_error(self) -> bool:
-        """Return whether another world may follow an error of user code, with this worker in it.
+        """Return whether, after an error of user code, another world with this worker in it may follow.
 
         True only once per request to leave. The next error is raised. Children remain ignored until `watch_children`.
         """

@@ -44,7 +44,7 @@ class GuardedGroups:
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None
     ) -> Collectives:
-        """See `Runtime.group`."""
+        """Return the group for a purpose, created at its first use. See `WorkerRuntime.group`."""
         session = self._session
         session.raise_if_broken()
         recovery = session.recovery
@@ -57,14 +57,14 @@ class GuardedGroups:
         return self._formed(purpose, device.type, members)
 
     def messages(self, purpose: str, ranks: tuple[int, ...] | None) -> Messenger:
-        """See `Runtime.messages`."""
+        """Return the group for point-to-point messages. See `WorkerRuntime.messages`."""
         session = self._session
         session.raise_if_broken()
         members = tuple(range(session.recovery.place.size)) if ranks is None else ranks
         return cast("Messenger", self._formed(purpose, MESSAGES, members))
 
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
-        """See `Runtime.expect_messages`."""
+        """Prepare for the first message of this world, without waiting. See `WorkerRuntime.expect_messages`."""
         recovery = self._session.recovery
         place = recovery.place
         members = tuple(range(place.size)) if ranks is None else ranks
@@ -95,7 +95,7 @@ class GuardedGroups:
         return group
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None) -> bool:
-        """See `Runtime.wanted`."""
+        """Return whether other ranks are creating this group and wait for this one. See `WorkerRuntime.wanted`."""
         recovery = self._session.recovery
         place = recovery.place
         if recovery.provisional or place.size == 1:
@@ -117,14 +117,14 @@ class GuardedGroups:
         return LocalCollectives()
 
     def engine(self) -> Engine:
-        """See `Runtime.engine`."""
+        """Return the engine for collectives called by name. See `WorkerRuntime.engine`."""
         session = self._session
         generation, place = session.recovery.generation, session.recovery.place
         broken = functools.partial(session.mark_broken, generation)
         return session.groups.engine(generation, place, broken)
 
     def settle(self) -> None:
-        """See `Runtime.settle`."""
+        """Wait for collectives that only streams of the GPU wait for. See `WorkerRuntime.settle`."""
         for group in self._session.groups.unsettled():
             with Guard(self, "the step's collectives on the GPU"):
                 group.settle()
@@ -132,10 +132,13 @@ class GuardedGroups:
     # ---- around a collective -------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> int:
-        """Begin a collective with the name that the log uses for waits in it. Return its generation.
+        """Begin a collective. Return its generation.
+
+        Args:
+            name: name by which the log refers to waits in the collective.
 
         Raises:
-            PeerLost: the generation has ended. Other errors of `Session.raise_if_broken` likewise.
+            PeerLost: the generation has ended. Other errors of `Session.raise_if_broken` are possible too.
         """
         session = self._session
         generation = session.recovery.generation
@@ -145,6 +148,10 @@ class GuardedGroups:
 
     def end(self, generation: int, error: BaseException | None) -> None:
         """End a collective.
+
+        Args:
+            generation: generation of the collective.
+            error: exception with which it ended, or None.
 
         Raises:
             PeerLost: in place of ``error``, in an elastic job.
@@ -201,7 +208,9 @@ class GuardedGroups:
 
 
 class Guard:
-    """See `Runtime.guard`. A class rather than a generator, which would cost more for every collective."""
+    """Context in which collectives run. See `WorkerRuntime.guard`. This is a class, because a generator would cost
+    more for every collective.
+    """
 
     __slots__ = ("_generation", "_groups", "_name")
 

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 
 class HostUpdateResult(enum.IntFlag):
-    """Kind of change.
+    """Kind of a change of the job's hosts.
 
-    Notifications are always ``mixed``, since the worker is informed that hosts change but not how.
+    Notifications are always ``mixed``, because the worker learns that hosts change but not how.
     """
 
     no_update = 0

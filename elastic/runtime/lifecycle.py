@@ -57,8 +57,8 @@ def current() -> WorkerRuntime:
 
 
 def position() -> tuple[Place, int] | None:
-    """Return the place and generation of this worker. A forked child returns the values at the fork. Returns None
-    before ``init()``.
+    """Return the place and generation of this worker, or None before ``init()``. A forked child returns the values
+    at the fork.
     """
     rt = active()
     return _inherited if rt is None else (rt.place, rt.generation)
@@ -70,7 +70,7 @@ def _present_place() -> Place | None:
 
 
 def place() -> Place:
-    """Return the place of `position`.
+    """Return the place of this worker in the world. A forked child returns the place at the fork.
 
     Raises:
         NotInitialized: before ``init()``.
@@ -163,7 +163,8 @@ def init_static(
 
 
 def init_through(started: LauncherEnv) -> None:
-    """Like `init`, for ranks that have already found each other through torch.distributed's rendezvous. Idempotent.
+    """Join the job of this process, with ranks that have already found each other through torch.distributed's
+    rendezvous. Idempotent. See `init`.
 
     Under elasticrun, the driver's settings take precedence over ``started``.
     """

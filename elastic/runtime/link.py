@@ -21,7 +21,7 @@ SEND_S = 10.0  # seconds until a driver that does not read counts as lost
 
 
 class Link:
-    """Connection to the driver. It is established by the constructor. `start` begins to deliver messages.
+    """Connection of this worker to the driver, established by the constructor. `start` begins to deliver messages.
 
     Raises:
         DriverLost: the driver cannot be reached.

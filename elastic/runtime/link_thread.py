@@ -33,7 +33,7 @@ FIRST_SPENT_S = 5.0  # the same interval for rank 0, which also reports progress
 
 
 class LinkThread:
-    """Link thread of one worker. `receive` and `poked` are called in that thread."""
+    """The work of one worker's link thread. `receive` and `poked` are called in that thread."""
 
     def __init__(
         self,

@@ -64,12 +64,12 @@ class DeferredCloser:
             del close  # dropping the last reference may free sockets and threads
 
     def finish(self) -> None:
-        """End the thread once all groups are closed. See `threads.finish`."""
+        """End the thread once it has closed all groups. See `threads.finish`."""
         self._queue.put(None)
 
 
 class Groups:
-    """Groups of one world at a time. ``over`` returns whether the current world has ended."""
+    """Groups and store of the current world. ``over`` returns whether the current world has ended."""
 
     def __init__(self, env: Environment, over: Callable[[], bool]) -> None:
         self._env = env
@@ -137,10 +137,10 @@ class Groups:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Connect the groups that previous worlds used, all at once, if the world spans a network.
+        """If the world spans a network, connect the groups that previous worlds used, all at once.
 
-        Over long distances, each connection takes many round trips. This does not wait, and a rank that does not need a
-        group yet joins later.
+        Over long distances, each connection takes many round trips. This method does not wait, and a rank that does not
+        need a group yet joins later.
         """
         generation, place = world.generation, world.place
         for purpose in self._used:
@@ -213,13 +213,13 @@ class Groups:
         """Make the ranks that called `form_when_wanted` create this group now.
 
         Raises:
-            CollectiveFailed: the world is over.
+            CollectiveFailed: the world has ended.
         """
         if self._store is not None and self._store.generation == generation:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Help to create this group in a thread when another rank requests the group. Does not wait."""
+        """Take part in creating this group, in a thread, when another rank requests it. Does not wait."""
         store = self._store
 
         def listen() -> None:
@@ -232,7 +232,7 @@ class Groups:
             threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
 
     def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
-        """Return the engine for collectives called by name. Created at the first call.
+        """Return the engine for collectives called by name, which is created at the first call.
 
         Raises:
             CollectiveFailed: the generation has ended.
@@ -323,7 +323,7 @@ class Groups:
         Return the number of groups that did not end in time.
 
         Raises:
-            DeviceLost: a GPU did not end its work within `DEVICE_S`; later work would wait behind it forever.
+            DeviceLost: a GPU did not end its work within `DEVICE_S` seconds. Later work would wait behind it forever.
         """
         made = dict(self._made)  # other threads may add groups
         late, on_gpus = 0, _on_gpus(made)
@@ -351,16 +351,17 @@ class Groups:
         return found[: messages.LAUNCHES_LIMIT]
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective that only streams wait for; called in one thread.
+        """Return the launch time of the oldest collective that only streams wait for, or None. Must be called in one
+        thread.
 
-        Fails the groups of which NCCL has detected an error, or that have reached their timeout: no thread of this
-        package waits for them.
+        Fails the groups of which NCCL has detected an error, or that have reached their timeout, because no thread of
+        this package waits for them.
         """
         found = [group.followed_since() for group in self.unsettled()]
         return min((at for at in found if at is not None), default=None)
 
     def _watch(self) -> None:
-        """Call `followed_since` regularly where no link thread does: the training thread may wait inside CUDA."""
+        """Call `followed_since` regularly if no link thread does, because the training thread may wait inside CUDA."""
         while not self._closing.wait(_WATCH_S):
             self.followed_since()
 
@@ -494,7 +495,7 @@ def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
 
 
 def _is_agreed(purpose: str) -> bool:
-    """Return whether its calls are the same on all ranks.
+    """Return whether the calls of the group of this purpose are the same on all ranks.
 
     Named collectives are negotiated, and gradients follow a plan that all ranks have compared.
     """

@@ -1,4 +1,5 @@
-"""Position of this worker's training thread, and when to report it to the driver. Pure: times are passed in.
+"""Tracks the position of this worker's training thread, and decides when to report it to the driver. Pure: times are
+passed in.
 
 The training thread records each collective by two attributes and two clock reads. The link thread checks once a second,
 and when a known wait has lasted a second. It reports only long waits (a second or more, repeatedly), their ends, and
@@ -19,9 +20,7 @@ ON_GPU = "a collective that the GPU waits for"
 
 
 class ProgressCounter:
-    """Progress of one worker. ``entered`` counts the collectives of a generation. Nested collectives are not
-    counted.
-    """
+    """Progress of one worker. ``entered`` counts the collectives of a generation, without nested ones."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -55,8 +54,9 @@ class ProgressCounter:
         self.inside = name
 
     def leave(self, now: float) -> bool:
-        """Record that the collective has ended. Return whether the wait was reported, so that its end must be reported
-        too."""
+        """Record that the collective has ended. Return whether the wait was reported, so that its end must be
+        reported too.
+        """
         self._depth -= 1
         if self._depth:
             return False
@@ -83,10 +83,10 @@ class ProgressCounter:
         line: Callable[[int], str] = lambda thread: "",
         followed_since: Callable[[], float | None] = lambda: None,
     ) -> list[messages.Message]:
-        """Return the messages that are due to the driver.
+        """Return the messages that must be sent to the driver now.
 
         Args:
-            now: seconds.
+            now: current time, in seconds.
             gpu: called at each check of a lasting wait. Returns the progress of GPU groups.
             line: returns the script line of the waiting thread. Called if a wait is reported.
             followed_since: called unless the training thread waits. Returns the launch time of the oldest collective
@@ -109,12 +109,12 @@ class ProgressCounter:
         return due
 
     def next_look_s(self, now: float) -> float:
-        """Return how long the link thread may sleep. A wait must be reported after `WAIT_S`."""
+        """Return how many seconds the link thread may sleep. A wait must be reported after `WAIT_S` seconds."""
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 
     def told(self, generation: int, rank: int, line: str) -> None:
-        """Record the driver's report that this rank keeps this worker waiting."""
+        """Record the driver's report that this worker waits for a rank."""
         at, lines = (self.generation, self.entered), self.awaited()
         if self.inside and generation == self.generation:
             self._awaited = at, lines | {rank: line}

@@ -65,7 +65,7 @@ class Send:
 
 @dataclass(frozen=True)
 class AbortGroups:
-    """Abort every collective of this generation immediately."""
+    """Action: abort every collective of this generation immediately."""
 
     generation: int
     reason: str
@@ -203,7 +203,9 @@ class Recovery:
         return self._end(messages.End(reason), reason)
 
     def reconnected(self) -> list[Action]:
-        """Return the messages that the driver may not have received, for a connection that replaces a lost one."""
+        """Return the messages to send on a connection that replaces a lost one, because the driver may not have
+        received them.
+        """
         unanswered: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
         if self.leaving:
             unanswered.append(messages.Leaving(self.ending.leaving))
@@ -228,7 +230,7 @@ class Recovery:
 
     @property
     def leaving(self) -> bool:
-        """Whether this worker has asked to leave."""
+        """Return whether this worker has asked to leave."""
         return bool(self.ending.leaving)
 
     def ask_to_leave(self, reason: str) -> list[Action]:
@@ -272,7 +274,7 @@ class Recovery:
 
     @property
     def finished(self) -> bool:
-        """Whether the job's training has succeeded."""
+        """Return whether the job's training has succeeded."""
         return self.phase is Phase.FINISHED or (self.again and self.phase is Phase.BROKEN)
 
     def pause(self) -> None:
@@ -288,9 +290,13 @@ class Recovery:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> list[Action]:
-        """Report ready. The answer is a World or the end.
+        """Report ready. The driver answers with a World or with the end of the job.
 
-        ``shards``: what this worker holds of a sharded state. ``kept``: older commits of which it has copies.
+        Args:
+            store: address at which this worker would serve the store.
+            layout: digest of the state's layout.
+            shards: shards of a sharded state that this worker holds, or None.
+            kept: older commits of which this worker has copies.
         """
         if self.phase is Phase.OVER:
             return []
@@ -315,7 +321,7 @@ class Recovery:
         Args:
             generation: generation of the collective.
             reason: reason for the log.
-            calls: the differing calls of its ranks, if that was the cause.
+            calls: the differing calls of the ranks, if they are the cause.
         """
         last = self.again and self.phase is Phase.FINISHED
         if generation != self.generation or not (
@@ -331,15 +337,17 @@ class Recovery:
         return [AbortGroups(generation, reason), Send(failed)]
 
     def strand(self) -> list[Action]:
-        """Report a collective outside ``elastic.run`` in a world that is over, which cannot be rolled back."""
+        """Report that a collective failed outside ``elastic.run``, in a world that has ended and cannot be rolled
+        back.
+        """
         if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Number a commit that was just saved. The number is that of the next safepoint, or of the safepoint at which
-        all workers have stopped.
+        """Assign a number to a commit that was just saved: the number of the next safepoint, or of the safepoint at
+        which all workers have stopped.
 
         Outside ``elastic.run`` the workers do not agree on commits. Such a commit belongs to this worker alone, and has
         no number.
@@ -349,9 +357,9 @@ class Recovery:
         return self.newest
 
     def committed_alone(self) -> None:
-        """Number a commit that no other worker holds, because user code left the world with its own state.
+        """Assign a number to a commit that only this worker holds, because user code left the world with its own state.
 
-        It is newer than all agreed commits. If several exist, the lowest rank's commit is used, and all workers
+        The commit is newer than all agreed commits. If several exist, the lowest rank's commit is used, and all workers
         receive a copy.
         """
         if self.running:
@@ -372,9 +380,9 @@ class Recovery:
         return self.newest
 
     def goes_back(self) -> Commit | None:
-        """Return the commit with which the present world begins if it is older than the newest one, which may be wrong.
+        """Return the older commit from which the current world begins because the newest one may be wrong, or None.
 
-        A rank that has a copy restores it, and calls `went_back`.
+        A rank that has a copy restores the commit, and calls `went_back`.
         """
         commit = None if self.world is None else self.world.commit
         return commit if commit is not None and (self.newest or commit) > commit else None
@@ -388,12 +396,12 @@ class Recovery:
         self.newest = self.sealed = None
 
     def arrive(self) -> Verdict:
-        """Count a safepoint and return its verdict."""
+        """Count a safepoint, and return what the training thread does there."""
         self._checks += 1
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """Return the verdict of the present safepoint; evaluated again after each wake-up."""
+        """Return what the training thread does at the current safepoint. Called again after each wake-up."""
         if self.phase is Phase.OVER:
             return Verdict.OVER
         if self.phase is Phase.BROKEN:
@@ -406,7 +414,9 @@ class Recovery:
         return Verdict.PASS
 
     def release(self) -> None:
-        """Continue because the driver did not answer in time. This worker cannot stop together with the others."""
+        """Let the training thread continue, because the driver did not answer in time. This worker cannot stop
+        together with the others.
+        """
         self._hold_at = self._stop_at = None
         self._passed = self._change
 
@@ -439,8 +449,8 @@ class Recovery:
             hardware: whether the hardware caused it.
             final: whether the job must end.
             code: exit code of the job, if ``final``.
-            calls: the differing calls of ranks, if that was the cause.
-            shards_lost: see `elastic.protocol.messages.Raised`.
+            calls: the differing calls of the ranks, if they are the cause.
+            shards_lost: whether shards of the state were lost.
         """
         generation = self.generation
         nothing_held = self.world is not None and self.world.commit is None
@@ -462,7 +472,9 @@ class Recovery:
         return [Send(self._last_word), AbortGroups(generation, summary)]
 
     def quit(self, code: int, call: str | None = None) -> list[Action]:
-        """Report that the process will exit with ``code``, through ``call`` in user code or ``sys.exit`` if None."""
+        """Report that the process will exit with ``code``. ``call`` is the call in user code that ends it; None
+        means ``sys.exit``.
+        """
         if self.phase is Phase.OVER:
             return []
         generation = self.generation
@@ -488,9 +500,9 @@ def _broke(
 
 
 def excuse_error(recovery: Recovery) -> bool:
-    """Return whether this worker may join another world after an error of user code. See `ErrorExcuse.excuse`.
+    """Return whether, after an error of user code, this worker may join another world. See `ErrorExcuse.excuse`.
 
-    Without a commit there is nothing to preserve.
+    Without a commit there is nothing to preserve, so the result is False.
     """
     trains = recovery.running and recovery.phase in (Phase.TRAINING, Phase.BROKEN)
     return trains and recovery.newest is not None and recovery.ending.excuse()

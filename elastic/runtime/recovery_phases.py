@@ -1,4 +1,4 @@
-"""Durations of the parts of a recovery, for the driver's log. Times are passed in; pure."""
+"""Measures the durations of the parts of a recovery, for the driver's log. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elastic.protocol.messages import ShardsPlaced
 
 
 class Phases:
-    """Phases of one worker's recovery. Marks, in order: broken, raised, restored, ready, world, synced, stepped."""
+    """The times in one worker's recovery, in this order: broken, raised, restored, ready, world, synced, stepped."""
 
     def __init__(self) -> None:
         self.copied_bytes = 0
@@ -28,7 +28,9 @@ class Phases:
         self._ms = {"raised": self._between("broken", "raised")}
 
     def broken_at(self) -> float:
-        """Return when the last world ended or was stopped by a planned change. Return 0 if neither has happened."""
+        """Return the time at which the last world ended or was stopped by a planned change, or 0 if neither has
+        happened.
+        """
         return self._marks.get("broken", 0.0)
 
     def restored(self, now: float) -> None:
@@ -42,9 +44,11 @@ class Phases:
     def stepped(
         self, generation: int, now: float
     ) -> tuple[dict[str, float], int, bool, ShardsPlaced | None] | None:
-        """Record a completed collective. Return the report after the first one of user code in a generation, else None.
+        """Record a completed collective. Return the report if it is the first one of user code in a generation, else
+        None.
 
-        The report consists of milliseconds by phase, copied bytes, whether it began with a checkpoint, and shards.
+        The report consists of milliseconds by phase, the number of copied bytes, whether the world began from a
+        checkpoint, and shards.
         """
         if self._resumed_generation == generation:
             return None

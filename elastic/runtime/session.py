@@ -51,7 +51,7 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """Return how long the process was stopped, if it has just resumed, else 0."""
+        """Return for how many seconds the process was stopped, if it has just resumed, else 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 
@@ -81,7 +81,7 @@ class Session:
     # ---- the machine ---------------------------------------------------------------------------------------------
 
     def update(self, decide: Callable[[Recovery], list[Action]]) -> None:
-        """Change the machine, wake waiting threads and carry out the resulting actions. Thread-safe."""
+        """Change the state machine, wake waiting threads and carry out the resulting actions. Thread-safe."""
         with self.changed:
             actions = decide(self.recovery)
             self.changed.notify_all()
@@ -94,7 +94,7 @@ class Session:
                     self.send(message)
 
     def wait_while(self, phase: Phase, what: str) -> None:
-        """Wait for the driver.
+        """Wait for the driver while the state machine is in a phase.
 
         The wait is bounded by the driver's own deadlines, by the loss of its connection, and by ``wait_timeout_s`` in
         case the driver is frozen. A standby waits while it has a connection.
@@ -173,7 +173,7 @@ class Session:
 
     @property
     def broken(self) -> bool:
-        """Whether the current generation is over. Thread-safe."""
+        """Return whether the current generation has ended. Thread-safe."""
         return self.recovery.phase in ENDED
 
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
@@ -184,7 +184,7 @@ class Session:
         Args:
             generation: generation of the collective.
             reason: reason for the log.
-            calls: the differing calls of its ranks, if that was the cause.
+            calls: the differing calls of the ranks, if they are the cause.
         """
 
         def decide(recovery: Recovery) -> list[Action]:
@@ -196,13 +196,14 @@ class Session:
         self.update(decide)
 
     def why(self, error: CollectiveFailed) -> str:
-        """Return the reason of the failure, which an aborted collective does not contain."""
+        """Return the reason of a failed collective. The error of an aborted collective does not contain it."""
         reason = self.recovery.reason
         return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
-        """Record that the end of this generation is raised in user code. If the worker is stranded, report this
-        once."""
+        """Record that the end of this generation is raised in user code. If the worker cannot recover, report this
+        once.
+        """
         self._told_in = generation
         self.update(Recovery.strand)
 
@@ -212,12 +213,12 @@ class Session:
             self.raise_if_broken()
 
     def raise_if_broken(self) -> None:
-        """Raise an error if the current world is over.
+        """Raise an error if the current world has ended.
 
         Raises:
             PeerLost: another world follows.
             CollectiveFailed: no world follows.
-            JobOver: or another error of `raise_over`.
+            JobOver: the job has ended. Other errors of `raise_over` are possible too.
         """
         phase = self.recovery.phase
         if phase is Phase.TRAINING:
@@ -232,7 +233,7 @@ class Session:
 
     @property
     def recovers(self) -> bool:
-        """Whether a new world follows a broken world.
+        """Return whether a new world follows a broken world.
 
         In a job of fixed size this is only the case for its last checkpoint.
         """
@@ -266,13 +267,15 @@ class Session:
 
     @property
     def asked_to_leave(self) -> bool:
-        """Whether LeaveRequested means a graceful leave (exit code 0) rather than the end of a failed job."""
+        """Return whether LeaveRequested means a graceful leave (exit code 0) and not the end of a failed job."""
         over = self.recovery.over
         return isinstance(over, messages.Leave) and not over.fenced
 
     @property
     def unheard(self) -> bool:
-        """Whether only this worker can report the reason for its end, because it lost the driver or was fenced."""
+        """Return whether only this worker can report the reason for its end, because it lost the driver or was
+        fenced.
+        """
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 

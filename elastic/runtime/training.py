@@ -19,7 +19,7 @@ DRAIN_S = 1.0  # seconds for aborted collectives to end, which takes millisecond
 
 
 class Training:
-    """Training of one worker. All methods must be called from the training thread."""
+    """Reports of one worker about its training. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
@@ -30,7 +30,7 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """Whether the job's training has succeeded, after which no worker joins and a loss is not recovered."""
+        """Return whether the job's training has succeeded, after which no worker joins and a loss is not recovered."""
         return not self._session.alone and self._session.recovery.finished
 
     def enter(self) -> None:
@@ -62,7 +62,7 @@ class Training:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Context of a second or later training of the job. Its time counts as training."""
+        """Context of a second or later training of the job, whose time counts as training."""
         account = self._session.account
         with self._session.lock:
             self._session.recovery.train_again()
@@ -127,10 +127,10 @@ class Training:
             self._session.update(lambda recovery: recovery.raised(why, "", final=True, code=2))
 
     def quits(self, code: object) -> bool:
-        """Report to the driver that this process is about to exit for ``SystemExit(code)``.
+        """Report to the driver that this process is about to exit because of ``SystemExit(code)``.
 
         An interpreter with torch takes seconds to exit, and its sockets stay open until then. Thanks to the report, the
-        other workers do not wait for this.
+        other workers do not wait for the exit.
 
         Returns:
             False if the code is an error message, as in ``sys.exit("no data")``, which counts as an exception.
@@ -143,7 +143,9 @@ class Training:
         return True
 
     def turned_away(self) -> None:
-        """Report to the driver that this process is about to exit, because its state does not match the world's."""
+        """Report to the driver that this process is about to exit, because its state does not match that of the
+        world.
+        """
         if self._session.recovers:
             self._session.update(lambda recovery: recovery.quit(1, ""))
 
@@ -182,7 +184,7 @@ class Training:
 
     @contextlib.contextmanager
     def long_phase(self, name: str) -> Iterator[None]:
-        """See `elastic.long_phase`."""
+        """Mark work during which the other workers wait for this worker. See `elastic.long_phase`."""
         if self._trains_in not in (None, threading.get_ident()):
             warnings.warn(
                 f"long_phase({name!r}) has no effect here: it applies to the training thread",

@@ -83,12 +83,12 @@ class WorkerRuntime:
 
     @property
     def broken(self) -> bool:
-        """Whether the current generation is over. Thread-safe."""
+        """Return whether the current generation has ended. Thread-safe."""
         return self.session.broken
 
     @property
     def provisional(self) -> bool:
-        """Whether this worker has not joined a world yet. Its collectives then act as in a world of one."""
+        """Return whether this worker has not joined a world yet. Its collectives then act as in a world of one rank."""
         return self.session.recovery.provisional
 
     # ---- collectives ---------------------------------------------------------------------------------------------
@@ -104,20 +104,23 @@ class WorkerRuntime:
         return self._groups.group(purpose, device, ranks)
 
     def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
-        """Like `group`, for point-to-point messages. Not for a group of one rank."""
+        """Return the group for point-to-point messages for a purpose, created at its first use. Not for a group of
+        one rank. See `group`.
+        """
         return self._groups.messages(purpose, ranks)
 
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
         """Prepare for the first message of this world, and return immediately.
 
-        When another rank sends or receives it, this rank is connected too, independently of its training thread.
+        When another rank sends or receives this message, this rank is connected too, independently of its training
+        thread.
         """
         self._groups.expect_messages(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
         """Return whether other ranks are creating this group and wait for this one.
 
-        Asks rank 0, so do not call it in every step.
+        The method queries rank 0, so do not call it in every step.
         """
         return self._groups.wanted(purpose, device_type, ranks)
 
@@ -142,9 +145,10 @@ class WorkerRuntime:
         self._groups.settle()
 
     def guard(self, name: str) -> Guard:
-        """Context for collectives in the training thread: turns CollectiveFailed into PeerLost and notifies the driver.
+        """Return a context for collectives in the training thread. It turns CollectiveFailed into PeerLost and notifies
+        the driver.
 
-        ``name`` is the name that the log uses for waits in the block.
+        ``name`` is the name by which the log refers to waits in the block.
         """
         self.activity += 1
         return Guard(self._groups, name)

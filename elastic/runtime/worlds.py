@@ -17,7 +17,7 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """Worlds in the order in which the driver forms them. For the training thread, except `restate`."""
+    """Brings this worker into the worlds that the driver forms. For the training thread, except `restate`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -38,15 +38,16 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report ready with the state's layout, under ``elastic.run``, and wait for a world.
-
-        ``shards``: what this worker holds of a sharded state. ``kept``: older commits of which it has copies.
-
-        Raises:
-            PeerLost: the world broke. Other errors of `Session.raise_over` likewise.
+        """Report ready, under ``elastic.run``, and wait for a world.
 
         Args:
-            shards: what this worker holds of a sharded state.
+            layout: digest of the state's layout.
+            text: the layout itself, which is sent once.
+            shards: shards of a sharded state that this worker holds, or None.
+            kept: older commits of which this worker has copies.
+
+        Raises:
+            PeerLost: the world broke. Other errors of `Session.raise_over` are possible too.
         """
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
@@ -71,7 +72,7 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report ready, wait for a world and enter it. Raises the error that ends the wait otherwise."""
+        """Report ready, wait for a world and enter it. If no world follows, raise the error that ends the wait."""
         session = self._session
         session.groups.make_room()
         store = session.groups.listen()
@@ -99,7 +100,7 @@ class DriverWorlds:
 
 
 class FixedWorlds:
-    """Worlds of a fixed size, without a driver."""
+    """Brings this worker into worlds of a fixed size, without a driver."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

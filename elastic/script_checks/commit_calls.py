@@ -1,4 +1,4 @@
-"""When a script calls ``commit()``, from its syntax tree. Pure: no I/O, no clock."""
+"""Tells from the syntax tree of a script when it calls ``commit()``. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Loop = ast.For | ast.While
 
 
 def calls_in(tree: ast.AST) -> Iterator[CommitCall]:
-    """Yield when each call of commit() in a syntax tree is made."""
+    """Yield, for each call of commit() in a syntax tree, when the call is made."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name | ast.Attribute) or name_of(node) not in NAMES:
@@ -68,7 +68,7 @@ def _listed(body: Any) -> list[Any]:
 
 
 def has_commit(node: ast.AST) -> bool:
-    """Return whether commit() is called anywhere in it."""
+    """Return whether commit() is called anywhere in a syntax tree."""
     return any(isinstance(each, ast.Attribute) and each.attr in NAMES for each in ast.walk(node))
 
 
@@ -86,7 +86,7 @@ def _steps(loop: Loop) -> bool:
 
 
 def calls_step(tree: ast.AST) -> bool:
-    """Return whether an optimizer's step() is called anywhere in it."""
+    """Return whether an optimizer's step() is called anywhere in a syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and name_of(node.func) == "step":
             of = name_of(node.func.value).lower() if isinstance(node.func, ast.Attribute) else ""
@@ -116,5 +116,5 @@ def _constant(test: ast.expr, loop: Loop) -> bool:
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the name, or the attribute, that an expression ends with, or empty for others."""
+    """Return the name or attribute with which an expression ends. Empty for other expressions."""
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

@@ -1,4 +1,4 @@
-"""Decide which mistakes a training script makes, from observations of its steps. Pure: no I/O, no clock.
+"""Decides which mistakes a training script makes, from observations of its steps. Pure: no I/O, no clock.
 
 These mistakes raise no error as long as no worker fails, but make the training wrong after a failure, or from the
 start. docs/script-checks.md describes each kind.
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 
 class CommitCall(enum.Enum):
-    """When commit() is called."""
+    """When a script calls commit()."""
 
     EACH_STEP = (
         enum.auto()
@@ -45,7 +45,7 @@ class CommitCall(enum.Enum):
 
 @dataclass(frozen=True)
 class RestartingLoop:
-    """A loop, such as ``for epoch in range(10)``, with its function."""
+    """A loop such as ``for epoch in range(10)`` that starts again after a change of the world, and its function."""
 
     head: str
     function: str
@@ -53,7 +53,7 @@ class RestartingLoop:
 
 @dataclass(frozen=True)
 class UsedPart:
-    """An object that the training uses, with its class and its membership in the state."""
+    """An object that the training uses: its class, and whether it is in the state."""
 
     name: str
     in_state: bool
@@ -61,7 +61,9 @@ class UsedPart:
 
 @dataclass(frozen=True)
 class Trained:
-    """An optimizer that has stepped. ``uncovered`` of its ``parameters`` belong to no model of the state."""
+    """An optimizer that has stepped. Of its ``parameters``, the number ``uncovered`` belong to no model of the
+    state.
+    """
 
     name: str
     in_state: bool
@@ -78,7 +80,7 @@ class UsedLoader:
     """The loader that supplies the batches of the steps.
 
     Args:
-        keeps_position: its class can resume within an epoch.
+        keeps_position: whether the loader's class can resume within an epoch.
     """
 
     name: str
@@ -112,14 +114,14 @@ class ScriptObservation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake. ``facts`` are the values in its sentence."""
+    """One mistake in a script. ``facts`` are the values in its sentence."""
 
     kind: Kind
     facts: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sentence(self) -> str:
-        """Sentence that states the mistake, its consequence, and the remedy."""
+        """Return a sentence that states the mistake, its consequence, and the remedy."""
         return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 
@@ -136,7 +138,7 @@ def found(seen: ScriptObservation) -> list[Mistake]:
 
 
 def unreported(made: Iterable[Mistake], reported: Collection[Kind]) -> list[Mistake]:
-    """Return the mistakes with a cause that was not reported before, under this kind or another kind."""
+    """Return those of the mistakes whose cause was not reported before, under the same or another kind."""
     causes = {_CAUSES.get(kind, kind) for kind in reported}
     return [each for each in made if _CAUSES.get(each.kind, each.kind) not in causes]
 

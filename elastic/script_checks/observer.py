@@ -1,7 +1,7 @@
-"""Observation of the first steps of a training function, whose mistakes are reported.
+"""Observes the first steps of a training function, and reports mistakes.
 
 After the check the step hook returns immediately but stays until the training ends: torch iterates over its hooks while
-they run, so one must not remove another.
+they run, so a hook must not remove another one.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ScriptObserver:
     def meet(self) -> None:
         """Find the relevant objects that exist before the training, in one scan of all objects.
 
-        It takes 80 ms with torch, and more with the half million objects of TensorFlow. It runs before the worker asks
-        for a world, because the other ranks would wait for it in their next collective.
+        The scan takes 80 ms with torch, and more with the half million objects of TensorFlow. It runs before the worker
+        asks for a world, because the other ranks would otherwise wait for this worker in their next collective.
         """
         members = LRScheduler, torch.amp.GradScaler, AveragedModel
         kinds = [each for source in self._sources_of_steps for each in source.classes()]
@@ -289,7 +289,7 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Context of one training. Yields None if nothing is checked.
+    """Context of one training that is observed. Yields None if nothing is checked.
 
     That is the case in jobs of fixed size, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """
@@ -378,7 +378,9 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return attributes such as ``rank=1`` whose names and values match a rank or a size of the world."""
+    """Return those attributes of a sampler, such as ``rank=1``, whose names and values match a rank or a size of the
+    world.
+    """
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 

@@ -1,4 +1,4 @@
-"""Find loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function.
+"""Finds loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function.
 
 Pure: no I/O, no clock.
 
@@ -23,12 +23,12 @@ _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 @dataclass(frozen=True)
 class Definition:
-    """A function of the script.
+    """A function of the script, with its syntax tree.
 
     Args:
-        node: its syntax tree.
-        called: returns the function that is called by this name or attribute, or None if it is unknown.
-        committing: names of other functions in its file that call commit().
+        node: syntax tree of the function.
+        called: called with a name or attribute. Returns the function of this name, or None if it is unknown.
+        committing: names of other functions in the same file that call commit().
     """
 
     node: ast.FunctionDef
@@ -37,8 +37,8 @@ class Definition:
 
 
 def restarting_loop(training: Definition) -> RestartingLoop | None:
-    """Return the first such loop of a training function. The first parameter of the function must be the state.
-    Return None if no such loop exists.
+    """Return the first loop of a training function that starts again, or None. The first parameter of the function
+    must be the state.
     """
     parameters = training.node.args.args
     return _judge(training, {parameters[0].arg}, DEPTH) if parameters else None

@@ -1,4 +1,6 @@
-"""The source of a script, if it is that of the running code: when it calls ``commit()``, and loops that start again."""
+"""Reads the source of a script, if it is that of the running code: when the script calls ``commit()``, and which
+loops start again.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from elastic.script_checks.restarting_loops import Definition
 
 
 def commits(function: Callable[..., Any]) -> list[CommitCall]:
-    """Return the calls in the training function. Without one, return the calls in all loaded modules of the script.
+    """Return when commit() is called in the training function or, if there is no call, in all loaded modules of the
+    script.
 
-    A file that is unreadable or has changed since may contain calls, so the result is SOME_STEPS.
+    A file that is unreadable or has changed since may contain calls. The result is then SOME_STEPS.
     """
     code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
     if code is not None:
@@ -66,7 +69,9 @@ class Sources:
         return None
 
     def definition(self, function: FunctionType) -> Definition | None:
-        """Return a function together with the functions that it calls. Return None under the conditions of `of`."""
+        """Return a function together with the functions that it calls. Return None if its file is unreadable or
+        differs from the running code.
+        """
         code = function.__code__
         node = self.of(code)
         if node is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ErrorExcuse:
-    """Signs that this worker or its job is about to end."""
+    """Collects signs that this worker or its job is about to end."""
 
     leaving: str = ""  # reason of the worker's request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint
@@ -25,12 +25,14 @@ class ErrorExcuse:
         self.leaving, self.excused = reason, False
 
     def wants_checkpoint(self) -> None:
-        """Record the driver's request, which may be repeated."""
+        """Record that the driver has requested a last checkpoint. The request may be repeated."""
         if not self.checkpoint_wanted:
             self.checkpoint_wanted, self.excused = True, False
 
     def excuse(self) -> bool:
-        """Return whether another world may follow an error of user code. True once. The next error is not excused."""
+        """Return whether another world may follow an error of user code. Returns True only once, so that the next
+        error is not excused.
+        """
         excused = self.near and not self.excused
         self.excused = self.excused or excused
         return excused

@@ -1,4 +1,4 @@
-"""Dump of the Python stacks of all threads on the agent's signal, to the agent or else to stderr. Makes no decisions.
+"""Writes the Python stacks of all threads on a signal of the agent, to the agent or else to stderr. Makes no decisions.
 
 The handler is C code that needs no interpreter lock, so it works in a deadlock, in an endless loop, and while a C call
 holds the interpreter. A stopped process cannot respond.
@@ -24,7 +24,7 @@ _file: IO[str] | None = None  # kept open, since the handler writes to its descr
 
 
 def answer() -> None:
-    """Install the handler. Idempotent. Must be called from the training thread.
+    """Install the handler of the agent's signal. Idempotent. Must be called from the training thread.
 
     Without an agent and stderr, the signal is ignored.
     """
