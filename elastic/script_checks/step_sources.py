@@ -1,4 +1,6 @@
-"""Observation of optimizer steps in frameworks other than torch. Each registers itself when it is imported."""
+"""Observes optimizer steps in frameworks other than torch. Each framework's source registers itself when it is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ class StepSource(Protocol):
         """Receive the objects that exist before the training."""
 
     def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
-        """Call ``stepped`` with the optimizer after each step from now on. It may raise.
+        """Call ``stepped`` with the optimizer after each step from now on. ``stepped`` may raise.
 
         Args:
-            world: rank and size.
+            stepped: the function to call.
+            world: rank and size of the current world.
         """
 
     def forget(self) -> None:

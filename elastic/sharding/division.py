@@ -37,5 +37,5 @@ class Division:
 
     @property
     def shard(self) -> int:
-        """The shard of this rank."""
+        """Return the shard of this rank."""
         return owners(self.order, self.shards)[self.rank]

@@ -16,7 +16,7 @@ from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory
 
 
 class BufferState(enum.IntEnum):
-    """Which parts of a bank are complete."""
+    """The parts of a bank that are complete."""
 
     WRITING = 0  # nothing is complete
     OWN = 1  # this rank's shard
@@ -94,8 +94,9 @@ class DoubleBuffer:
         return tuple(each for bank in self.banks if bank is not None for each in bank.held())
 
     def adopt(self, commit: CommitId) -> int | None:
-        """Restore this commit. The bank with a shard of this commit becomes the base and is returned. Return None
-        without such a bank.
+        """Restore this commit: make the bank with a shard of the commit the base, and return the bank.
+
+        Return None if no bank has such a shard.
         """
         self.writing = None
         self.base = next(

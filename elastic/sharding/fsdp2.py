@@ -120,7 +120,9 @@ def abandon(model: nn.Module) -> None:
 
 
 def reshard(groups: Iterable[Any]) -> None:
-    """Register the sharded parameters again in groups that a forward pass has left gathered."""
+    """Free the gathered parameters that a forward pass has left in these groups, and register the sharded ones
+    again.
+    """
     for group in groups:
         if not group.is_sharded:
             group.reshard()

@@ -32,7 +32,7 @@ def place_copies(
         order: the rank at each position of the mesh of replicas by shards.
         hosts: the host of each rank.
         copies: number of copies of each shard in addition to the owner's, limited to the number of other ranks.
-        lasting: whether the memory of each rank outlives its process. Default: False for all ranks.
+        lasting: whether the memory of each rank outlives the rank's process. Default: False for all ranks.
         shards: number of shards of the mesh. Default: each rank has its own shard.
     """
     size = len(hosts)

@@ -155,7 +155,10 @@ def _source(holders: Sequence[int], target: int, hosts: Sequence[str], sends: Co
 def rounds(
     moves: Sequence[ReshardingMove], layout: ShardLayout, limit: int
 ) -> Iterator[list[ReshardingMove]]:
-    """Yield the moves between different ranks in order, in rounds of at most ``limit`` bytes or a single move."""
+    """Yield the moves between different ranks, in order and grouped into rounds.
+
+    A round has at most ``limit`` bytes, or consists of a single larger move.
+    """
     found: list[ReshardingMove] = []
     size = 0
     for move in moves:
@@ -178,10 +181,12 @@ def move_bytes(move: ReshardingMove, layout: ShardLayout) -> int:
 def travelling(
     moves: Sequence[ReshardingMove], layout: ShardLayout, target: int | None = None
 ) -> int:
-    """Return the number of bytes sent between ranks.
+    """Return the number of bytes that the moves send between ranks.
 
     Args:
-        target: count only those sent to this rank.
+        moves: the moves of all ranks.
+        layout: the layout of the commit.
+        target: the only rank for which received bytes are counted. Default: all ranks.
     """
     sent = (move for move in moves if move.source != move.target)
     return sum(move_bytes(move, layout) for move in sent if target in (None, move.target))

@@ -39,7 +39,9 @@ def overlap(one: Rows, other: Rows) -> Rows:
 
 
 def shards_with(wanted: Rows, rows: int, shards: int) -> range:
-    """Return the shards of a tensor with ``rows`` rows that contain any of the rows ``wanted``."""
+    """Return the shards, of a tensor with ``rows`` rows and ``shards`` shards, that contain any of the rows
+    ``wanted``.
+    """
     if not len(wanted):
         return range(0)
     length = -(-rows // shards)
@@ -55,7 +57,7 @@ class ShardedTensor:
     row_bytes: int
 
     def rows_of(self, shard: int, shards: int) -> Rows:
-        """The rows of one shard."""
+        """Return the rows of one shard."""
         return rows_of(self.rows, shard, shards)
 
     def shards_with(self, wanted: Rows, shards: int) -> Sequence[int]:

@@ -28,8 +28,8 @@ class HeldShard(NamedTuple):
     """Complete shard of one commit in the memory of a rank.
 
     Attributes:
-        hosts: the hosts that held each shard, its owner's first.
-        mirrored: whether the rank also has all copies of other shards that it has to keep.
+        hosts: for each shard of the commit, the hosts that held the shard. The owner's host comes first.
+        mirrored: whether the rank also has all copies of other shards that the rank has to keep.
     """
 
     commit: CommitId
@@ -45,11 +45,11 @@ Inventory = tuple[HeldShard, ...]  # the complete shards of one rank
 
 @dataclass(frozen=True)
 class WholeCommit:
-    """Complete commit.
+    """A commit with a complete set of shards.
 
     Args:
-        holders: the ranks that have each shard.
-        owners: the rank that trained it, if alive.
+        holders: for each shard, the ranks that have the shard.
+        owners: for each shard, the rank that trained the shard, if alive.
     """
 
     commit: CommitId
@@ -67,7 +67,7 @@ class LostShard:
     """Shard of the newest commit that no rank holds.
 
     Args:
-        hosts: the hosts that held it.
+        hosts: the hosts that held the shard.
     """
 
     commit: CommitId

@@ -170,7 +170,9 @@ def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
 
 
 def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotElastic:
-    """Return the error for a sharded optimizer, or one of a sharded model, in a script that uses elastic.Shards."""
+    """Return the error for a script that uses elastic.Shards with a sharded optimizer or an optimizer of a sharded
+    model.
+    """
     return NotElastic(
         f"{type(optimizer).__name__} can't be combined with elastic.Shards: it is sharded, or trains a sharded model,"
         " so gradients are reduced in each backward pass, but ranks compute different numbers of shards. Use one of"
@@ -208,7 +210,7 @@ def refuse_optimizer(name: str) -> NotElastic:
 
 
 def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
-    """Return the error for an optimizer that trains a parameter of no model of its state."""
+    """Return the error for an optimizer that trains a parameter that is in no model of the optimizer's state."""
     return NotElastic(
         f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state:"
         " fully_shard replaces parameters, so that an optimizer made before it trains none of them; make the optimizer"

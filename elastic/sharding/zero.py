@@ -24,7 +24,7 @@ def is_zero(optimizer: object) -> bool:
 
 
 def is_divided(optimizer: object) -> bool:
-    """Return whether it is a DistributedOptimizer with ``zero=1``."""
+    """Return whether the optimizer is a DistributedOptimizer with ``zero=1``."""
     return hasattr(optimizer, "zero_order")
 
 

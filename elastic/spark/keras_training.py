@@ -1,7 +1,7 @@
-"""Training of a Keras model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
+"""Trains a Keras model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
 
-A step consumes the same rows in any world: ``batch_size`` of a process times the number of processes. The state has the
-position: its epoch, and the number of its batches.
+A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes. The
+state contains the position, that is, the epoch and the number of batches consumed in the epoch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from elastic.spark.parquet import ParquetData
 
 @dataclass(frozen=True, kw_only=True)
 class KerasTraining:
-    """A training function, called on every worker. Returns the history; rank 0 saves the model.
+    """A training function that is called on every worker. Returns the history; rank 0 saves the model.
 
     Args:
         model: the content of a ``.keras`` file, with the optimizer.
-        features, labels: number of columns that are inputs and labels; a further column has sample weights.
-        input_shapes: of the model's inputs, with -1 for the rows.
-        save: called with the content of a ``.keras`` file, by rank 0 after each epoch.
+        features, labels: number of columns that are inputs and labels. A further column contains sample weights.
+        input_shapes: shapes of the model's inputs, with -1 for the dimension of the rows.
+        save: function that rank 0 calls with the content of a ``.keras`` file after each epoch.
     """
 
     model: bytes
@@ -79,7 +79,7 @@ class KerasTraining:
         job = self
 
         class Keep(keras.callbacks.Callback):  # type: ignore[misc]
-            """Keep the history in the state, and the model in the store."""
+            """Keras callback that stores the history in the state and the model in the store."""
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 found = {name: float(value) for name, value in (logs or {}).items()}
@@ -118,7 +118,7 @@ class KerasTraining:
         return history
 
     def content(self, model: Any) -> bytes:
-        """Return the model as the content of a file, with the learning rate of one process."""
+        """Return the model as the content of a ``.keras`` file, with the learning rate of one process."""
         optimizer = model.optimizer
         scaled = float(optimizer.learning_rate)
         optimizer.learning_rate = scaled / self.processes
@@ -136,7 +136,9 @@ class KerasTraining:
         steps: int | None,
         state: Any = None,
     ) -> Any:
-        """Return this rank's part of each batch. With a state, from its position on, in the order of its epoch."""
+        """Return this rank's part of each batch. With a state, start at the state's position, in the order of the
+        state's epoch.
+        """
         job, dataset = self, data.dataset()
         rank, size = world
         dealing = SamplePartition(size, batch_size * self.processes)
@@ -166,7 +168,7 @@ class KerasTraining:
         return Batches()
 
     def _arranged(self, columns: list[Any], weights: Any) -> Any:
-        """Return inputs, labels, and weights if there are any."""
+        """Return inputs, labels, and weights if there are weights."""
         inputs = [
             column.reshape(tuple(shape)).astype(np.float32)
             for column, shape in zip(columns, self.input_shapes, strict=False)
@@ -193,7 +195,7 @@ def content(model: Any) -> bytes:
 
 
 def load(given: bytes, custom_objects: Mapping[str, Any]) -> Any:
-    """Return the Keras model of `content`."""
+    """Return the Keras model whose `content` is given."""
     import keras
 
     with tempfile.TemporaryDirectory() as folder:

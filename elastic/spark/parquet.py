@@ -1,4 +1,4 @@
-"""Parquet data of an estimator, read by row groups in the workers. Imports pyarrow when used."""
+"""Reads Parquet data of an estimator by row groups in the workers. pyarrow is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from elastic.errors import Invalid
 
 @dataclass(frozen=True)
 class ParquetData:
-    """A Parquet dataset: ``groups`` has file, number and length of each row group.
+    """A Parquet dataset: ``groups`` contains the file, number and length of each row group.
 
-    ``columns`` are read, in order. A sample is a tuple with an array or scalar for each of them.
+    The columns in ``columns`` are read, in this order. A sample is a tuple with an array or scalar for each column.
     """
 
     url: str
@@ -82,9 +82,9 @@ def found(url: str, options: Mapping[str, Any], columns: Sequence[str]) -> Parqu
 
 
 def as_array(column: Any, name: str) -> Any:
-    """Return a column of numbers, or of lists of them with the same length, as an array of shape ``[rows, ...]``.
+    """Return a column of numbers, or of lists of numbers with the same length, as an array of shape ``[rows, ...]``.
 
-    Floats become float32, and integers and truth values int64. Raises Invalid.
+    Floats become float32, and integers and bools become int64. Raises Invalid for other columns.
     """
     import pyarrow.compute
 

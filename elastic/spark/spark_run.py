@@ -1,4 +1,4 @@
-"""`run`: elastic training in the tasks of a Spark application, from Python."""
+"""`run`: runs elastic training in the tasks of a Spark application, from Python."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def run(
 
 
 def active_context() -> Any:
-    """Return the active SparkContext. Raises Invalid."""
+    """Return the active SparkContext. Raises Invalid if there is none."""
     try:
         import pyspark
     except ImportError:
@@ -161,7 +161,7 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def sizes(
     num_proc: int | None, least: int | None, most: int | None, parallelism: int
 ) -> tuple[int, int, int]:
-    """Return the first, smallest and largest number of workers. Raises Invalid."""
+    """Return the initial, smallest and largest number of workers. Raises Invalid for inconsistent arguments."""
     given = {"num_proc": num_proc, "min_num_proc": least, "max_num_proc": most}
     for name, count in given.items():
         if count is not None and (
@@ -181,7 +181,9 @@ def sizes(
 
 
 def await_slots(cluster: Any, needed: int, within_s: float) -> None:
-    """Wait until Spark has slots for so many tasks. Raises Invalid, at once if no executors can join."""
+    """Wait until Spark has slots for ``needed`` tasks. Raises Invalid after ``within_s`` seconds, or at once if no
+    executors can join.
+    """
     from elastic.driver.agents.agent_process import write_stderr
     from elastic.driver.processes.console import Console
 
@@ -206,7 +208,7 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
 
 
 def checked_environ(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return additional environment variables. Raises Invalid."""
+    """Return the additional environment variables after validation. Raises Invalid."""
     from elastic.ray.arguments import check_environ
 
     check_environ(given)

@@ -1,7 +1,7 @@
-"""Training of a torch model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
+"""Trains a torch model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
 
-A step consumes the same rows in any world: ``batch_size`` of a process times the number of processes. Sums of losses
-and metrics are part of the state, so that each row counts once in the history.
+A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes.
+Sums of losses and metrics are part of the state, so that each row counts once in the history.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Shapes = Sequence[Sequence[int]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTraining:
-    """A training function, called on every worker. Returns the history; rank 0 saves the checkpoint.
+    """A training function that is called on every worker. Returns the history; rank 0 saves the checkpoint.
 
     Args:
-        features, labels: number of columns that are inputs and labels; a further column has sample weights.
-        losses: a function for each label, or functions that construct them.
-        metrics: groups of functions for one label each.
-        save: called with the content of a checkpoint, by rank 0 after each epoch.
+        features, labels: number of columns that are inputs and labels. A further column contains sample weights.
+        losses: a loss function for each label, or functions that construct loss functions.
+        metrics: groups of metric functions, one group for each label.
+        save: function that rank 0 calls with the content of a checkpoint after each epoch.
     """
 
     model: torch.nn.Module
@@ -69,7 +69,7 @@ class TorchTraining:
 
 
 class _Run:
-    """One worker of a training."""
+    """The training on one worker."""
 
     def __init__(self, job: TorchTraining, elastic: Any) -> None:
         self.job = job
@@ -143,7 +143,7 @@ class _Run:
             yield batch
 
     def _step(self, batch: Sequence[torch.Tensor]) -> list[float]:
-        """Train on a batch; return the sums of the whole step: rows, losses, metrics."""
+        """Train on a batch. Return the sums over the whole step: rows, losses, metrics."""
         job = self.job
         inputs, labels, weights = self._prepared(batch)
         share = self.loader.weight
@@ -181,7 +181,9 @@ class _Run:
 
     @staticmethod
     def _transformed(outputs: Any, labels: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the outputs as a list, and labels in the shape of outputs with as many elements."""
+        """Return the outputs as a list, and the labels. A label is reshaped to its output's shape if both have as
+        many elements.
+        """
         outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         same = [
             label.reshape(output.shape).to(output.dtype)
@@ -202,7 +204,7 @@ class _Run:
     # ---- history ---------------------------------------------------------------------------------
 
     def _summed(self, outputs: Tensors, labels: Tensors, loss: Any, rows: int) -> list[float]:
-        """Return the sums over all ranks."""
+        """Return the sums of rows, losses and metrics over all ranks."""
         values = [torch.ones((), dtype=torch.float32, device="cpu"), loss.detach()]
         with torch.no_grad():
             for group in self.job.metrics:
@@ -247,7 +249,7 @@ class _Run:
         return self._means(total)
 
     def _checkpoint(self) -> bytes:
-        """Return the state of model and optimizer, with the learning rate of one process."""
+        """Return the state of model and optimizer as bytes, with the learning rate of one process."""
         optimizer = self.optimizer.state_dict()
         groups = [
             {**group, "lr": group["lr"] / self.job.processes} for group in optimizer["param_groups"]
@@ -274,7 +276,9 @@ def _shaped(column: torch.Tensor, index: int, shapes: Shapes) -> torch.Tensor:
 
 
 def _weighted(loss: Any, output: Any, label: Any, weights: torch.Tensor) -> Any:
-    """Return the mean of the losses of rows, each times its weight. Raises Invalid."""
+    """Return the mean over all rows of each row's loss times the row's weight. Raises Invalid for a loss without
+    reduction='none'.
+    """
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
         without = copy.copy(loss)
         vars(without)["reduction"] = "none"

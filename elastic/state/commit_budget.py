@@ -1,6 +1,7 @@
-"""Chooses the calls of ``commit()`` at which a copy is made, so that copies take a given part of the time. Pure.
+"""Chooses the calls of ``commit()`` that make a copy, so that copies take at most a given share of the time. Pure.
 
-All ranks make the same choice: it depends only on the number of calls and on costs that the ranks have exchanged.
+All ranks make the same choice, because the choice depends only on the number of calls and on costs that the ranks have
+exchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class CommitBudget:
     """Interval between the copies of one state in one world.
 
     Args:
-        share: largest part of the time that copies may take, above 0.
+        share: largest share of the time that copies may take, above 0.
     """
 
     def __init__(self, share: float) -> None:
@@ -33,15 +34,15 @@ class CommitBudget:
 
     @property
     def skipped(self) -> bool:
-        """Whether there were calls since the last copy."""
+        """Return whether there were calls since the last copy."""
         return self._calls > 0
 
     def copied(self, copies_s: Sequence[float], steps_s: Sequence[float]) -> bool:
-        """Take account of a copy.
+        """Adapt the interval to the measured costs of a copy.
 
         Args:
-            copies_s: seconds that the copy has stopped each rank.
-            steps_s: seconds of training of each rank for one call; 0: unknown.
+            copies_s: for each rank, the seconds for which the copy has stopped training.
+            steps_s: for each rank, the seconds of training per call, or 0 if unknown.
 
         Returns:
             Whether the interval has changed.
@@ -57,6 +58,8 @@ class CommitBudget:
 
 
 def interval(share: float, copy_s: float, step_s: float) -> int:
-    """Return for how many steps one copy is made: the fewest within the budget, and at most `LONGEST_S` seconds."""
+    """Return the number of steps per copy: the smallest one within the budget, and at most `LONGEST_S` seconds of
+    steps.
+    """
     within = math.ceil(copy_s / (share * step_s))
     return max(1, min(within, int(LONGEST_S / step_s)))

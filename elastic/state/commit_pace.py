@@ -25,7 +25,9 @@ class CommitPace:
         self._trained_s, self._calls = 0.0, 0  # since the last copy
 
     def of_world(self, rt: WorkerRuntime) -> CommitPace | None:
-        """Return this object in a job with ``--commit-budget``, as new in each world; else None."""
+        """Return this object, reset for each new world, in a job with ``--commit-budget``. Return None in other
+        jobs.
+        """
         if not rt.env.commit_budget or not rt.elastic:
             return None
         if self._budget is None or self._generation != rt.generation:

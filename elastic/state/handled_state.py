@@ -237,7 +237,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
-        """Check that the models of a sharded state have the parameters that follow another world and are trained.
+        """Check that the models of a sharded state have unchanged parameters, and that the optimizers train these.
 
         Raises:
             NotElastic: a fully sharded model has other parameters than before, or an optimizer beside it trains others.
@@ -293,7 +293,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return bool(self._of_kind(DiLoCoStateHandler))
 
     def _refuse_own_values(self) -> None:
-        """Raise Invalid for a value that belongs to a DiLoCo of the state, and would also be sent separately."""
+        """Raise Invalid if a value belongs to a DiLoCo of the state, because the value would be sent twice."""
         for handler in self._of_kind(DiLoCoStateHandler):
             value = handler.value
             held = (value.model, value.inner_optimizer, value.outer_optimizer)

@@ -1,4 +1,4 @@
-"""Detection of optimizers that have replaced a sharded optimizer of a state and step its parameters.
+"""Detects optimizers that have replaced a sharded optimizer of a state and step the sharded optimizer's parameters.
 
 A script may create another optimizer after the state. Commits would then contain the entries of an optimizer that does
 not train.
@@ -24,7 +24,7 @@ def observe(optimizer: torch.optim.Optimizer) -> None:
     """Record steps of other optimizers from now on.
 
     Args:
-        optimizer: a sharded one, or one of sharded parameters.
+        optimizer: a sharded optimizer, or an optimizer of sharded parameters.
     """
     _followed.add(optimizer)
     _stepped.clear()

@@ -85,7 +85,7 @@ def check_schedules(values: Mapping[str, Any]) -> None:
 
 
 def named(optimizer: Any, parameter: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Return the parameter's name, of ``names`` or as a wrapped optimizer knows it, else a description."""
+    """Return the parameter's name from ``names`` or from the optimizer, or else a description of the parameter."""
     ask = getattr(optimizer, "parameter_name", None)
     if id(parameter) in names:
         return names[id(parameter)]

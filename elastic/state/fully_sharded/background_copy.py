@@ -1,8 +1,8 @@
-"""Copies of a shard from a GPU to pinned host memory while training continues. Acts.
+"""Copies a shard from a GPU to pinned host memory while training continues. Acts.
 
 If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
-step of an optimizer waits for that on its stream (`ordered`). Other writes cannot be prevented: sums over the bits at
-the commit and at that step detect them, and the commit is then discarded.
+step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented. Sums
+over the bits, computed at the commit and at that step, detect such writes, and the commit is then discarded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _in_flight: list[BackgroundCopy] = []
 
 
 class BackgroundCopy:
-    """One copy in flight, begun on construction from the current stream.
+    """One copy in flight. It begins on construction, after the work queued on the current stream.
 
     Args:
-        pairs: tensors on one GPU, and pinned host tensors like them.
+        pairs: pairs of a tensor on one GPU and a pinned host tensor of the same layout.
         stage: device memory to copy through, if the GPU has room.
-        exposed: whether training may continue while the tensors are read, if there is no room.
+        exposed: whether training may continue while the tensors are read, if the GPU has no room.
     """
 
     def __init__(self, pairs: Sequence[Pair], stage: DeviceStaging, *, exposed: bool) -> None:
@@ -57,7 +57,9 @@ class BackgroundCopy:
             _installed.append(register_optimizer_step_pre_hook(_before_step))
 
     def order(self) -> None:
-        """Make the current stream wait for the copy before it writes to the tensors. In the training thread, once."""
+        """Make the current stream wait for the copy before the stream writes to the tensors. Call once, in the
+        training thread.
+        """
         if self._ordered.is_set():
             return
         _in_flight.remove(self)

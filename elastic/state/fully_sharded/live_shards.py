@@ -75,7 +75,7 @@ class Sharded(Protocol):
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """Shard of this rank and the current number of shards. The value is None if both are those of the trained
+        """Return the shard of this rank and the current number of shards, or None if both are those of the trained
         model.
         """
 

@@ -172,7 +172,7 @@ class ShardBuffers:
 
     @property
     def copying(self) -> bool:
-        """Whether a copy has begun and `finish` was not called."""
+        """Return whether a copy has begun and `finish` was not called."""
         return self._copying is not None
 
     def order(self) -> None:
@@ -181,7 +181,7 @@ class ShardBuffers:
             self._copying[0].order()
 
     def wait(self) -> None:
-        """Wait for the copy, before the script runs."""
+        """Wait for the copy to complete, before the script continues."""
         copying = self._copying
         if copying is not None:
             copying[0].order()
@@ -243,7 +243,7 @@ class ShardBuffers:
 
     @property
     def shard(self) -> int:
-        """Index of this rank's shard."""
+        """Return the index of this rank's shard."""
         return self._shard
 
     def where(self) -> tuple[int, int]:

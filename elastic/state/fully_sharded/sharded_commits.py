@@ -100,7 +100,7 @@ class ShardedWorld:
 
     @property
     def senders(self) -> list[int]:
-        """The rank that sends each shard to the ranks that keep a copy."""
+        """Return, for each shard, the rank that sends the shard to the ranks that keep a copy."""
         return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
 
     def placed(self) -> ShardsPlaced:
@@ -109,7 +109,7 @@ class ShardedWorld:
         return ShardsPlaced(self.shards, self.shard, keeps, self.lasting)
 
     def where(self) -> tuple[tuple[str, ...], ...]:
-        """Return the hosts that hold each shard, its owners' first."""
+        """Return, for each shard, the hosts that hold the shard. The owners' hosts come first."""
         return tuple(
             tuple(self.hosts[rank] for rank in (*column, *copies))
             for column, copies in zip(columns(self.order, self.shards), self.placement, strict=True)
@@ -133,7 +133,9 @@ class CommitCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all ranks restore. ``bank`` is the bank of this rank with a shard of the commit, or None."""
+    """The commit that all ranks restore. ``bank`` is this rank's bank with a shard of the commit, or None without
+    one.
+    """
 
     whole: WholeCommit
     hosts: tuple[str, ...]
@@ -145,7 +147,7 @@ class Choice:
 
     @property
     def root(self) -> int:
-        """Rank that provides the replicated state."""
+        """Return the rank that provides the replicated state."""
         return self.whole.ranks()[0]
 
     def lacking(self, size: int) -> list[int]:
@@ -173,7 +175,7 @@ class WorldInventory:
 
     @property
     def least(self) -> int | None:
-        """Smallest number of shards as in `Choice`, taken from a rank that holds a commit.
+        """Return the smallest number of shards (see `Choice`), taken from a rank that holds a commit.
 
         A joining worker has made its mesh before it joined, possibly with another shape.
         """
@@ -182,12 +184,12 @@ class WorldInventory:
 
     @property
     def whole(self) -> WholeCommit | None:
-        """Newest commit with a complete set of shards, or None."""
+        """Return the newest commit with a complete set of shards, or None."""
         return newest_whole(self.inventories)
 
     @property
     def lost(self) -> bool:
-        """Whether commits exist but no commit is complete."""
+        """Return whether commits exist but none of them is complete."""
         return any(self.inventories) and self.whole is None
 
     def loss(self) -> ShardLost:
@@ -308,18 +310,18 @@ class ShardedCommits:
         self._number += 1
 
     def redo(self) -> None:
-        """Give the next commit the number of the newest, which was dropped."""
+        """Give the next commit the number of the newest commit, which was dropped."""
         self._number -= 1
 
     def seal(self) -> float:
-        """Wait until all ranks have mirrored the newest commit, and seal it. Collective, unless the commit is sealed
-        already.
+        """Wait until all ranks have mirrored the newest commit, and seal the commit. Collective, unless the commit is
+        sealed already.
 
-        It is dropped if the script has written to a tensor while it was copied, on any rank. From then on, training
-        waits for the copies of this state.
+        If the script has written to a tensor while the tensor was copied, on any rank, the commit is dropped instead.
+        From then on, training waits for the copies of this state.
 
         Returns:
-            The seconds that it took.
+            The seconds that sealing took.
 
         Raises:
             PeerLost: a rank was lost.
@@ -527,7 +529,9 @@ class ShardedCommits:
 
     @property
     def placed(self) -> ShardsPlaced | None:
-        """The report on this rank's part since the last change of the world, for the driver."""
+        """Return the report for the driver on this rank's part since the last change of the world, or None without a
+        change.
+        """
         return self._rows_placed
 
     def held(self) -> ShardsHeld:

@@ -62,7 +62,10 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class CommitCopy:
-    """Copy of a commit in memory of its own. ``banks``: by name of the part; ``random``: as in `HeldCommit`."""
+    """Copy of a commit in separate memory.
+
+    ``banks`` contains the copies by the name of the part. ``random`` is the same as in `HeldCommit`.
+    """
 
     values: dict[str, Any]
     banks: dict[str, SnapshotBuffers]
@@ -86,7 +89,7 @@ class HeldCommit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds only some rows of the value."""
+        """Return whether each rank holds only some rows of the value."""
         return self.release_shard is not None
 
     def complete(self) -> None:

@@ -26,5 +26,8 @@ class LoaderStateHandler(DictPart):
         self.deals_again()
 
     def deals_again(self) -> bool:
-        """Like `reset`. Return whether batches since the last optimizer step are distributed again in the new world."""
+        """Handle a change of the world, like `reset`.
+
+        Return whether batches since the last optimizer step are distributed again in the new world.
+        """
         return self.value.reset()

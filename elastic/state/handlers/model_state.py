@@ -45,7 +45,7 @@ class ModelStateHandler(Part):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module that has the tensors."""
+        """Return the module that has the tensors."""
         return self.value
 
     def _adopt_value(self) -> None:

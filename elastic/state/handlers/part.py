@@ -67,14 +67,14 @@ class Part(StateHandler):
         raise NotImplementedError
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Like `pack`, for a commit. Tensors need not be detached."""
+        """Return a structure and the live tensors for a commit, like `pack`. Tensors need not be detached."""
         return self.pack()
 
     def check(self) -> None:
         """Check, before anything is copied, that the value can be committed.
 
         Raises:
-            Invalid: it can't; the last commit stays complete.
+            Invalid: the value can't be committed. The last commit stays complete.
         """
 
     def seems_unchanged(self) -> bool:
@@ -193,7 +193,7 @@ class Part(StateHandler):
         self.seems_unchanged()
 
     def restore_nothing(self) -> None:
-        """Like `restore`, for the case without a complete copy. The value is unchanged."""
+        """Handle a restore without a complete copy, like `restore`. The value is unchanged."""
 
     def before_restore(self, own: Any) -> None:
         """Restore the objects that the committed tensors belong to."""
@@ -286,7 +286,7 @@ class _CarriedFor(Carried):
 
 
 class CarriedPart(DictPart):
-    """A `Carried`."""
+    """Handler of a `Carried` value."""
 
     value: Carried
 
@@ -328,7 +328,8 @@ class ShardsStateHandler(DictPart):
     def comparable(self, layout: str) -> str:
         """Return the part of the layout that a checkpoint must match.
 
-        Without the share of verified shards, which changes no result, and with --allow-inexact without the arithmetic.
+        The share of verified shards is omitted, because it changes no result. With --allow-inexact, the arithmetic is
+        omitted too.
         """
         left_out = [f"{self.name}.verify "]
         if self._allowed():

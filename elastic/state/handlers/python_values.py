@@ -51,7 +51,7 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Like ``copy.deepcopy``, but faster for dictionaries and lists of numbers and strings."""
+    """Return a deep copy like ``copy.deepcopy``, but faster for dictionaries and lists of numbers and strings."""
     kind = type(value)
     if kind in ATOMS or kind is Index or (kind is tuple and ATOMS.issuperset(map(type, value))):
         return value
@@ -114,5 +114,5 @@ def dumps(value: Any, what: str, referred: dict[str, object]) -> bytes:
 
 
 def loads(blob: bytes, referred: dict[str, object]) -> Any:
-    """Inverse of `dumps`. Use only for bytes from an authenticated worker of the same job."""
+    """Unpickle the result of `dumps`. Use only for bytes from an authenticated worker of the same job."""
     return _Unpickler(io.BytesIO(blob), referred).load()

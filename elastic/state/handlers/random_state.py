@@ -1,4 +1,7 @@
-"""Commits of this worker's random generators: torch, CUDA if in use, numpy if imported, random. Never sent to peers."""
+"""Commits the states of this worker's random generators, which are never sent to peers.
+
+The generators are those of torch, CUDA if in use, numpy if imported, and ``random``.
+"""
 
 from __future__ import annotations
 

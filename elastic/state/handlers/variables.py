@@ -72,7 +72,7 @@ class VariablesPart(Part):
             self.assign(named[name], tensor)
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
-        """Sets one of `named`."""
+        """Set one of the variables returned by `named`."""
         variable.assign(arrays.to_numpy(value))
 
 

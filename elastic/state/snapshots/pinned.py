@@ -131,7 +131,7 @@ class PinnedMemory:
 
 
 class PinnedCopy:
-    """Copies in flight, of one commit or of a restore."""
+    """Copies in flight that belong to one commit or one restore."""
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.device, torch.cuda.Event]] = []
@@ -174,7 +174,9 @@ class PinnedCopy:
 
 
 class DeviceStaging:
-    """Device memory for one commit in flight to the host. Allocated once, unless memory is short."""
+    """Device memory for one commit that is being copied to the host. Allocated once, or not at all if memory is
+    short.
+    """
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[torch.device, torch.dtype, tuple[int, ...], int], torch.Tensor] = {}
@@ -214,7 +216,8 @@ def send(
 ) -> None:
     """Start the copies and return immediately. The training stream may overwrite the sources afterwards.
 
-    If ``exposed``, it may not: the caller makes it wait for the events of ``transit`` first.
+    With ``exposed``, the training stream must not do so until the caller has made it wait for the events of
+    ``transit``.
     """
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:

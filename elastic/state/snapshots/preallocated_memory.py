@@ -70,7 +70,10 @@ def leave() -> None:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Like ``torch.empty_like`` on the CPU, in preallocated memory if it suffices. ``tensor`` may be on ``meta``."""
+    """Return an uninitialized CPU tensor like ``tensor``, in preallocated memory if that suffices.
+
+    ``tensor`` may be on ``meta``.
+    """
     with _lock:
         made = None if _ahead is None else _ahead.empty_like(tensor)
     if made is None:
