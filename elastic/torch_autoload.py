@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-VARIABLE = "ELASTIC_TORCH_BACKEND"  # set by elasticrun; --torch-backend
+VARIABLE = "ELASTIC_TORCH_BACKEND"  # set by elasticrun's option --torch-backend
 NAME = "elastic"
 REPLACED = ("rendezvous", "_new_process_group_helper", "broadcast_object_list")
 _originals: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name

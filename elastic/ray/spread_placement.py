@@ -28,5 +28,5 @@ def spread(wanted: WorkerRequest) -> WorkerRequest:
 
 
 def give_back(wanted: WorkerRequest) -> None:
-    remove: Any = ray.util.remove_placement_group  # without types
+    remove: Any = ray.util.remove_placement_group  # the function has no type annotations
     remove(wanted.placement_group)

@@ -24,7 +24,8 @@ START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare the data first
 COLLECTIVE_TIMEOUT_S = 1800.0
 # GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
 LAUNCHED_TIMEOUT_S = 180.0
-DYNAMIC = "DYNAMIC"  # HOROVOD_TIMELINE: no timeline before start_timeline() with a path
+# value of HOROVOD_TIMELINE: no timeline until start_timeline() is called with a path
+DYNAMIC = "DYNAMIC"
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
@@ -55,8 +56,8 @@ class Environment:
     commit_budget: float = 0.0
     islands: tuple[IslandRule, ...] = ()  # see elastic.protocol.islands
     workers_min: int = 1  # smallest world of the job
-    checks: bool = True  # check the script's first steps; see elastic.script_checks
-    strict: bool = False  # their findings end the job
+    checks: bool = True  # whether to check the script's first steps; see elastic.script_checks
+    strict: bool = False  # whether findings of these checks end the job
     # admit workers with results that are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
     cycle_s: float = 0.001  # seconds between two rounds of negotiation and fusion; 0 means no delay

@@ -9,7 +9,7 @@ from elastic.errors import StaleValueWarning
 from elastic.protocol.messages import Place
 from elastic.rendezvous import rank_variables
 
-_SHOWN = 3  # lines of the script that are listed
+_SHOWN = 3  # maximum number of lines of the script to list
 
 
 class KeptVariables:

@@ -76,7 +76,7 @@ def reads_in(file: str, text: str) -> Iterator[VariableRead]:
     variable of that name, with a number.
     """
     if not any(f"{quote}{name}{quote}" in text for name in _READ for quote in "'\""):
-        return  # most files: parsing takes milliseconds, while other ranks wait
+        return  # most files end here: parsing takes milliseconds, while other ranks wait
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -122,5 +122,5 @@ def reads_of_script(modules: Mapping[str, object] | None = None) -> list[Variabl
             with open(file, encoding="utf-8", errors="replace") as source:
                 found.extend(reads_in(file, source.read()))
         except OSError:
-            continue  # deleted since
+            continue  # the file was deleted in the meantime
     return found

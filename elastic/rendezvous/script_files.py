@@ -6,7 +6,7 @@ import os
 import sysconfig
 from collections.abc import Mapping
 
-MOST = 200  # files
+MOST = 200  # maximum number of files
 # Frameworks, which may be installed outside of site-packages, such as a torch built from its sources.
 LIBRARIES = frozenset({
     "accelerate", "cloudpickle", "datasets", "elastic", "horovod", "jax", "keras", "lightning", "lightning_fabric",

@@ -30,10 +30,10 @@ from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
 UNSENT_LIMIT = 256 << 20  # limit of queued bytes per caller; a caller beyond it is dropped
 DEAF_S = 0.1  # how long accepting pauses when descriptors run out
-FLUSH_S = 1.0  # at the end, how long to wait for callers that read nothing
-END_S = 5.0  # longest time at the end for callers to read what is queued
+FLUSH_S = 1.0  # at the end, seconds to wait for callers that do not read
+END_S = 5.0  # at the end, maximum seconds for callers to read the queued bytes
 _SHARED_BYTES = 1 << 14  # a body of this size is queued without a copy
-_PARTS = 64  # sent at once
+_PARTS = 64  # maximum number of buffers per send
 _READ_BYTES = 1 << 16
 
 
@@ -48,7 +48,7 @@ class SealedCaller:
 
 class _Unsent:
     def __init__(self) -> None:
-        self.size = 0  # bytes
+        self.size = 0  # in bytes
         self._parts: deque[bytearray | memoryview] = deque()
 
     def add(self, *parts: bytes) -> None:
@@ -127,7 +127,7 @@ class SealedServer:
         self._idle_s = idle_s
         self._deaf = False  # temporarily not accepting
         self._closed = threading.Event()
-        self._callers: dict[Any, SealedCaller] = {}  # by socket
+        self._callers: dict[Any, SealedCaller] = {}  # callers by socket
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.pending: PendingHandshakes[SealedCaller] = PendingHandshakes(
             first_s, count_limit(first_limit, descriptors, extra)

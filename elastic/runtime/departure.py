@@ -35,7 +35,7 @@ class Departure:
     def __init__(self, session: Session, *, waits: bool = True) -> None:
         self._session = session
         self.waits = waits
-        self._before: Any = None  # handler of SIGCHLD while the signal is ignored
+        self._before: Any = None  # the previous handler of SIGCHLD, while the signal is ignored
         self._reaped = 0  # value of `_reaped` when user code started
 
     def excuses_error(self) -> bool:

@@ -95,9 +95,9 @@ class Recovery:
     # message that ended the job for this worker, Leave, Rejected or End
     over: Message | None = None
     _welcomed: bool = False
-    _calls: tuple[Called, ...] = ()  # differing calls of its ranks that broke the world
+    _calls: tuple[Called, ...] = ()  # differing calls of the ranks, which broke the world
     _readies: int = 0
-    _ready: messages.Ready | None = None  # the last one
+    _ready: messages.Ready | None = None  # the last Ready message
     _own_failure: bool = False  # whether the world broke here first and the driver was notified
     _resumed: messages.Resumed | None = None  # report of this generation
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)

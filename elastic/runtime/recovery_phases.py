@@ -11,7 +11,7 @@ class Phases:
     def __init__(self) -> None:
         self.copied_bytes = 0
         self.from_checkpoint = False  # see `elastic.protocol.messages.Resumed`
-        self.shards: ShardsPlaced | None = None  # the same
+        self.shards: ShardsPlaced | None = None  # see `elastic.protocol.messages.Resumed`
         self._marks: dict[str, float] = {}
         self._ms: dict[str, float] = {}
         self._resumed_generation = 0

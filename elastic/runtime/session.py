@@ -64,7 +64,7 @@ class Session:
 
     def __init__(self, env: Environment, link: Link | None) -> None:
         self.env = env
-        # no driver, so this is a world of one, or a static world without recovery
+        # without a driver: a world of one, or a static world without recovery
         self.alone = link is None
         self.recovery = Recovery()
         self.lock = threading.Lock()

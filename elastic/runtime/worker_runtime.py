@@ -45,7 +45,7 @@ class WorkerRuntime:
         """
         self.env = env
         self.elastic = env.elastic
-        # no driver, so this is a world of one, or a static world without recovery
+        # without a driver: a world of one, or a static world without recovery
         self.alone = link is None
         self.activity = 0  # incremented by every operation that may change tensors
         self._link = link

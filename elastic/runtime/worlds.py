@@ -21,8 +21,9 @@ class DriverWorlds:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._layout: messages.Layout | None = None  # the last one sent
-        self._step_input: messages.StepInput | None = None  # the last one sent
+        self._layout: messages.Layout | None = None  # the last Layout message that was sent
+        # the last StepInput message that was sent
+        self._step_input: messages.StepInput | None = None
 
     def first(self) -> None:
         """Wait for the first world. If a world is already training, return with the provisional place."""

@@ -27,7 +27,7 @@ RANKS = {
     "master",
     "is_chief",
 }
-# In the names of objects with a step() that trains nothing.
+# Parts of the names of objects with a step() that trains nothing.
 SCHEDULERS = ("sched", "lr", "warmup", "prof", "ema")
 # By convention, constant while a script trains.
 ARGUMENTS = {"args", "opts", "options", "config", "cfg", "environ"}

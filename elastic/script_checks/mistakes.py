@@ -100,10 +100,10 @@ class ScriptObservation:
     commits: int
     calls: tuple[CommitCall, ...]  # calls of commit() in the source of the script
     recovered: bool  # a worker was lost since training began
-    collectives: int  # and other calls that may have changed tensors
+    collectives: int  # number of collectives and other calls that may have changed tensors
     # Elements of the largest tensor in a collective between two steps. None if unknown.
     largest_moved: int | None
-    restarts: RestartingLoop | None  # around commit(), and counts in no state
+    restarts: RestartingLoop | None  # the loop around commit() whose counter is in no state
     keeps_members: bool  # the state is one of this package's, which save exactly their members
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()

@@ -62,15 +62,15 @@ class ScriptObserver:
         self._recovered = False
         self._handle: Any = None
         self._observes = False
-        self._steps: Counter[int] = Counter()  # by optimizer
+        self._steps: Counter[int] = Counter()  # number of steps, by optimizer
         self._stepping: dict[int, torch.optim.Optimizer] = {}
-        self._loaders: Counter[int] = Counter()  # steps, by data set
+        self._loaders: Counter[int] = Counter()  # number of steps, by data set
         self._sources: dict[int, tuple[Any, Any]] = {}
         self._latest: tuple[Any, Any] | None = None  # data set and sampler of the last batch
         self._positions: dict[int, tuple[weakref.ref[DataLoader], Any, int]] = {}
         self._before: list[weakref.ref[Any]] = []
         self._windows = 0
-        self._commits: int | None = None  # made before the training began
+        self._commits: int | None = None  # number of commits before the training began
         self._collectives = 0
         self._sources_of_steps = [make() for make in step_sources.makers]
 

@@ -16,8 +16,9 @@ from elastic.script_checks.commit_calls import Loop, calls_step, has_commit, nam
 from elastic.script_checks.mistakes import RestartingLoop
 
 COUNTING = ("range", "trange")
-WRAPPERS = ("enumerate", "reversed", "tqdm", "track")  # of a range in the head of a loop
-DEPTH = 4  # of calls
+# functions that may wrap a range in the head of a loop
+WRAPPERS = ("enumerate", "reversed", "tqdm", "track")
+DEPTH = 4  # maximum depth of nested calls to follow
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 

@@ -33,7 +33,8 @@ def commits(function: Callable[..., Any]) -> list[CommitCall]:
         if own:
             return own
         if definition is None and _names(code):
-            return [CommitCall.SOME_STEPS]  # its source file was not sent with it, or was edited
+            # the source file was not sent with the script, or was edited
+            return [CommitCall.SOME_STEPS]
     began_at = process_began_at()
     return [when for file in script_files(sys.modules) for when in _of_file(Path(file), began_at)]
 

@@ -18,9 +18,9 @@ from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory
 class BufferState(enum.IntEnum):
     """The parts of a bank that are complete."""
 
-    WRITING = 0  # nothing is complete
-    OWN = 1  # this rank's shard
-    MIRRORED = 2  # also the copies of other ranks' shards
+    WRITING = 0  # no part is complete
+    OWN = 1  # this rank's shard is complete
+    MIRRORED = 2  # the copies of other ranks' shards are complete as well
 
 
 @dataclass

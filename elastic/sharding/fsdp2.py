@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-TESTED = ("2.13",)  # versions of torch
+TESTED = ("2.13",)  # tested versions of torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:

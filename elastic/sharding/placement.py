@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from elastic.sharding.device_mesh import columns
 
-Placement = tuple[tuple[int, ...], ...]  # ranks that keep a copy, by shard
+Placement = tuple[tuple[int, ...], ...]  # for each shard, the ranks that keep a copy
 
 
 def place_copies(

@@ -18,8 +18,8 @@ from elastic.sharding.shard_inventory import WholeCommit
 class ReshardingMove(NamedTuple):
     """Rows of one tensor that move from a shard of ``source`` to ``target``. Nothing is sent if both are equal."""
 
-    tensor: int  # its index in the layout
-    shard: int  # shard of the commit
+    tensor: int  # index of the tensor in the layout
+    shard: int  # index of the shard in the commit
     rows: Rows
     source: int
     target: int

@@ -13,7 +13,7 @@ import torch
 
 from elastic.sharding.partition import Partition
 
-TESTED = ("2.13",)  # versions of torch
+TESTED = ("2.13",)  # tested versions of torch
 
 
 def is_zero(optimizer: object) -> bool:
@@ -88,4 +88,4 @@ def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
         zero._partition_param_group(group, by_rank)
     zero._init_local_optimizer()
     zero._build_param_buckets()
-    zero._all_state_dicts = []  # consolidated in the previous world
+    zero._all_state_dicts = []  # these were consolidated in the previous world

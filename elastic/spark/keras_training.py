@@ -162,7 +162,8 @@ class KerasTraining:
                 step = all_steps[(self.first + index) % len(all_steps)]
                 mine = dealing.part(step, rank)
                 rows = [dataset[int(self.order[at])] for at in (mine or step[:1])]
-                weights = None if mine else np.zeros(1, np.float32)  # must not count
+                # a batch without rows of this rank must not count
+                weights = None if mine else np.zeros(1, np.float32)
                 return job._arranged([np.stack(each) for each in zip(*rows, strict=True)], weights)
 
         return Batches()

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from elastic.launcher.option_types import RayOptions
 
 NEEDS_SPARK = "elastic.spark needs Spark: pip install 'hvd-elastic[spark]', and Java 17 or later"
-START_S = 600.0  # Horovod's limit for the start of the tasks
+START_S = 600.0  # seconds; Horovod's limit for the start of the tasks
 LOOK_S = 0.25
-SAID_S = 5.0  # waiting for executors is logged after this time
-QUIET_S = 10.0  # seconds without a new executor, after which too few are there
+SAID_S = 5.0  # seconds of waiting for executors, after which the wait is logged
+QUIET_S = 10.0  # seconds without a new executor, after which no more are expected
 WORKERS_MODULE = ("-m", "elastic.launcher.run_function")
 
 
@@ -149,7 +149,7 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """Raise Invalid if the function does not take these arguments, as far as its signature is known."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # functions not written in Python
+    except (TypeError, ValueError):  # functions that are not written in Python have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -236,7 +236,7 @@ def streams(
                 else:
                     binary.write(data)
                 stream.flush()
-            except Exception as error:  # anything, of a stream of the user
+            except Exception as error:  # a user's stream may raise any exception
                 raise OSError(f"the stream for output raised {type(error).__name__}") from error
 
         return write

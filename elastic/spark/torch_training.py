@@ -18,7 +18,7 @@ import torch
 from elastic.errors import Invalid
 from elastic.spark.parquet import ParquetData
 
-PRINTED = 100  # steps between two lines about a step
+PRINTED = 100  # number of steps between two log lines
 Tensors = list[torch.Tensor]
 Shapes = Sequence[Sequence[int]] | None
 
@@ -35,7 +35,7 @@ class TorchTraining:
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer  # of the parameters of this model
+    optimizer: torch.optim.Optimizer  # optimizer of the parameters of this model
     train: ParquetData
     validation: ParquetData | None
     features: int
@@ -78,8 +78,10 @@ class _Run:
         self.seed = 0 if job.seed is None else job.seed
         torch.manual_seed(self.seed)
         job.model.to(self.device)
-        job.optimizer.load_state_dict(job.optimizer.state_dict())  # to the model's device
-        for group in job.optimizer.param_groups:  # as Horovod's estimators do
+        # moves the entries to the model's device
+        job.optimizer.load_state_dict(job.optimizer.state_dict())
+        # scales the learning rate as Horovod's estimators do
+        for group in job.optimizer.param_groups:
             group["lr"] *= job.processes
         compression = job.compression or elastic.Compression.none
         self.optimizer = elastic.DistributedOptimizer(
@@ -216,7 +218,7 @@ class _Run:
             own = torch.tensor(
                 [rows * float(value) for value in values], dtype=torch.float64, device="cpu"
             )
-        else:  # a placeholder that must not count
+        else:  # a placeholder row that must not count
             own = torch.zeros(len(values), dtype=torch.float64, device="cpu")
         op = self.elastic.Sum
         return [float(each) for each in self.elastic.allreduce(own, op=op, name="history")]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 LONGEST_S = 60.0  # seconds of training that a failure may repeat at most
-_FIRST = 2  # copies whose cost is ignored: they allocate memory
+_FIRST = 2  # number of copies whose cost is ignored, because they allocate memory
 _MARGIN = 1.25  # an interval that is off by less than this factor is kept
 
 
@@ -24,7 +24,7 @@ class CommitBudget:
     def __init__(self, share: float) -> None:
         self.share = share
         self.every = 1  # number of calls for which one copy is made
-        self._calls = 0  # calls since the last copy
+        self._calls = 0  # number of calls since the last copy
         self._copies = 0
 
     def due(self) -> bool:

@@ -20,9 +20,9 @@ class CommitPace:
     def __init__(self) -> None:
         self._budget: CommitBudget | None = None
         self._generation = 0
-        self._returned_at: float | None = None  # end of the last call of commit()
+        self._returned_at: float | None = None  # time at which the last call of commit() ended
         self._began_at = 0.0
-        self._trained_s, self._calls = 0.0, 0  # since the last copy
+        self._trained_s, self._calls = 0.0, 0  # seconds and calls since the last copy
 
     def of_world(self, rt: WorkerRuntime) -> CommitPace | None:
         """Return this object, reset for each new world, in a job with ``--commit-budget``. Return None in other

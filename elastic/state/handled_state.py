@@ -73,7 +73,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
     ) -> None:
         values = dict(values)
-        if not isinstance(rng, bool):  # a value of the script with that name
+        if not isinstance(rng, bool):  # the script has a value of its own with that name
             values["rng"] = rng
         refuse_method_names(values)
         refuse_misspelled(values, {"rng": lambda value: isinstance(value, bool)})

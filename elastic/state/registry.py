@@ -105,7 +105,7 @@ def refuse_handled(name: str, value: Any) -> None:
 
 
 _TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, DiLoCo, Shards)
-_LOOKED_AT = 64  # entries of a list
+_LOOKED_AT = 64  # maximum number of entries of a list to check
 
 
 def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> None:

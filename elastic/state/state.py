@@ -34,7 +34,7 @@ from elastic.state.registry import refuse_handled
 
 log = logging.getLogger("elastic.state")
 
-Broadcast = Callable[..., Any]  # object -> rank 0's object
+Broadcast = Callable[..., Any]  # takes an object and returns rank 0's object
 CLOSE = 0.7  # similarity of a misspelled name to an option: copys to copies, but not copy
 
 

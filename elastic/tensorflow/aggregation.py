@@ -46,7 +46,8 @@ class GradientAggregation:
         self._sparse_as_dense = sparse_as_dense
         self._average = average
         self.counter: tf.Variable | None = None  # number of passes in the sums
-        self.locally_aggregated_grads: dict[int, tf.Variable] = {}  # by the index of a gradient
+        # sums by the index of the gradient
+        self.locally_aggregated_grads: dict[int, tf.Variable] = {}
 
     def build(self, like: Sequence[Any]) -> None:
         """Create the variables, outside any function, for gradients like these tensors or variables.

@@ -33,7 +33,8 @@ Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
 as_written: Any = tf.autograph.experimental.do_not_convert
 
 LARGE = 1 << 20  # bytes from which a view is cheaper than a copy
-KEPT = 64  # errors passed through TensorFlow, each retrieved at most once
+# maximum number of kept errors that were passed through TensorFlow; each is retrieved at most once
+KEPT = 64
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
 _numbers = itertools.count(1)

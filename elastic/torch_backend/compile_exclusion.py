@@ -15,7 +15,7 @@ from torch._C._dynamo import eval_frame
 _eval_frame: Any = eval_frame
 _set_strategy = getattr(
     _eval_frame, "set_code_exec_strategy", None
-)  # private, so a version of torch may lack it
+)  # private in torch, so a version may lack it
 
 
 def keep_out(*classes: type) -> None:

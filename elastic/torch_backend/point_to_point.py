@@ -14,7 +14,7 @@ from elastic.collectives.interface import MessageWork, Messenger
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend.collective_calls import CollectiveCall
 
-AT_ONCE = 32  # number of ranks; connecting more takes long, and few scripts need this
+AT_ONCE = 32  # maximum number of ranks; connecting more takes long, and few scripts need this
 
 
 class PointToPointMessages:

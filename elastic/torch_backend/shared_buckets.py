@@ -22,7 +22,7 @@ from elastic.torch_backend.following_group import FollowingGroup
 
 _torch: Any = distributed  # torch's stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer
-_Mode: Any = TorchDispatchMode  # untyped
+_Mode: Any = TorchDispatchMode  # without types
 _LEAST_BYTES = 4096  # smaller buckets are copied as fast as they are reduced in place
 
 

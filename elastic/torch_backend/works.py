@@ -122,7 +122,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             CollectiveFailed: a rank was lost or the timeout expired, in a job of fixed size. A RuntimeError.
             TensorMismatch: the message does not fit the tensor.
         """
-        asked_s = timeout.total_seconds() if timeout is not None else 0.0  # 0 from C++ code
+        asked_s = timeout.total_seconds() if timeout is not None else 0.0  # C++ code passes 0
         limit_s = asked_s or self._timeout_s
         # The outcome is known and does not concern the current world.
         if self.generation != self._owner.generation():

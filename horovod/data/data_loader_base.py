@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-CLOSE_S = 10.0  # time for the current read to end
+CLOSE_S = 10.0  # seconds for the current read to end
 
 
 class BaseDataLoader:
@@ -68,7 +68,7 @@ class AsyncDataLoaderMixin:
                 yield loader._process_batch(batch)
         finally:
             ahead.close()
-            with contextlib.suppress(ValueError):  # removed by close_async_loader
+            with contextlib.suppress(ValueError):  # close_async_loader may have removed the entry
                 self._ahead.remove(ahead)
 
 
@@ -78,7 +78,7 @@ class _Ahead:
         self._size = size
         self._changed = threading.Condition()
         self._waiting: deque[Any] = deque()
-        self._over = False  # read completely, or failed
+        self._over = False  # whether everything was read, or the read failed
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="async data loader", daemon=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.errors import Invalid, JobFailed
 
-ANSWER_S = 60.0  # time for a task without a CPU to start on a node that has workers
+ANSWER_S = 60.0  # seconds for a task without a CPU to start on a node that has workers
 
 
 class Coordinator:
@@ -18,7 +18,7 @@ class Coordinator:
         """Create a coordinator. ``settings.timeout_s`` is the time for all workers to call ``hvd.init()``."""
         self.settings = settings
         self.hostnames: set[str] = set()
-        self._nodes: dict[int, str] = {}  # by rank
+        self._nodes: dict[int, str] = {}  # node of each rank
 
     @property
     def world_size(self) -> int:
@@ -77,7 +77,7 @@ def _address() -> tuple[str, int]:
     """Return this node's address and a free port, on the node of rank 0."""
     import ray
 
-    node: Any = ray.util  # untyped
+    node: Any = ray.util  # ray.util has no type annotations
     with socket.socket() as free:
         free.bind(("", 0))
         port: int = free.getsockname()[1]

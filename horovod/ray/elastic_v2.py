@@ -53,7 +53,7 @@ def rooms() -> list[tuple[str, dict[str, float]]]:
 
     from elastic.ray.driver_client import held_of
 
-    nodes: Any = ray.nodes  # untyped
+    nodes: Any = ray.nodes  # the function has no type annotations
     found: list[Mapping[str, Any]] = list(nodes())
     group = ray.util.get_current_placement_group()
     if group is None:
@@ -102,7 +102,7 @@ def _free_by_node() -> dict[str, dict[str, float]]:
     """Return the free resources by node. Runs in a task, because a Ray client can't query it."""
     from ray._private import state
 
-    free_by_node: Any = state.available_resources_per_node  # untyped
+    free_by_node: Any = state.available_resources_per_node  # the function has no type annotations
     return {str(node): dict(free) for node, free in free_by_node().items()}
 
 

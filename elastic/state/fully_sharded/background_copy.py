@@ -34,7 +34,8 @@ class BackgroundCopy:
     """
 
     def __init__(self, pairs: Sequence[Pair], stage: DeviceStaging, *, exposed: bool) -> None:
-        self._tensors = [tensor for tensor, _ in pairs]  # not freed while they are read
+        # keeps the tensors alive while they are read
+        self._tensors = [tensor for tensor, _ in pairs]
         self._transit = PinnedCopy()
         self._check = PinnedCopy()
         self._sums: list[torch.Tensor] = []

@@ -9,7 +9,7 @@ import torch
 
 from elastic.collectives.interface import Collectives
 
-_LENGTH = 8  # bytes
+_LENGTH = 8  # bytes of the length prefix
 _FIRST = 8192  # bytes of the first exchange
 
 

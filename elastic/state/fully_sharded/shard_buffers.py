@@ -54,17 +54,17 @@ class ShardBuffers:
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
-        self.offsets: dict[int, list[int]] = {}  # by shard
+        self.offsets: dict[int, list[int]] = {}  # offsets of the tensors, by shard
         # Complete copies in the banks of other processes on this host, with their headers, by shard. Replicas of a
         # shard have several.
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
         self._own = torch.empty(
             0, dtype=torch.uint8, device="cpu"
-        )  # this rank's shard, after a header
+        )  # memory of this rank's shard, after a header
         # The previous `_own`, while a checkpoint is written from it.
         self._held_shard: torch.Tensor | None = None
-        self._buffers: dict[int, torch.Tensor] = {}  # uint8, by shard
-        self._shard = 0  # this rank's
+        self._buffers: dict[int, torch.Tensor] = {}  # uint8 tensors, by shard
+        self._shard = 0  # index of this rank's shard
         self._views: list[torch.Tensor] = []
         self._viewed: tuple[Any, ...] = ()
         self._host = HostCopy([], [])

@@ -91,7 +91,7 @@ class ShardedWorld:
     shards: int
     hosts: tuple[str, ...]
     placement: Placement
-    arenas: Mapping[int, PeerArena]  # by rank
+    arenas: Mapping[int, PeerArena]  # mapped arenas of other ranks, by rank
     lasting: bool = False
 
     @property
@@ -141,7 +141,7 @@ class Choice:
     hosts: tuple[str, ...]
     bank: ShardBuffers | None
     arenas: Mapping[int, PeerArena]
-    lasting: Sequence[bool]  # whether the memory of each rank outlives it
+    lasting: Sequence[bool]  # whether the memory of each rank outlives the rank's process
     # Shards of a mesh of replicas by shards, or None if each rank has a shard of its own.
     least: int | None
 
@@ -220,20 +220,20 @@ class ShardedCommits:
         self.given = given
         self.least = least  # smallest number of shards; see `Choice`
         self.spent = CommitCost()
-        self._rows_placed: ShardsPlaced | None = None  # at the last change of the world
+        self._rows_placed: ShardsPlaced | None = None  # the report on the last change of the world
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
         stage = DeviceStaging()
         self._banks = ShardBuffers(spares, stage), ShardBuffers(spares, stage)
-        self._mirroring: _Mirroring | None = None  # of a shard that is still copied from a GPU
+        self._mirroring: _Mirroring | None = None  # mirrors a shard that is still copied from a GPU
         self.discarded = False  # whether the newest commit was dropped by `seal`
         self._exposed = True  # whether training continues while the GPU's tensors are read
-        # None: the state is not divided among ranks yet, or this is the only rank.
+        # None if the state is not divided among ranks yet, or if this is the only rank.
         self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
-        # of the newest commit, or None if it is sealed
+        # Transfers of the newest commit, or None if the commit is sealed.
         self._transfers: list[Transfer] | None = None
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
@@ -260,7 +260,7 @@ class ShardedCommits:
             StateMismatch: ranks commit different tensors, or replicas differ.
         """
         waited_s = self.seal()
-        self._finish_copy()  # of a commit that raised
+        self._finish_copy()  # waits for the copy of a commit that raised
         world, rt, live = self._world, lifecycle.active(), self._live()
         shards = self._with_rows(self._agree_on_specs(live), live)
         record = self._record(world)
@@ -387,7 +387,7 @@ class ShardedCommits:
 
     def _stop_mirroring(self) -> None:
         """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
-        with contextlib.suppress(CollectiveFailed):  # of the world that broke
+        with contextlib.suppress(CollectiveFailed):  # the group of the world that broke has failed
             if not self._finish_copy():
                 self._cycle.discard()
                 self._transfers = None
@@ -867,7 +867,7 @@ class _Mirroring:
         try:
             self.copied = self._bank.finish()
             self._found = self._mirror(self.copied)
-        except BaseException as error:  # raised by `result`
+        except BaseException as error:  # `result` raises the error
             self._error = error
 
     def join(self) -> None:

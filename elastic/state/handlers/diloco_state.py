@@ -80,7 +80,7 @@ class DiLoCoStateHandler(Part):
             if name.startswith(ENTRY):
                 where[name] = placed[name[len(ENTRY) :]]
             elif name.startswith(OTHER) and value.own_steps and not restoring:
-                where[name] = Destination.NOWHERE  # values of this worker
+                where[name] = Destination.NOWHERE  # values of this worker only are not received
             elif name in live and specs[name].fits(live[name]):
                 where[name] = live[name]
             else:

@@ -148,7 +148,8 @@ class OptimizerStateHandler(Part):
 
     def layout(self) -> list[str]:
         sizes = [len(group["params"]) for group in self.value.param_groups]
-        of_gradients = getattr(self.value, "gradient_layout", None)  # a DistributedOptimizer's
+        # attribute of a DistributedOptimizer
+        of_gradients = getattr(self.value, "gradient_layout", None)
         reduced = [] if of_gradients is None else of_gradients(self.name)
         return [f"{self.name} {type(self.value).__name__} groups {sizes}", *reduced]
 
@@ -275,7 +276,8 @@ class OptimizerStateHandler(Part):
         )
 
     def bytes_of_gradients(self) -> int:
-        of_gradients = getattr(self.value, "gradient_bytes", None)  # a DistributedOptimizer's
+        # attribute of a DistributedOptimizer
+        of_gradients = getattr(self.value, "gradient_bytes", None)
         return 0 if of_gradients is None else of_gradients()
 
     def committed(self) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ WINDOW = 4  # broadcasts in flight at once
 ALIGNMENT = 16  # bytes; allows a packed tensor of any dtype to be viewed in place
 DIFFERENCES = 5  # layout lines to show in an error
 
-Key = tuple[str, str]  # part, tensor
+Key = tuple[str, str]  # part and tensor
 
 
 GroupOn = Callable[[torch.device], Collectives]

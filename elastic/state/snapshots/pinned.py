@@ -40,7 +40,7 @@ class _Pages(mmap.mmap):
 
     device: torch.device | None = None
     address = 0
-    owner = 0  # process ID of the owner
+    owner = 0  # ID of the process that owns the memory
 
     def __del__(self) -> None:
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():

@@ -36,7 +36,7 @@ class PreallocatedMemory:
         try:
             # Releases the GIL, which the link thread needs.
             memfd.populate(zeros.data_ptr(), size)
-        except OSError:  # a kernel before 5.14
+        except OSError:  # kernels before 5.14 lack this
             zeros.zero_()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor | None:

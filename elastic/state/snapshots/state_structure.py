@@ -21,11 +21,13 @@ class ModelTensors:
     """Tensors of a model by name. Shared modules and parameters appear once, under their first name."""
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent
-    transient: dict[str, torch.Tensor] = field(default_factory=dict)  # persistent=False
+    # buffers that are in the state dict
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    # buffers registered with persistent=False
+    transient: dict[str, torch.Tensor] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)  # registered with the value None
     persistent: list[str] = field(default_factory=list)  # names of buffers, None or not
-    aliases: dict[str, str] = field(default_factory=dict)  # tied parameters
+    aliases: dict[str, str] = field(default_factory=dict)  # names of tied parameters
     owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
     extra: dict[str, torch.nn.Module] = field(default_factory=dict)
 

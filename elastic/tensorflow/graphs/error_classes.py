@@ -51,7 +51,7 @@ def for_eager() -> Iterator[None]:
         if of_tensorflow is tf.errors.UnknownError or isinstance(error, tf.errors.OpError):
             raise
         made = _both(type(error), of_tensorflow)(str(error))
-        vars(made).update(vars(error))  # such as the calls of a mismatch
+        vars(made).update(vars(error))  # copies attributes such as the calls of a mismatch
         raise made.with_traceback(error.__traceback__) from error.__cause__
 
 

@@ -10,7 +10,7 @@ import subprocess
 from elastic.errors import Invalid
 from elastic.runtime.host_updates import HostUpdateResult
 
-SCRIPT_S = 60.0  # limit for a discovery script
+SCRIPT_S = 60.0  # time limit for a discovery script in seconds
 
 
 class HostDiscovery:

@@ -27,7 +27,7 @@ from elastic.spark import parquet
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.params import EstimatorParams, ModelParams
 
-UNSAVED = ("backend", "store")  # of one run: set them again after loading
+UNSAVED = ("backend", "store")  # parameters of one run, which must be set again after loading
 PREDICTIONS = "__predictions"
 SCALARS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
@@ -163,7 +163,8 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
 
         def batches(parts: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
             for part in parts:
-                columns = part if isinstance(part, tuple) else (part,)  # a single column
+                # a single column is not a tuple
+                columns = part if isinstance(part, tuple) else (part,)
                 given = [np.stack([np.asarray(each) for each in column]) for column in columns]
                 found = [_flat(each) for each in predict(given)]
                 yield pandas.Series(

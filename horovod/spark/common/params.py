@@ -13,7 +13,8 @@ from elastic.errors import Invalid
 
 _bool, _int, _text = TypeConverters.toBoolean, TypeConverters.toInt, TypeConverters.toString
 _texts, _floats = TypeConverters.toListString, TypeConverters.toListFloat
-Given = Mapping[str, tuple[str, Any]]  # by parameter: the end of its accessors' names, and its type
+# for each parameter, the end of its accessors' names and its type
+Given = Mapping[str, tuple[str, Any]]
 
 OF_ESTIMATORS: Given = {
     "num_proc": ("NumProc", None),
@@ -164,7 +165,7 @@ class ModelParams(HasOutputCols):
 
 
 declare(ModelParams, OF_MODELS)
-ModelParams.setLabelColoumns = ModelParams.setLabelColumns  # as Horovod spells it
+ModelParams.setLabelColoumns = ModelParams.setLabelColumns  # alias with Horovod's spelling
 
 
 def check_validation(given: Any) -> None:

@@ -139,7 +139,8 @@ class KerasEstimator(HorovodEstimator):
             optimizer = keras.optimizers.deserialize(
                 keras.optimizers.serialize(keras.optimizers.get(given))
             )
-            model.compile(optimizer=optimizer, loss="mse")  # the workers compile it with the loss
+            # the workers compile the model with the actual loss
+            model.compile(optimizer=optimizer, loss="mse")
             optimizer.build(model.trainable_variables)
             content = keras_training.content(model)
         training = KerasTraining(
@@ -221,7 +222,7 @@ def _shapes(model: Any) -> list[list[int]]:
     ]
 
 
-_models: dict[int, Any] = {}  # of this process, by the identity of their content
+_models: dict[int, Any] = {}  # models of this process, by the identity of the content
 
 
 def _predict(

@@ -117,7 +117,7 @@ class TorchEstimator(HorovodEstimator):
             raise Invalid("pass either loss or loss_constructors")
         if self.getCallbacks():
             raise Invalid("callbacks are not supported for torch: use train_minibatch_fn")
-        self._shared()  # checks their numbers
+        self._shared()  # checks the numbers of losses and metrics
 
     def _shared(self) -> dict[str, Any]:
         """Return the arguments of the training that depend on the number of labels. Raises Invalid."""

@@ -29,9 +29,9 @@ from horovod.runner.common.util.timeout import Timeout
 log = logging.getLogger("elastic")
 
 SIDES = ("compute", "training")
-_FILE_S = 600.0  # time for a compute job to be started
+_FILE_S = 600.0  # seconds for a compute job to be started
 _FILE_LOOK_S = 0.2
-_ANSWER_S = 2.0  # time for a running compute job to answer
+_ANSWER_S = 2.0  # seconds for a running compute job to answer
 
 
 @dataclasses.dataclass(frozen=True)

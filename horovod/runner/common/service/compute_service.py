@@ -18,8 +18,8 @@ from horovod.runner.common.util.timeout import TimeoutException
 _SHAPE = "dispatchers, workers of each"
 _END = "end"
 _LEFT = "left"
-_SERVE_S = 60.0  # time for a caller to send its request
-_LOOK_S = 30.0  # interval of checks that the service still exists
+_SERVE_S = 60.0  # seconds for a caller to send its request
+_LOOK_S = 30.0  # seconds between two checks that the service still exists
 
 # Services, by address and key, that this process has shut down.
 _ended: set[tuple[Address, bytes]] = set()

@@ -7,8 +7,8 @@ from __future__ import annotations
 import base64
 import secrets
 
-SECRET_LENGTH = 32  # bytes
-HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # name of the variable
+SECRET_LENGTH = 32  # length in bytes
+HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # name of the environment variable
 
 
 def make_secret_key() -> bytes:
