@@ -70,8 +70,10 @@ INTERNALS = {
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
-    """Return the error for a missing front end. It is an ImportError, which scripts that try several front ends
-    expect."""
+    """Return the ImportError for a missing front end.
+
+    Scripts that try several front ends expect an ImportError.
+    """
     return ImportError(
         f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"
         f" Keras and MXNet; {instead}",
@@ -105,7 +107,7 @@ def refuse_internals() -> None:
 
 
 def need_keras(front_end: str) -> None:
-    """Import the Keras of this process. Otherwise like `need`."""
+    """Import the Keras of this process, like `need`."""
     from elastic.rendezvous import environment
 
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)

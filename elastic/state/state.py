@@ -168,7 +168,7 @@ class State:
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Restore the copy."""
+        """Set the state to the copy that `save` has made."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -209,14 +209,16 @@ class State:
         """Start training with a sharded state as it is, in the world of ``init()``."""
 
     def keep_older(self, commit: Commit) -> None:
-        """Keep a second copy of the newest commit, if it is time to; see `elastic.exact.kept_commits`."""
+        """Keep a second copy of the newest commit if one is due. See `elastic.exact.kept_commits`."""
 
     def kept_commits(self) -> list[KeptCommit]:
         """Return the older commits of which there are copies, oldest first."""
         return []
 
     def go_back(self, commit: Commit, *, restores: bool) -> None:
-        """Drop copies of commits that are newer than ``commit``. ``restores``: restore it, as the newest one."""
+        """Drop copies of commits that are newer than ``commit``. With ``restores``, restore ``commit`` as the newest
+        commit.
+        """
 
     def finish_commit(self) -> None:
         """Wait until the newest commit survives the loss of this worker. Collective if the state is sharded.
@@ -234,7 +236,12 @@ class State:
         """
 
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
-        """Restore one commit of a sharded state on all ranks of a new world, divided among them, and commit it there.
+        """Restore one commit of a sharded state on all ranks of a new world, divided among the ranks, and commit it
+        there.
+
+        Args:
+            reset: called once this worker's own values are those of the commit.
+            met: the shards that the ranks hold. See `elastic.state.fully_sharded.sharded_commits.WorldInventory`.
 
         Returns:
             The number of bytes received from other ranks.
@@ -243,10 +250,6 @@ class State:
             PeerLost: a rank was lost.
             ShardLost: no commit is complete.
             StateMismatch: the parts or their tensors differ between ranks.
-
-        Args:
-            met: the shards that the ranks hold. See `elastic.state.fully_sharded.sharded_commits.WorldInventory`.
-                ``reset`` is called once this worker's own values are those of the commit.
         """
         raise NotImplementedError
 
@@ -283,41 +286,44 @@ class State:
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
     ) -> int:
-        """Send the state of rank ``root`` of the group to the others. Returns bytes copied. Does not save.
+        """Send the state of rank ``root`` of the group to the other ranks. Return the number of bytes copied. Does not
+        save.
 
-        ``group`` is a CPU group; ``group_on`` creates one of the same ranks on a GPU.
+        ``group`` is a CPU group. ``group_on`` creates a group of the same ranks on a GPU.
         """
         return 0
 
     def digest(self) -> int:
-        """63-bit digest of the committed parameters, or 0 if there are none."""
+        """Return a 63-bit digest of the committed parameters, or 0 without parameters."""
         return 0
 
     def handled(self) -> list[object]:
-        """Models, optimizers and similar objects with a layout that is part of the state's layout."""
+        """Return the models, optimizers and similar objects whose layout is part of the state's layout."""
         return []
 
     def digest_buffers(self) -> int:
-        """63-bit digest of the committed buffers, or 0 if there are none."""
+        """Return a 63-bit digest of the committed buffers, or 0 without buffers."""
         return 0
 
     def digest_tensors(self) -> dict[str, int]:
-        """Digests of each committed tensor by name, including parameters, buffers and optimizer entries."""
+        """Return a digest of each committed tensor, by name. Parameters, buffers and optimizer entries are included."""
         return {}
 
     def _step(self) -> int:
         return -1
 
     def _gradients(self) -> dict[str, int]:
-        """Digests of the last step's gradients by shard, if requested."""
+        """Return digests of the last step's gradients by shard, if the job requests them."""
         return {}
 
     def _trained(self) -> list[tuple[int, list[int]]]:
-        """Epochs, and in each the ids of the samples that this rank has trained on since the last call."""
+        """Return the epochs, and for each the ids of the samples that this rank has trained on since the last call."""
         return []
 
     def valid(self) -> bool:
-        """Return whether the last save is complete. One that raised midway is not, until another succeeds."""
+        """Return whether the last save is complete. A save that raised midway is incomplete until another save
+        succeeds.
+        """
         return self._whole
 
     @contextlib.contextmanager
@@ -397,11 +403,12 @@ class ObjectState(State):
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
     ) -> int:
-        """Send the values of rank ``root`` to the others.
+        """Send the values of rank ``root`` to the other ranks.
 
         Raises:
-            StateMismatch: at a receiver that can't read the values.
-            Invalid: at a root that can't pickle them."""
+            StateMismatch: on a receiver that can't read the values.
+            Invalid: on a root that can't pickle the values.
+        """
         moved, values = state_transfer.transfer(group, root, {}, self._values(), self.layout())
         if group.rank != root:
             self._take_over(values)
@@ -411,7 +418,7 @@ class ObjectState(State):
         return HeldCommit(self.layout(), self._saved_state, {}, None)
 
     def _parts(self) -> Mapping[str, Any]:
-        """The parts that have tensors, by name."""
+        """Return the parts that have tensors, by name."""
         return {}
 
     def _take_random(self, saved: dict[str, Any]) -> None:
@@ -467,12 +474,12 @@ def prepare_hold(state: ObjectState) -> None:
 
 
 def parts_of(state: ObjectState) -> Mapping[str, Any]:
-    """The parts that have tensors, by name."""
+    """Return the parts that have tensors, by name."""
     return state._parts()
 
 
 def names_of(state: ObjectState) -> list[str]:
-    """The names of the Python values."""
+    """Return the names of the Python values."""
     return list(state._values())
 
 

@@ -1,4 +1,4 @@
-"""Local aggregation of the gradients of several backward passes, which are then reduced once.
+"""Aggregates the gradients of several backward passes locally, so that they are reduced once.
 
 Works eagerly, in a ``tf.function``, and in a graph of TensorFlow 1.
 """
@@ -16,20 +16,21 @@ Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 
 
 class GradientAggregation:
-    """Sums the gradients of several passes. In the last pass of a step they are reduced and applied.
+    """Sums the gradients of several passes. In the last pass of a step, the sums are reduced and applied.
 
     Call `compute_gradients` and `apply_gradients` in each pass.
 
     Args:
         passes: number of passes per step.
-        reduce: ``reduce(gradients, variables)`` returns the same list, reduced over the ranks.
-        sparse_as_dense: sum IndexedSlices as dense tensors; otherwise they are rejected.
-        average: divide the sum by ``passes``.
+        reduce: ``reduce(gradients, variables)`` returns the gradients reduced over the ranks, in the same order.
+        sparse_as_dense: whether to sum IndexedSlices as dense tensors. Otherwise IndexedSlices are rejected.
+        average: whether to divide the sum by ``passes``.
 
     Raises:
-        Invalid: (a ValueError) for ``passes`` below 1.
+        Invalid: (a ValueError) ``passes`` is below 1.
 
-    The sums are variables; in a graph of TensorFlow 1 local ones: ``tf.compat.v1.local_variables_initializer()``.
+    The sums are variables. In a graph of TensorFlow 1, they are local variables, which
+    ``tf.compat.v1.local_variables_initializer()`` initializes.
     """
 
     def __init__(

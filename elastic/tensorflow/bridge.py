@@ -1,7 +1,7 @@
-"""Conversion between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
+"""Converts between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
 
-On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy.
-Small tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see
+On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy. Small
+tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see
 `graphs.async_op`. On a GPU all tensors are copied through host memory.
 
 XLA cannot call Python, so functions that use this module cannot be compiled with ``jit_compile=True``.
@@ -158,10 +158,12 @@ def _given(result: torch.Tensor) -> tf.Tensor:
 
 @as_written
 def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.Tensor:
-    """Return an int32 that is computed each time the graph runs, because a graph outlives a world.
+    """Return an int32 tensor that is computed each time the graph runs, because a graph outlives a world.
 
     Args:
-        blocks: see `call`.
+        answer: function that computes the value.
+        name: name of the operation.
+        blocks: whether ``answer`` waits for other ranks; see `call`.
     """
 
     def compute(_: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,9 @@ from elastic.api.compression import NoneCompressor
 
 
 class CastInTensorFlow:
-    """Casts floating-point tensors to a smaller dtype. Others are sent unchanged. The context is the original dtype."""
+    """Casts floating-point tensors to a smaller dtype. Other tensors are sent unchanged. The context is the original
+    dtype.
+    """
 
     dtype: tf.DType
 
@@ -32,7 +34,7 @@ class ToFloat16(CastInTensorFlow):
 
 
 class ToBFloat16(CastInTensorFlow):
-    """bfloat16: 8 significant bits, the range of float32."""
+    """Compressor to bfloat16, which has 8 significant bits and the range of float32."""
 
     dtype = tf.bfloat16
 

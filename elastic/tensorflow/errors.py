@@ -1,4 +1,4 @@
-"""Conversion of errors that TensorFlow reports from inside a graph back to the original errors."""
+"""Converts errors that TensorFlow reports from inside a graph back to the original errors."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def reduce_dense(
     factors: tuple[float, float],
     compression: Any,
 ) -> list[tf.Tensor]:
-    """Like `grouped_allreduce`, among ranks that are determined at the run of the operation."""
+    """Reduce dense tensors like `grouped_allreduce`, among ranks that are determined when the operation runs."""
     return _compressed(
         tensors, compression, lambda packed: _reduce(name, members, op, factors, packed)
     )
@@ -186,7 +186,10 @@ def _reduce(
 def reduce_slices(
     slices: tf.IndexedSlices, name: str | None, members: Members, op: Op
 ) -> tf.IndexedSlices:
-    """Like `allreduce` of IndexedSlices, among ranks that are determined when it runs. Raises NotImplementedError."""
+    """Reduce IndexedSlices like `allreduce`, among ranks that are determined when the operation runs.
+
+    Raises NotImplementedError for operators other than Average and Sum.
+    """
     if op not in (Op.AVERAGE, Op.SUM):
         raise NotImplementedError(
             f"tf.IndexedSlices can't be reduced with {op.name.title()}: use Average or Sum, or"
@@ -201,7 +204,7 @@ def reduce_slices(
 
 
 def size_of(members: Members) -> tf.Tensor:
-    """Return the number of these ranks as an int32 that is computed each time it runs."""
+    """Return the number of these ranks as an int32 tensor that is computed each time the graph runs."""
     return bridge.asked(lambda: submission.group_size(_CPU, members()), "size")
 
 
@@ -231,7 +234,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Like `allgather`, for several tensors. Differentiable."""
+    """Gather several tensors at once. See `allgather`. Differentiable."""
     return _gather(name, _members(process_set), [tf.convert_to_tensor(each) for each in tensors])
 
 
@@ -429,7 +432,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Like `reducescatter`, for several tensors at once. Differentiable."""
+    """Reduce and scatter several tensors at once. See `reducescatter`. Differentiable."""
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("reducescatter does not support tf.IndexedSlices: use allreduce")
     reduction, factors = as_op(op, None), (prescale_factor, postscale_factor)

@@ -16,7 +16,9 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Like `elastic.run_loop.run`, but also recover from errors that TensorFlow reports for a collective in a graph."""
+    """Wrap a training function like `elastic.run_loop.run`, and also recover from collective errors that a graph
+    reports.
+    """
     if not callable(func):
         raise Invalid(f"elastic.run got a {type(func).__name__}: decorate a function")
 

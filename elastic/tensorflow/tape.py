@@ -33,7 +33,7 @@ class DistributedTape:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Like ``tf.GradientTape.gradient``, reduced over all ranks."""
+        """Return the gradients of ``tf.GradientTape.gradient``, reduced over all ranks."""
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         flat = tf.nest.flatten(found)
         local = [id(_own(each)) in self._local_sources for each in tf.nest.flatten(sources)]
@@ -113,7 +113,7 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Like `DistributedGradientTape`, but exclude the variables of ``local_layers``, one layer or several.
+    """Wrap a tape like `DistributedGradientTape`, but exclude the variables of ``local_layers``, one layer or several.
 
     These variables belong to this rank, and their gradients are not reduced.
     """

@@ -13,7 +13,9 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):
-    """Wraps an optimizer and reduces the gradients that it computes. All else is delegated to it."""
+    """Wraps an optimizer and reduces the gradients that it computes. All other attributes are the wrapped
+    optimizer's.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         self._local_vars.add(variable.ref())
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, tf.Variable]]:
-        """Like the wrapped optimizer's method, reduced over all ranks."""
+        """Return the gradients of the wrapped optimizer's method, reduced over all ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         found = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
@@ -52,8 +54,8 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         return gradients.reduce(found, self._options, local)
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the wrapped optimizer's method. With several backward passes, gradients are applied only in the last
-        pass of a step.
+        """Apply gradients with the wrapped optimizer. With several backward passes, this happens only in a step's
+        last pass.
         """
         if self._passes is None:
             return self._optimizer.apply_gradients(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Broadcast of TensorFlow variables and Python objects, and gathering of objects."""
+"""Broadcasts TensorFlow variables and Python objects, and gathers objects."""
 
 from __future__ import annotations
 

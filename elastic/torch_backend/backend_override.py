@@ -1,6 +1,6 @@
-"""Provide this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend.
+"""Provides this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend.
 
-Used for workers that elasticrun has started: `elastic.torch_autoload`. It replaces the two functions of
+Used for workers that elasticrun has started: see `elastic.torch_autoload`. The module replaces the two functions of
 torch.distributed that create all process groups: the one that determines rank, size and store for ``env://``, and the
 one that creates a process group for a backend name. ``get_backend()`` still returns what the script requested. A third
 function, ``broadcast_object_list``, leaves the list unchanged on a worker that has not joined a world yet.
@@ -43,7 +43,7 @@ def install(theirs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[...,
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Replacement of torch's function.
+    """Replacement of torch's function ``rendezvous``.
 
     Under elasticrun, rank and size are known and need not be passed by the script.
     """
@@ -114,7 +114,7 @@ def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
 
 
 def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) -> None:
-    """Replacement of torch's function, which would receive a size of zero on a worker that has not joined.
+    """Replacement of torch's function, which would receive a size of zero on a worker that has not joined a world.
 
     See `mirror`.
     """

@@ -1,9 +1,9 @@
-"""torch.distributed's collectives in terms of the five collectives of a group.
+"""Implements torch.distributed's collectives with the five collectives of a group.
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
-allgather if it is small. A reduce becomes an allreduce of a copy. A reduce_scatter becomes an alltoall whose
-rows each rank sums up, unless the group has one. As torch.distributed requires, all ranks of a group must make
-the same calls in the same order, with tensors of matching shapes.
+allgather if it is small. A reduce becomes an allreduce of a copy. A reduce_scatter becomes an alltoall whose rows each
+rank sums up, unless the group has one. As torch.distributed requires, all ranks of a group must make the same calls in
+the same order, with tensors of matching shapes.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def allgather_into(
 def allreduce(
     group: Collectives, tensors: Sequence[torch.Tensor], reduction: Reduction
 ) -> CollectiveCall:
-    """Reduce in place."""
+    """Reduce tensors in place."""
     begun = CollectiveCall()
     if isinstance(group, GathersAndScatters) and all(_summed(each, reduction) for each in tensors):
         rows = [
@@ -252,7 +252,7 @@ def _allreduce_sparse(
 def reduce(
     group: Collectives, tensor: torch.Tensor, root: int, reduction: Reduction
 ) -> CollectiveCall:
-    """Reduce in place at the root. The other ranks' tensors do not change."""
+    """Reduce tensors in place at the root. The other ranks' tensors do not change."""
     if group.rank == root:
         return _allreduce(group, tensor, reduction)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -317,7 +317,7 @@ def alltoall_rows(
     received: Sequence[int],
     sent: Sequence[int],
 ) -> CollectiveCall:
-    """Exchange rows along dimension 0. Without splits, each rank receives the same number."""
+    """Exchange rows along dimension 0. Without splits, each rank receives the same number of rows."""
     begun = CollectiveCall()
     rows = tensor.detach().contiguous()
     place = _in_row(begun, output, read=False)

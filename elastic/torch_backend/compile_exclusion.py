@@ -1,4 +1,4 @@
-"""Exclude process groups from ``torch.compile``.
+"""Excludes process groups from ``torch.compile``.
 
 torch's own process groups are C++, which the compiler never sees. If a compiled model calls a Python method of a
 process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and fails at
@@ -19,7 +19,7 @@ _set_strategy = getattr(
 
 
 def keep_out(*classes: type) -> None:
-    """Exclude all methods of the classes, and everything that these call."""
+    """Exclude all methods of the classes, and everything that the methods call, from compilation."""
     for each in classes:
         for method in vars(each).values():
             if isinstance(method, FunctionType):

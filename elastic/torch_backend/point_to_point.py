@@ -56,7 +56,7 @@ class PointToPointMessages:
             rt.expect_messages(self._purpose, self._ranks)
 
     def monitored_barrier(self, rt: WorkerRuntime, timeout_s: float, wait_all_ranks: bool) -> None:
-        """See `Messenger.monitored_barrier`."""
+        """Wait for all ranks. See `Messenger.monitored_barrier`."""
         self._group(rt).monitored_barrier(timeout_s, wait_all_ranks)
 
     def send(self, rt: WorkerRuntime, tensor: torch.Tensor, to: int, tag: int) -> CollectiveCall:
@@ -70,7 +70,7 @@ class PointToPointMessages:
     def receive(
         self, rt: WorkerRuntime, tensor: torch.Tensor, source: int | None, tag: int
     ) -> tuple[CollectiveCall, MessageWork]:
-        """Begin to receive. The second result gives the sender once complete."""
+        """Begin to receive a message. The second result gives the sender's rank once the message is complete."""
         begun, place = CollectiveCall(), tensor.detach()
         row = place
         if not _carried_as_it_is(place):

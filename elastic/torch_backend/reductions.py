@@ -1,4 +1,4 @@
-"""torch's reduction operators in terms of those of a group.
+"""Converts torch's reduction operators to those of a group.
 
 A group computes sums, products, minima and maxima. Averages and factors are scaled sums. Bitwise operators are applied
 to the gathered values of all ranks. Bools are reduced as bytes that are 0 or 1.
@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
 
     @property
     def op(self) -> Op | None:
-        """The operator of the group, or None without an equivalent."""
+        """Return the operator of the group, or None without an equivalent."""
         return _AT_ONCE.get(self.kind)
 
     def scale(self, size: int) -> tuple[float, int]:
@@ -105,7 +105,7 @@ def divide_integers_(tensor: torch.Tensor, reduction: Reduction, size: int) -> N
 
 
 def combine_into(place: torch.Tensor, parts: torch.Tensor, reduction: Reduction) -> None:
-    """Like `combine`, but sum float32 and float64 in place, which needs no temporary memory."""
+    """Reduce like `combine`, but sum float32 and float64 in place, which needs no temporary memory."""
     direct = parts.dtype in (torch.float32, torch.float64) and reduction.op is Op.SUM
     if not direct or len(parts) == 1 or not place.is_contiguous():
         place.copy_(combine(parts, reduction).view(place.shape))

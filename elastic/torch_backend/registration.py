@@ -1,4 +1,4 @@
-"""Registration of the backend ``elastic`` with torch.distributed, and creation of its process groups."""
+"""Registers the backend ``elastic`` with torch.distributed, and creates its process groups."""
 
 from __future__ import annotations
 

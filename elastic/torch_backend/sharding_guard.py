@@ -1,4 +1,4 @@
-"""Check that parameters and optimizers sharded among the ranks of one world are not trained in another.
+"""Checks that parameters and optimizers sharded among the ranks of one world are not trained in another.
 
 Each optimizer is checked once per world, before its first update.
 """
@@ -46,7 +46,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
     """Check an optimizer before its first update in a world of ``size`` workers.
 
     Raises:
-        NotElastic: it is sharded in a way that cannot follow the world.
+        NotElastic: the optimizer is sharded in a way that cannot follow the world.
     """
     kind = unsupported_sharding.of_optimizer(optimizer)
     if kind is not None and shards.in_use():

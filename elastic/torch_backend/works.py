@@ -55,13 +55,13 @@ class WorkOwner(Protocol):
     """Process group of a work."""
 
     def generation(self) -> int:
-        """Generation of the current world."""
+        """Return the generation of the current world."""
 
     def guard(self, name: str) -> AbstractContextManager[None]:
-        """Context for waiting in the training thread."""
+        """Return a context for waiting in the training thread."""
 
     def in_world(self, rank: int) -> int:
-        """Return the world's rank of a rank of this group."""
+        """Return the rank in the world of a rank of this group."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
         """Report a failed collective of a world, from a thread of this package. Never raises."""
@@ -145,12 +145,13 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
 
     @property
     def ordered(self) -> bool:
-        """Whether a stream can wait for it."""
+        """Return whether a stream can wait for the work."""
         begun = self._begun
         return begun is None or all(isinstance(work, StreamOrdered) for work in begun.works)
 
     def follow(self) -> bool:
-        """Make the current stream wait and put the results in place on it. Return whether the works support it.
+        """Make the current stream wait, and put the results in place on that stream. Return whether the works support
+        this.
 
         Raises:
             CollectiveFailed: the group has failed already.
@@ -218,7 +219,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return self._begun is None
 
     def complete(self, limit_s: float | None) -> None:
-        """Wait and put the results in place, once.
+        """Wait for the collective and put the results in place, once.
 
         Raises:
             CollectiveFailed: a rank was lost or the timeout expired.
@@ -405,7 +406,7 @@ def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futur
 
 
 class _Inner:
-    """Adapter of a process group's work to the interface of a group's."""
+    """Adapts a process group's work to the interface of a group's work."""
 
     def __init__(self, work: ElasticWork) -> None:
         self._work = work
@@ -422,7 +423,7 @@ class _Inner:
 
 
 class _OrderedInner(_Inner):
-    """The same for one that a stream can wait for."""
+    """Adapts, like `_Inner`, a work that a stream can wait for."""
 
     def follow(self, limit_s: float | None = None) -> None:
         if not self._work.follow():

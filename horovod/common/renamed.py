@@ -1,4 +1,4 @@
-"""Arguments that Horovod has renamed."""
+"""Handles arguments that Horovod has renamed."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class BaseDataLoader:
 class AsyncDataLoaderMixin:
     """Adds prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, with the mixin first.
 
-    ``async_loader_queue_size`` is the number of batches to prefetch; with 0, batches are read in the caller's thread.
+    ``async_loader_queue_size`` is the number of batches to prefetch. With 0, batches are read in the caller's thread.
     An exception in ``_iterate`` is raised in place of the batch. The thread of an abandoned pass is stopped.
     """
 

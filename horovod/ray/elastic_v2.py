@@ -122,7 +122,7 @@ class TestDiscovery(RayHostDiscovery):
         verbose: bool = True,
         _graceful: bool = True,
     ) -> None:
-        """``_graceful`` has no effect."""
+        """Check the arguments. ``_graceful`` has no effect."""
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
         if not 0 <= min_hosts <= max_hosts:
             raise Invalid(f"min_hosts {min_hosts}, max_hosts {max_hosts}: pass 0 <= min <= max")

@@ -57,7 +57,7 @@ class _Job:
     def _called(
         self, callbacks: Callbacks | None, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a function on the workers and return its values. The callbacks receive the workers' logs."""
+        """Call a function on the workers and return the values by rank. The callbacks receive the workers' logs."""
         self._need(fn, callbacks)
         with self._calling_back(callbacks):
             return self._executor.run(fn, *args, **kwargs)

@@ -167,7 +167,7 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call as `run`, but return Ray's references to the values, by rank.
+        """Call a function like `run`, but return Ray's references to the values, by rank.
 
         For static jobs only: the size of an elastic job is not known yet.
         """

@@ -1,4 +1,4 @@
-"""Sum of the gradients of several passes, at a path that some scripts import."""
+"""``LocalGradientAggregationHelper``, at a path that some scripts import."""
 
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 

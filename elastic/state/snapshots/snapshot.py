@@ -231,7 +231,7 @@ class SnapshotBuffers:
         return twin
 
     def adopt(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Record that these tensors were just set to their copies. They count as unchanged."""
+        """Record that these tensors were just set to their copies. The tensors then count as unchanged."""
         look = TensorSignature(tensors)
         fitting = {
             name: copy
@@ -251,7 +251,7 @@ class SnapshotBuffers:
         return {name: copy.buffer for name, copy in self.copies.items()}
 
     def clone(self) -> SnapshotBuffers:
-        """Return the same copies in buffers of their own, in pageable memory, to restore from once."""
+        """Return the same copies in separate, pageable buffers, to restore from once."""
         twin = SnapshotBuffers()
         twin.extra = self.extra
         for name, copy in self.copies.items():
@@ -298,8 +298,8 @@ class Snapshot:
 
         Args:
             tensors: tensors by name.
-            extra: kept as it is.
-            trust: False: copy everything.
+            extra: a value of the owner that is stored with the copies.
+            trust: whether change detection is used. False copies everything.
 
         Raises:
             DeviceLost: the previous CUDA copies did not complete within the time limit.
@@ -313,7 +313,7 @@ class Snapshot:
         """Wait for copies in flight.
 
         Raises:
-            DeviceLost: they did not complete within the time limit.
+            DeviceLost: the copies did not complete within the time limit.
         """
         if self.bank.transit is not None:
             self.bank.transit.wait()

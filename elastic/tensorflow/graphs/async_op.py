@@ -123,7 +123,7 @@ def add(
 ) -> list[tf.Tensor]:
     """Add the operation to the graph under construction. ``start`` is called at each run of the operation.
 
-    Call the method only if `available`. The results have no static shapes.
+    Call this only if `available` returns True. The results have no static shapes.
     """
     graph = tf.compat.v1.get_default_graph()
     held = _Callee(start)

@@ -1,6 +1,6 @@
-"""Mapping of collectives' errors to TensorFlow's error classes, as in Horovod.
+"""Maps errors of collectives to TensorFlow's error classes, as Horovod does.
 
-An error raised by a graph is of TensorFlow's class only; in eager mode it is of both classes.
+An error raised by a graph is an instance of TensorFlow's class only. In eager mode, it is an instance of both classes.
 """
 
 from __future__ import annotations

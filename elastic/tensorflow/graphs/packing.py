@@ -1,4 +1,4 @@
-"""Packing of small tensors of a graph into one, because passing a tensor to Python and back costs some 20 us."""
+"""Packs small tensors of a graph into one, because passing a tensor to Python and back costs about 20 us."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Unpack]:
     """Return the tensors with the small ones of each dtype joined into one-dimensional tensors, and the inverse
     function.
 
-    For elementwise operations. All ranks pack alike, because it depends only on shapes and dtypes.
+    For elementwise operations. All ranks pack in the same way, because packing depends only on shapes and dtypes.
     """
     small: dict[tf.DType, list[int]] = {}
     if not tf.executing_eagerly():

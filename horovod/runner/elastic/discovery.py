@@ -86,7 +86,7 @@ class HostManager:
 
     @property
     def host_slots(self) -> dict[str, int]:
-        """Slots by host, as of the last update."""
+        """Return the slots by host, as of the last update."""
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:

@@ -1,4 +1,4 @@
-"""``SparkBackend``: how an estimator runs its training function."""
+"""``SparkBackend``, which runs the training function of an estimator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``HorovodEstimator`` and ``HorovodModel``: what the estimators and models of all frameworks share."""
+"""``HorovodEstimator`` and ``HorovodModel``: bases of the estimators and models of all frameworks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALARS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
 
 class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
-    """Base of estimators: prepares the data, runs the training, and creates the model."""
+    """Base of estimators. Prepares the data, runs the training, and creates the model."""
 
     framework = ""
 
@@ -47,7 +47,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
         return super().fit(df, params)
 
     def fit_on_parquet(self, params: Any = None) -> Any:
-        """Train on the Parquet data in the store's folders; otherwise as `fit`."""
+        """Train on the Parquet data in the store's folders. Otherwise like `fit`."""
         if params:
             return self.copy(params).fit_on_parquet()
         self._check_params()
@@ -90,7 +90,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
 
     @contextlib.contextmanager
     def _prepared(self, df: Any, processes: int) -> Iterator[Any]:
-        """Write the rows to the store for the time of the training."""
+        """Write the rows to the store, and remove them after the training."""
         validation = self.getValidation()
         _need(df, [*self._columns(), *([validation] if isinstance(validation, str) else [])])
         store, token = self.getStore(), uuid.uuid4().hex[:12]
@@ -124,7 +124,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
         return f"{store.get_run_path(run_id)}/{store.get_checkpoint_filename()}"
 
     def _taken(self, run_id: str) -> bytes:
-        """Return the checkpoint of a finished run; remove it unless the store keeps runs."""
+        """Return the checkpoint of a finished run, and remove it unless the store keeps runs."""
         store, url = self.getStore(), self._checkpoint(run_id)
         content: bytes = store.read(url)
         if not store.saving_runs():
@@ -149,8 +149,8 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
     def _predicted(self, df: Any, predict: Callable[[list[Any]], list[Any]]) -> Any:
         """Add the columns with predictions.
 
-        ``predict`` is called in Spark's tasks with an array of shape ``[rows, ...]`` for each feature, and returns one
-        for each label.
+        ``predict`` is called in Spark's tasks with an array of shape ``[rows, ...]`` for each feature, and returns an
+        array for each label.
         """
         import pandas
         from pyspark.ml.functions import array_to_vector
@@ -188,7 +188,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
         return done.drop(PREDICTIONS)
 
     def _sizes(self, rows: list[Any], predict: Callable[[list[Any]], list[Any]]) -> list[int]:
-        """Return the number of values that the model has for each label, found with the first row."""
+        """Return the number of values that the model predicts for each label, determined with the first row."""
         if not rows:
             return [0] * len(self.getOutputCols())
         found = predict([np.asarray([value]) for value in rows[0]])
@@ -224,7 +224,7 @@ class ParamsWriter(MLWriter):
 
 
 class ParamsReader(MLReader):
-    """Loads what `ParamsWriter` has saved. Unpickles it: load only what you trust."""
+    """Loads the files that `ParamsWriter` has saved. The files are unpickled, so load only files that you trust."""
 
     def __init__(self, cls: type) -> None:
         super().__init__()
@@ -242,7 +242,9 @@ class ParamsReader(MLReader):
 
 
 def save(url: str, options: dict[str, Any], content: bytes) -> None:
-    """Write a checkpoint. A reader sees the previous one until it is complete, where the filesystem can rename."""
+    """Write a checkpoint. If the filesystem can rename files, readers see the previous checkpoint until this is
+    complete.
+    """
     fs, path = url_to_fs(url, **options)
     fs.makedirs(fs._parent(path), exist_ok=True)
     with fs.open(f"{path}.new", "wb") as file:
@@ -262,7 +264,7 @@ def _kind(df: Any, name: str) -> str:
 
 
 def _numeric(df: Any, name: str) -> Any:
-    """Return a column as numbers, or lists of them. Raises Invalid."""
+    """Return a column as numbers or lists of numbers. Raises Invalid for other types."""
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql.functions import col
 

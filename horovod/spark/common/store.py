@@ -1,4 +1,7 @@
-"""``Store``: where estimators keep Parquet data and checkpoints. A folder or URL of any filesystem that fsspec has."""
+"""``Store``: the place where estimators keep Parquet data and checkpoints.
+
+A store is a folder or a URL of any filesystem that fsspec supports.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from elastic.errors import Invalid
 
 
 class Store:
-    """Interface of a store. `create` returns the one for a path."""
+    """Interface of a store. `create` returns the store for a path."""
 
     storage_options: dict[str, Any] | None = None
 
@@ -45,7 +48,7 @@ class Store:
         raise NotImplementedError
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Return the folder of a run's checkpoint; None if runs are not kept."""
+        """Return the folder of a run's checkpoint, or None if runs are not kept."""
         raise NotImplementedError
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
@@ -71,7 +74,7 @@ class Store:
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """Return a store in this folder, or at this URL."""
+        """Return a store in this folder or at this URL."""
         if HDFSStore.matches(prefix_path):
             return HDFSStore(prefix_path, *args, **kwargs)
         if DBFSLocalStore.matches_dbfs(prefix_path):
@@ -85,9 +88,9 @@ class FilesystemStore(Store):
     Args:
         prefix_path: folder or URL.
         train_path, val_path, test_path, runs_path: folders or URLs instead of those below ``prefix_path``.
-        save_runs: keep the checkpoints of runs.
+        save_runs: whether to keep the checkpoints of runs.
         storage_options: options of fsspec, for example credentials.
-        checkpoint_filename: default: ``checkpoint``.
+        checkpoint_filename: name of the checkpoint file. Default: ``checkpoint``.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class FilesystemStore(Store):
 
     @property
     def fs(self) -> Any:
-        """The filesystem of fsspec."""
+        """Return the filesystem of fsspec."""
         return url_to_fs(self.prefix_path, **(self.storage_options or {}))[0]
 
     def get_filesystem(self) -> Any:
@@ -208,7 +211,7 @@ class LocalStore(FilesystemStore):
 
 
 class HDFSStore(FilesystemStore):
-    """A store in HDFS, through pyarrow: it needs libhdfs. Not tested."""
+    """A store in HDFS, accessed through pyarrow, which needs libhdfs. Not tested."""
 
     FS_PREFIX = "hdfs://"
 
@@ -240,7 +243,7 @@ class HDFSStore(FilesystemStore):
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A store in DBFS of Databricks, through its folder ``/dbfs``. Not tested."""
+    """A store in DBFS of Databricks, accessed through the folder ``/dbfs``. Not tested."""
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(self.normalize_path(prefix_path), *args, **kwargs)

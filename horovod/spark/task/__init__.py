@@ -6,7 +6,7 @@ import os
 
 
 def get_available_devices() -> list[str]:
-    """Return the indices of this worker's GPUs, as strings; [] if Spark has assigned none.
+    """Return the indices of this worker's GPUs as strings, or [] if Spark has assigned none.
 
     A worker sees only the GPUs that Spark has assigned to the tasks of its executor, numbered from 0.
     """

@@ -1,4 +1,4 @@
-"""``import horovod.tensorflow.keras as hvd``: as `horovod.keras`, for Keras on TensorFlow."""
+"""``import horovod.tensorflow.keras as hvd``: the same names as `horovod.keras`, for Keras on TensorFlow."""
 
 from horovod import keras as _of_keras
 from horovod.keras import *  # noqa: F403

@@ -1,6 +1,6 @@
-"""Service with which a compute job and the training jobs that use it find each other: addresses, registrations, end.
+"""Service through which a compute job and the training jobs that use it exchange addresses, registrations and the end.
 
-It uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
+The service uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class ComputeClient:
                 raise
 
     def leave(self, worker_id: int) -> None:
-        """Wait until all workers of all dispatchers have called this after the end. The service may then exit."""
+        """Wait until all workers of all dispatchers have called this method after the end. The service may then
+        exit.
+        """
         dispatchers, workers = self._shape()
         count = dispatchers * workers
         self._call(

@@ -1,5 +1,6 @@
-"""A key with which workers authenticate each other. Jobs have their own secrets. This key is for settings that
-require one.
+"""Creates a key with which workers authenticate each other.
+
+Jobs have their own secrets. This key is for settings that require one.
 """
 
 from __future__ import annotations
