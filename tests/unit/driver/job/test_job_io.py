@@ -22,7 +22,6 @@ from elastic.driver.processes.output import Output
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Times, Worker
-from harness.golden import recorded
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio lets it through before 3.11")
@@ -78,9 +77,7 @@ def test_job_when_it_ends_then_the_newest_checkpoint_is_logged_if_it_did_not_suc
             return lines
 
     lines = asyncio.run(log_of_job())
-    assert len(lines) == count
-    for line in lines:
-        recorded("log", line, "g2c5", 2)
+    assert [str(Commit(2, 5)) in line for line in lines] == [True] * count
 
 
 def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_not(
@@ -89,7 +86,7 @@ def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_
     why = os.strerror(errno.ENOSPC)
 
     def full(*_: object) -> None:
-        raise Invalid(os.strerror(errno.ENOSPC))
+        raise Invalid(why)
 
     monkeypatch.setattr(run_report, "write_page", full)
     command = ["--report", str(tmp_path / "r.html"), "-np", "1", "true"]
@@ -97,4 +94,4 @@ def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_
     job = cli.make_job(cli.read_options(command, {}), {**os.environ})
     outcome = asyncio.run(start(job))
     assert (outcome.code, outcome.unreported) == (0, True)
-    assert os.strerror(errno.ENOSPC) in capfd.readouterr().err
+    assert why in capfd.readouterr().err
