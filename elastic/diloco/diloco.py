@@ -546,9 +546,14 @@ def _first(gathered: tuple[list[torch.Tensor], list[int]]) -> torch.Tensor:
 
 
 def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise Invalid for an inner optimizer with parameters that are not the model's."""
+    """Raise Invalid for an inner optimizer that averages gradients, or has parameters that are not the model's."""
     if optimizer is None:
         return
+    if hasattr(optimizer, "skip_synchronize"):
+        raise Invalid(
+            "the inner optimizer is a DistributedOptimizer, which averages gradients over all workers in each step:"
+            " pass the optimizer inside of it"
+        )
     own = {id(each) for each in model.parameters()}
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
     if not stepped <= own:

@@ -9,12 +9,14 @@ import torch
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.diloco.islands import Islands
+from elastic.errors import Invalid
 from elastic.negotiation import submission
 from elastic.protocol.islands import island_of
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend import comm_hooks, shared_buckets
 from elastic.torch_backend.following_group import NAME
+from elastic.torch_backend.group_names import names
 from elastic.torch_backend.process_group import ElasticProcessGroup
 
 PURPOSE = "island"
@@ -76,14 +78,19 @@ def island_group() -> IslandGroup:
 
     Pass the DDP model to `elastic.DiLoCo`. An island is a host, or the hosts of a rule of ``--islands``. The group is
     the same object for the lifetime of the process: its ranks are those of the current world. The first call is
-    collective over all ranks.
+    collective over all ranks, and takes place before ``elastic.run``.
 
     Raises:
         NotInitialized: before ``init()``.
+        Invalid: the first call is in the function under ``elastic.run``, which a joining worker has not reached when
+            the others exchange their islands.
     """
     global _group
-    lifecycle.current()
     if _group is None or _group not in _known.pg_map:
+        if names.generation:
+            raise Invalid(
+                "elastic.island_group() was first called under elastic.run: call it before, where the model is built"
+            )
         _group = IslandGroup()
         _known.pg_map[_group] = (NAME, None)
         _known.pg_names[_group] = PURPOSE

@@ -10,6 +10,7 @@ starts with the outer parameters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,10 +27,11 @@ class Islands:
     names: tuple[str, ...]
     rank: int
 
-    @classmethod
-    def apart(cls, size: int, rank: int) -> Islands:
+    @staticmethod
+    @functools.lru_cache(maxsize=1)  # asked for in each step
+    def apart(size: int, rank: int) -> Islands:
         """Return islands of one rank each."""
-        return cls(tuple(map(str, range(size))), rank)
+        return Islands(tuple(map(str, range(size))), rank)
 
     @property
     def name(self) -> str:

@@ -1,10 +1,10 @@
 """Trains with `elastic.DiLoCo`. Each worker records every inner step that it takes, the samples of it, and the digest
 of the outer parameters after each merge.
 
-``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of the island of
-that host, ``HOST island,16`` all its workers. ``AHEAD``: position at which the other workers, or islands, wait for
-that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. ``ISLANDS``: hosts
-are islands. ``TOKENS``: report the samples of each step. Other variables are arguments of `elastic.DiLoCo`.
+``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of an island if it
+is on that host, ``HOST island,16`` all workers of that host. ``AHEAD``: position at which the other workers, or hosts,
+wait for that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. ``ISLANDS``:
+hosts are islands. ``TOKENS``: report the samples of each step. Other variables are arguments of `elastic.DiLoCo`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def train(state: elastic.TorchState) -> None:
             position=diloco.position,
             samples=batch.tolist(),
             inner=digest(diloco.inner),
-            sent=diloco.bytes_sent,
+            merged=sum(diloco.merged),
+            island=elastic.island_group().islands.name if ISLANDS else "",
         )
         record_merge()
         state.step += 1

@@ -171,6 +171,19 @@ def test_workers_of_an_island_that_differ_raise_an_error_at_the_first_exchange(f
     assert four.run(run_diverging) == ["StateMismatch"] * 4
 
 
+def run_averaging_optimizer(rank: int, size: int) -> str:
+    model, optimizer = network()
+    try:
+        elastic.DiLoCo(model, elastic.DistributedOptimizer(optimizer), every=1)
+    except elastic.ElasticError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_inner_optimizer_that_averages_gradients_is_refused(pair):
+    assert pair.run(run_averaging_optimizer) == ["Invalid"] * 2
+
+
 def run_streaming(rank: int, size: int, dtype: Any) -> tuple[list[torch.Tensor], list[int], int]:
     model, optimizer = network()
     made = elastic.DiLoCo(model, optimizer, every=6, fragments=3, delay=1, dtype=dtype)

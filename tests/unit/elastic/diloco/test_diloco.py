@@ -8,6 +8,7 @@ import torch
 
 import elastic
 from elastic.errors import Invalid
+from elastic.torch_backend.group_names import names
 from harness.golden import raises
 
 
@@ -320,6 +321,12 @@ def test_model_that_averages_gradients_over_all_workers_is_refused():
                 elastic.DiLoCo(model, None, every=2)
     finally:
         distributed.destroy_process_group()
+
+
+def test_first_island_group_under_run_is_refused(monkeypatch):
+    monkeypatch.setattr(names, "generation", 3)
+    with raises(Invalid):
+        elastic.island_group()
 
 
 @pytest.mark.parametrize("tokens", [None, 3])

@@ -114,3 +114,12 @@ def test_tokens_of_some_steps_only_are_refused(first, second):
     stepped(rounds, 1, first)
     with raises(Invalid):
         stepped(rounds, 1, second)
+
+
+@pytest.mark.parametrize(("weighted", "tokens"), [(True, None), (False, 3)])
+def test_resumed_script_decides_again_whether_to_report_tokens(weighted, tokens):
+    rounds = Rounds(RoundSchedule(9))
+    values = {"position": 4, "merged": [0], "pending": None, "weighted": weighted}
+    rounds.take_shared(values)
+    stepped(rounds, 1, tokens)
+    assert rounds.weighted is not weighted
