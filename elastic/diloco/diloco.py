@@ -304,7 +304,7 @@ class DiLoCo:
                 # Only to keep the errors, in case that this worker leads the island in another world.
                 self._quantized(fragment, change, self._bits)
         digest = change.view(_INTEGERS[change.element_size()]).sum(dtype=torch.int64).cpu()
-        counted = torch.tensor([tokens], dtype=torch.float64).view(torch.int64)
+        counted = torch.tensor([tokens], dtype=torch.float64, device="cpu").view(torch.int64)
         rows = group.rows(torch.cat([counted, digest.reshape(1)]))
         if len({int(row[1]) for row in rows}) > 1 and not rt.env.allow_inexact:
             raise StateMismatch(
