@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-TESTED = ("2.13",)  # tested versions of torch
+TESTED = ("2.13", "2.15")  # tested versions of torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
@@ -111,7 +111,10 @@ def abandon(model: nn.Module) -> None:
         for group in state._fsdp_param_groups:
             group._all_gather_result = None  # waiting for the result of a failed collective raises
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(
+                    param
+                ):  # since torch 2.15, the gradient below
+                    param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
                 param.sharded_param.grad = None

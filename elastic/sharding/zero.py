@@ -13,7 +13,7 @@ import torch
 
 from elastic.sharding.partition import Partition
 
-TESTED = ("2.13",)  # tested versions of torch
+TESTED = ("2.13", "2.15")  # tested versions of torch
 
 
 def is_zero(optimizer: object) -> bool:

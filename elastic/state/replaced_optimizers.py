@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from elastic.torch_backend import compile_exclusion
+
 _installed: list[Any] = []
 _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # Optimizers in no sharded state that have stepped since the last one was made.
@@ -29,6 +31,7 @@ def observe(optimizer: torch.optim.Optimizer) -> None:
     _followed.add(optimizer)
     _stepped.clear()
     if not _installed:
+        compile_exclusion.keep_function_out(_before_step)
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 

@@ -1,8 +1,9 @@
-"""Excludes process groups from ``torch.compile``.
+"""Excludes process groups and hooks from ``torch.compile``.
 
 torch's own process groups are C++, which the compiler never sees. If a compiled model calls a Python method of a
 process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and fails at
-the first attribute. The compiler is not imported here.
+the first attribute. Hooks of optimizers run in each compiled step, and the compiler of torch 2.15 replaces the weak
+references that a hook creates by the objects themselves. The compiler is not imported here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ def keep_out(*classes: type) -> None:
     for each in classes:
         for method in vars(each).values():
             if isinstance(method, FunctionType):
-                method._torchdynamo_disable = True  # type: ignore[attr-defined]
-                if _set_strategy is not None:
-                    skip = _eval_frame._FrameAction.SKIP
-                    _set_strategy(method.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+                keep_function_out(method)
+
+
+def keep_function_out(function: FunctionType) -> None:
+    """Exclude a function, and everything that it calls, from compilation. It runs as Python code in compiled steps."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if _set_strategy is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        _set_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))

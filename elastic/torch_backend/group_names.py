@@ -64,4 +64,4 @@ def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
         return _theirs(ranks, use_hashed_name)
     listed = "_".join(map(str, ranks)).encode() if use_hashed_name else b""
     key = hashlib.sha1(listed, usedforsecurity=False).hexdigest() if listed else ""
-    return _torch.GroupName(names.next(key))
+    return names.next(key)

@@ -15,6 +15,7 @@ from elastic.errors import Fixed
 from elastic.exact import shards
 from elastic.runtime import lifecycle
 from elastic.sharding import unsupported_sharding
+from elastic.torch_backend import compile_exclusion
 
 _installed: list[Any] = []
 # Generation of the last check of each optimizer. For DTensors, generation of the first check.
@@ -31,6 +32,7 @@ def begin() -> None:
     if unsupported_sharding.any_fully_sharded():
         raise unsupported_sharding.refuse("a module of this script", Fixed.MODULE)
     if not _installed:
+        compile_exclusion.keep_function_out(_before_step)
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elastic.collectives import threads
 from elastic.state.snapshots import pinned
 from elastic.state.snapshots.pinned import DeviceStaging, Pair, PinnedCopy
+from elastic.torch_backend import compile_exclusion
 
 _LOOK_S = 0.1
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -55,6 +56,7 @@ class BackgroundCopy:
         self._events = list(self._transit.events)
         _in_flight.append(self)
         if not _installed:
+            compile_exclusion.keep_function_out(_before_step)
             _installed.append(register_optimizer_step_pre_hook(_before_step))
 
     def order(self) -> None:

@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, rank: int, size: int, group: Any = None, elastic: bool = False) -> None:
         self.env = environment.read({})
-        self.elastic = elastic
+        self.elastic, self.provisional = elastic, False
         self.activity = 0
         self.generation = 1
         self.place = Place(rank, size, rank, size, 0, 1)
@@ -307,7 +307,7 @@ def test_closures_run_as_often_as_the_optimizer_likes(threads):
             optimizer.zero_grad()
             loss = loss_of(model, rank)
             loss.backward()
-            return loss
+            return loss.detach()
 
         first, second = (optimizer.step(closure).item() for _ in range(2))
         return first, second, values(model)
