@@ -297,7 +297,7 @@ def _several(facts: Mapping[str, Any]) -> str:
 
 
 def _next_world(facts: Mapping[str, Any]) -> str:
-    ready = f"{facts['ready']} of {counted(facts['members'], 'member')} stayed"
+    ready = f"{facts['ready']} of {facts['members']} stayed"
     new = f", {facts['new']} joined" if facts["new"] else ""
     return f"{facts['cause']}; {ready}{new}"
 

@@ -357,7 +357,7 @@ class Shards:
             self._thread_count = threads
         elif threads != self._thread_count and self.inexact_since is None:
             raise Invalid(
-                f"torch uses {threads} threads in step {self.step}, but used {self._thread_count} threads"
+                f"torch uses {threads} threads in step {self.step}, but used {self._thread_count}"
                 " before. The number of threads changes the last bits of results. Call torch.set_num_threads()"
                 " once, before training, on every worker, or pass exact=False to Shards"
             )

@@ -94,7 +94,7 @@ def executor(program: Program, number: int) -> psutil.Process:
 
 @pytest.mark.nightly
 def test_killed_executor_costs_less_than_a_second_and_is_replaced(started: Started):
-    program = started(EXECUTORS, "steps", "600")
+    program = started(EXECUTORS, "steps", "1500")
     program.wait_for(r"step \d+ of 3", LONG_S)
     before = last(program)
     at = time.time()
