@@ -310,8 +310,8 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
 
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
-        again = f", like {before} before it since the last new commit" if before else ""
-        end = "no single worker is at fault, so none is fenced and all form a new communicator"
+        again = f" (hang {before + 1} since the last new commit)" if before else ""
+        end = "no single worker is at fault, so none is killed, and all form a new communicator"
         return f"{_words.vformat(begin, (), facts)}{again}; {end}"
 
     return sentence
@@ -332,7 +332,7 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
         facts: contains ``first``, a worker that was rejected earlier for the same state, or None if shards were lost
             with ``worker``.
     """
-    again = ", as did that of {first} before" if facts["first"] else ", and its shards are lost"
+    again = ", like that of {first} earlier" if facts["first"] else ", and its shards are lost"
     said = "the state of {worker} differs from that of {rank_0}" + again
     build = "build the same model, optimizer and state on every rank"
     return f"{_words.vformat(said, (), facts)}: {build}"
@@ -356,7 +356,7 @@ def _went_back(facts: Mapping[str, Any]) -> str:
     text = f"training is repeated from step {facts['step']}, since {facts['worker']} may have computed wrong gradients"
     if facts["whole"]:
         return f"{text} from then on"
-    return f"{text}; of earlier steps, in which it trained, too, no copy is left"
+    return f"{text}; earlier steps may contain its gradients too, but no older commit is left"
 
 
 def _scaled(facts: Mapping[str, Any]) -> str:
@@ -443,7 +443,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
     if least:  # The workers are needed for --min-np.
-        when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
+        when = f"once {counted(least, 'worker')} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
@@ -461,7 +461,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
     """Describe the end of a job that an operator or a batch system requested."""
     text = f"{facts['why']}"
     if not facts["made"]:
-        text += f"; no last checkpoint was written within {facts['within_s']:g} s"
+        text += f"; no final checkpoint was written within {facts['within_s']:g} s"
     if not facts["newest"]:
         return text
     return f"{text}; commit {commit_id(facts['newest'])} is durable: rerun the same command to resume from it"
@@ -510,7 +510,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.SLOT_IS_FREE: "its slot is free again",
     ReasonKind.TO_STAND_BY: "standby for the next lost worker",
     ReasonKind.FROZEN: ("it is frozen", " ({how})"),
-    ReasonKind.CUT_OFF: ("it is cut off", ": no acknowledgements from its host"),
+    ReasonKind.CUT_OFF: ("it is cut off", ": its host stopped acknowledging packets"),
     ReasonKind.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),
     ReasonKind.BUSY: (
         "it is stuck",
@@ -518,7 +518,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ),
     ReasonKind.GPU_FAILED: (
         "its GPU failed",
-        ": CUDA has returned an error for {for_s:.0f} s while all wait in collective {number} of {group!r}",
+        ": its CUDA calls have failed for {for_s:.0f} s while all ranks wait in collective {number} of {group!r}",
     ),
     ReasonKind.GPU_HANGS: (
         "its GPU hangs",
@@ -531,16 +531,15 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ),
     ReasonKind.OTHER_DIGEST: "its parameters differ from those of {right} at commit {commit:commit}",
     ReasonKind.DAMAGED: "its {parts} at commit {commit:commit} differs from that of {equal} others, and was equal"
-    " before:"
-    " its memory or processor flipped bits, so test its host",
-    ReasonKind.SPOILT: "infinite or NaN gradients from damaged memory have corrupted all replicas, and commit"
-    " {commit:commit}",
+    " earlier: the memory or processor of its host corrupted data, so test that host",
+    ReasonKind.SPOILT: "infinite or NaN gradients, caused by corrupted memory of one worker, have corrupted all"
+    " replicas and commit {commit:commit}",
     ReasonKind.MISCOMPUTED: (
         "it computed wrong gradients",
-        " of shard {shard} in step {step}: {digest}, but {right} on {witnesses}",
+        " of shard {shard} in step {step}: checksum {digest}, but {right} on {witnesses}",
     ),
     ReasonKind.STRAGGLERS: "stragglers: {workers}",
-    ReasonKind.REPLACED: "it was {speed:.2f} times as fast as the median of the others",
+    ReasonKind.REPLACED: "its speed was {speed:.2f} times the median of the others",
     ReasonKind.WENT_BACK: _went_back,
     ReasonKind.NOT_WENT_BACK: "weights may contain wrong gradients of {worker}: no copy of an older commit is left; to"
     " remove them, start again from an older checkpoint (elasticrun --from)",
@@ -560,12 +559,12 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.REMOVED: "an operator removed it",
     ReasonKind.SCALED: _scaled,
     ReasonKind.DRAINS: _drains,
-    ReasonKind.DRAINS_NO_MORE: "{host} is not drained any more: workers may start there",
+    ReasonKind.DRAINS_NO_MORE: "{host} is no longer drained: workers may start there again",
     ReasonKind.REMOVES: "{worker} leaves at its next commit",
     ReasonKind.FIXED_SIZE: "this job has a fixed size: start it with --min-np or --max-np to change the size while it"
     " runs",
     ReasonKind.BELOW_LEAST: "{workers:+worker} requested, but --min-np is {least}: request at least {least}",
-    ReasonKind.NO_SUCH_HOST: "{host} is not a host of this job; it has {hosts}",
+    ReasonKind.NO_SUCH_HOST: "{host} is not a host of this job; its hosts are {hosts}",
     ReasonKind.NO_SUCH_WORKER: "{worker} is not a running worker",
     ReasonKind.LEAVES_ALREADY: "{worker} is already leaving: {leaving}",
     ReasonKind.CONNECTION_LOST: "its connection was lost",
@@ -588,11 +587,10 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.LOST_STRANDED: "{worker} lost a peer outside elastic.run",
     ReasonKind.LOST_RAISED: "{worker} raised {summary}",
     ReasonKind.LOST_QUIT: "{worker} called {call}",
-    ReasonKind.LOST_REJECTED: "the state of {worker} differs from the world's",
+    ReasonKind.LOST_REJECTED: "the state of {worker} differs from that of the other workers",
     ReasonKind.LOST_HOST: ("lost host {host}", ": {text}"),
     ReasonKind.HOST_SILENT: "its agent is connected but has not responded for {for_s:.1f} s while all others wait for"
-    " its"
-    " workers: it is stopped or unreachable",
+    " its workers: the host is stopped or unreachable",
     ReasonKind.LOST_WITH_HOST: ("lost host {host}", ": {text} ({workers:+worker})"),
     ReasonKind.NOT_STOPPED: "{workers} did not reach safepoint {check} within {within_s:g} s",
     ReasonKind.NETWORK_HANGS: _hang(
@@ -604,12 +602,12 @@ SENTENCES: dict[ReasonKind, Sentence] = {
         " {for_s:.0f} s"
     ),
     ReasonKind.DIFFERENT_COLLECTIVES: (
-        "all members have waited for {for_s:g} s, but {where}: these are different collectives, so none can"
-        " complete: the script is wrong"
+        "all members have waited for {for_s:g} s in different collectives, so none can complete: {where}; make the"
+        " same calls on all ranks"
     ),
     ReasonKind.COMMIT_ON_SOME_RANKS: (
-        "all members wait for {for_s:g} s, but {where}: commit() of a sharded state is a collective, so call it on all"
-        " ranks, the same number of times"
+        "all members have waited for {for_s:g} s in different collectives: {where}; commit() of a sharded state is a"
+        " collective, so call it on all ranks, the same number of times"
     ),
     ReasonKind.SEVERAL: _several,
     ReasonKind.FIRST_WORLD: _first_world,
@@ -617,7 +615,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.JOINED: "{workers} joined",
     ReasonKind.LEAVES: "{worker} leaves ({leaving})",
     ReasonKind.AWAITS_COMMIT: _awaits_commit,
-    ReasonKind.NOT_WANTED: "no worker joins or leaves any more",
+    ReasonKind.NOT_WANTED: "no worker waits to join or leave any more",
     ReasonKind.NO_ANSWER: "no answer from {workers}",
     ReasonKind.RETURNED: "{worker} returned",
     ReasonKind.RETURNED_MEANWHILE: "{worker} returned during a planned change",
@@ -668,10 +666,10 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit:commit}:\n{trace}",
     ReasonKind.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s while others wait for it",
     ReasonKind.LOST_FOR_GOOD: "{who} is lost: {cause}",
-    ReasonKind.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls; if their data are uneven, end with"
-    " hvd.join()",
-    ReasonKind.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: the script is"
-    " wrong, all members must make the same calls",
+    ReasonKind.UNEVEN: "{where} for {for_s:g} s; all ranks must make the same calls; if some have fewer batches,"
+    " end with hvd.join()",
+    ReasonKind.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: all ranks must"
+    " make the same calls",
     ReasonKind.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes wait",
     ReasonKind.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
     ReasonKind.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"

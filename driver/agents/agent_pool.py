@@ -354,9 +354,7 @@ class AgentPool:
         released = self._reach.here(name)
         if ("", DeadlineKind.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", DeadlineKind.RESIGNATION)
-            self._actions.log(
-                "info", f"{name} is reachable again, so this driver is connected again"
-            )
+            self._actions.log("info", f"{name} is reachable again: this driver is connected again")
         for other in released:
             host = self._host(other)
             if not host.here:

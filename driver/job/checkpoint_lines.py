@@ -82,7 +82,7 @@ class CheckpointLines:
     def _log_made(self, level: str, made: CheckpointCompleted) -> None:
         size = f"{made.size / 1e6:.1f} MB in {made.took_s:.1f} s"
         ago_s = self._now() - self._made_at
-        since = f", for {ago_s:.0f} s now" if ago_s >= 1 else ""
+        since = f", written {ago_s:.0f} s ago" if ago_s >= 1 else ""
         text = f"{at_step(made.commit, made.step)} is durable{since}"
         folder = made.place.rstrip("/").rpartition("/")[2]
         self._log(level, f"{text}: {folder} ({size})")

@@ -137,8 +137,9 @@ class Shutdown:
             return []
         self._fail(now)
         named = ", ".join(f"rank {self._rank(w)} ({w})" for w in members)
-        text = "after training had succeeded: its exit code is unknown, so the job fails with exit code 1"
-        return [events.Report("error", f"{named} was lost with its host {text}")]
+        lost = "was lost with its host" if len(members) == 1 else "were lost with their host"
+        text = "after training had succeeded: no exit code was received, so the job fails with exit code 1"
+        return [events.Report("error", f"{named} {lost} {text}")]
 
     def stopped(self, code: int, now: float) -> None:
         """Handle a stop request. The job cannot succeed any more, and the remaining workers are killed after GRACE_S

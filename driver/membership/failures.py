@@ -169,7 +169,7 @@ class Failures(Part):
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=exit_text)
         if record.killed_for is not None:
             # The reason was logged when it was killed. It is repeated only if the exit ends the job.
-            ended = f"{ended}, as requested"
+            ended = f"{ended}, killed by the driver"
             lost = because(ReasonKind.LOST_KILLED, worker=worker, killed_for=record.killed_for)
         # A worker killed by SIGKILL cannot report why, and an earlier worker's output does not explain a later exit.
         if event.output and event.code != -signal.SIGKILL:

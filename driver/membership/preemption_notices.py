@@ -132,7 +132,7 @@ class Notices(Part):
             then = (
                 "its workers leave"
                 if self.settings.elastic and not alone
-                else "the job ends with it"
+                else "the job has a fixed size (no --min-np), so it ends"
             )
             self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):

@@ -64,6 +64,6 @@ class ExitLines:
             alike.setdefault(key, []).append(about)
         for (ended, wait_s), some in alike.items():
             text = (
-                f"{len(some)} more workers ended with {ended}; their slots may return in {wait_s} s"
+                f"{len(some)} more workers ended with {ended}; their slots are free in {wait_s} s"
             )
             self._log("warning", str(some[0]) if len(some) == 1 else text)

@@ -186,7 +186,7 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "elastic_quarantined_slots",
-        "Slots whose worker computed wrongly, so that no worker is started in them or on their hosts.",
+        "Slots quarantined after wrong gradients: no worker is started in them, or on their hosts.",
         value=len(view.quarantined),
     )
     yield CounterMetricFamily(
@@ -197,7 +197,7 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
     )
     yield _gauge(
         "straggler",
-        "1 for a straggler.",
+        "1 if the worker is a straggler, else 0.",
         "worker",
         ((str(w), w in figures.slow.current) for w in view.workers),
     )
@@ -285,7 +285,7 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
             ),
             (
                 "commits_per_second",
-                "Latest measured rate; falls to 0 while no commit is possible.",
+                "Commits per second, as last measured; falls to 0 while no commit is possible.",
                 rates.commits.value(figures.spent.now) or 0.0,
             ),
         ):

@@ -248,7 +248,9 @@ VALUE_HOROVODS_CHART_2 = "%s is a value of Horovod's chart: "
 WAITING_MORE_WORKER = "waiting for 1 more worker"
 WAITING_MORE_WORKER_READY = "waiting for 1 more worker: 1 ready, 2 needed; giving up in 2 s"
 WARNING_AGENT_LEFT_KILLED = "warning: the agent on left was killed by signal 9"
-WARNING_RANK_LOCALHOST_HOLDS = r"warning: rank \d \(localhost:2#1 .*holds the others up"
+WARNING_RANK_LOCALHOST_IS_STRAGGLER = (
+    r"warning: straggler: rank \d \(localhost:2#1 .*; the others wait"
+)
 WARNING_RANK_LOCALHOST_KEEPS = (
     r"warning: rank \d \(localhost:1#1 .* keeps the others waiting .* busy \(CPU"
 )

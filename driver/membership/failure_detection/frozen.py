@@ -131,7 +131,9 @@ class Frozen(Part):
         elif host not in self._hosts_awaited:
             by_s = self.settings.elastic_timeout_s
             self._hosts_awaited[host] = (self.actions.now + by_s, reason)
-            awaited = f"all members run there, so waiting for it for {by_s:g} s (--elastic-timeout)"
+            awaited = (
+                f"all members run there, so the job waits {by_s:g} s for it (--elastic-timeout)"
+            )
             self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
@@ -141,7 +143,7 @@ class Frozen(Part):
     def host_is_back(self, host: str) -> None:
         """Handle a new report of the agent of a host that was lost."""
         if self._hosts_awaited.pop(host, None) is not None:
-            self.actions.log("info", f"host {host} is back with all its members")
+            self.actions.log("info", f"host {host} reconnected with all its workers")
 
     def give_up_hosts(self) -> None:
         for host, (by, reason) in [*self._hosts_awaited.items()]:

@@ -69,8 +69,8 @@ class IdleWorld:
         more = [f"{len(places) - NAMED} more ranks"] if len(places) > NAMED else []
         usual_s = self._usual_s()
         return (
-            f"no step completed on any rank for {now - self._since:.0f} s, and no rank waits for another; one usually"
-            f" takes {usual_s:.2g} s: {', '.join([*places[:NAMED], *more])}"
+            f"no step completed on any rank for {now - self._since:.0f} s (usually {usual_s:.2g} s), and no rank waits"
+            f" for another: {', '.join([*places[:NAMED], *more])}"
         )
 
     def _limit_s(self) -> float:

@@ -92,13 +92,13 @@ class Stragglers:
         """Describe the current stragglers in a sentence. ``name`` returns the displayed name of a worker."""
         slow = sorted(self.named)
         if not slow:
-            return "no straggler any more"
+            return "no worker is a straggler any more"
         shares = sorted(1.0 - busy for each, busy in self._busy.items() if each not in self.named)
         median = shares[len(shares) // 2] if shares else 0.0
-        names = ", ".join(f"{name(w)}, which waits {1.0 - self._busy[w]:.0%}" for w in slow[:4])
+        names = ", ".join(f"{name(w)} waits {1.0 - self._busy[w]:.0%}" for w in slow[:4])
         more = f", and {len(slow) - 4} more" if len(slow) > 4 else ""
-        verb = "hold" if len(slow) > 1 else "holds"
+        noun = "stragglers" if len(slow) > 1 else "straggler"
         return (
-            f"{names}{more}, {verb} the others up, which wait {median:.0%} of their time in collectives: slow"
-            " hardware, or uneven work?"
+            f"{noun}: {names}{more}; the others wait {median:.0%} of their time in collectives: check for slow"
+            " hardware or uneven work"
         )

@@ -241,7 +241,7 @@ class Stuck(Part):
     def _record_progress(self, record: WorkerRecord) -> None:
         if self._suspicions.drop(record.worker):
             self._stalled_at = self.actions.now
-            text = f"{self.worlds.named(record)} made progress just before it was fenced"
+            text = f"{self.worlds.named(record)} made progress, so it is not fenced"
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
@@ -392,7 +392,7 @@ class Stuck(Part):
                 return f"in {first.inside!r}{_at([first])}"
             case Phase.STOPPING:
                 return "at a safepoint"
-        return "for the end"
+        return "at the end of training"
 
     def _judge(self, suspicion: Suspicion, record: WorkerRecord) -> None:
         now = self.actions.now
@@ -485,10 +485,12 @@ class Stuck(Part):
                 self.worlds.end(1, because(ReasonKind.SAME_CALLS, cause=wrong))
             self.worlds.break_up(wrong)
         else:
-            why = "no rank is missing: the network between them may be down, or the transfer very large"
+            causes = "the network may be down, or the transfer very large"
             if any(s.inside == GRADIENTS for s in inside):
-                why += " Or do they step different optimizers?"
-            self.actions.log("warning", f"{text} for {limit_s:g} s; {why}")
+                causes += ", or the ranks step different optimizers"
+            self.actions.log(
+                "warning", f"{text} for {limit_s:g} s, and no rank is missing: {causes}"
+            )
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
         """Describe the collectives in which ranks wait. Those with the fewest ranks are first, because these ranks have

@@ -141,7 +141,7 @@ class Suspicion:
         (--idle-timeout)``.
         """
         due = self.fence_due(settings)
-        left = "" if due is None else f"to be fenced in {due - now:.0f} s"
+        left = "" if due is None else f"it is fenced in {due - now:.0f} s"
         match self.verdict:
             case Verdict.IDLE:
                 flag = "--busy-timeout" if self.patient else "--idle-timeout"
@@ -150,7 +150,7 @@ class Suspicion:
                 what = f"busy ({self.rates()})"
                 if not left:
                     return what, ""
-                return what, f"{left} (--busy-timeout), unless its code marks this as a long phase"
+                return what, f"{left} (--busy-timeout) unless the script uses elastic.long_phase"
             case Verdict.EXCUSED if self.traced:
                 return "under a debugger: not treated as stuck", ""
             case Verdict.EXCUSED:

@@ -70,19 +70,18 @@ class Gathering:
         first, one = awaited[0], len(awaited) == 1
         have = "has" if one else "have"
         what = (
-            f"which {have} not returned from {'its' if one else 'their'} step"
+            f"{have} not returned from {'its' if one else 'their'} step"
             if first.running
-            else f"which {have} not entered elastic.run, or not called init() again,"
+            else f"{have} not entered elastic.run, or not called init() again,"
         )
         end = f"the others continue without {'it' if one else 'them'}"
         if first.running:
             end = "it is killed" if one else "they are killed"
         if not self.settings.elastic:
             end = "the job ends"
-        doubt = "" if first.phase else " (stuck or frozen?)"
         left = max(0.0, self.late_at - now)
         return (
-            f"waiting for {names}{more}, {what} for {now - self.began_at:.0f} s{doubt};"
+            f"{names}{more} {what} for {now - self.began_at:.0f} s;"
             f" {end} in {left:.0f} s at the latest (--elastic-timeout)"
         )
 

@@ -351,7 +351,7 @@ def _caption(incident: Incident) -> str:
     if incident.recovered_ms is None or not incident.size_after:
         return what
     noun = "worker trains" if incident.size_after == 1 else "workers train"
-    return f"{what}: {incident.size_after} {noun} on {milliseconds(incident.recovered_ms)} later"
+    return f"{what}: {incident.size_after} {noun} again {milliseconds(incident.recovered_ms)} later"
 
 
 def _curve(rows: WorkerRows, cut: FilmCut) -> list[str]:

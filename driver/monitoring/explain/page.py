@@ -167,7 +167,7 @@ def _about(job: PageJob) -> str:
     parts = []
     if job.offset is not None and job.story.began is not None:
         began = time.localtime(job.offset + job.story.began)
-        parts.append(f"Began {time.strftime('%Y-%m-%d %H:%M:%S %z', began)}")
+        parts.append(f"Started {time.strftime('%Y-%m-%d %H:%M:%S %z', began)}")
     if job.command:
         parts.append(job.command)
     return "  ·  ".join(parts)
@@ -186,7 +186,7 @@ def _tiles(job: PageJob) -> Iterable[str]:
         own.append((f"{reported.steps:,}", "steps"))
         own.append((f"{reported.again:,}", "steps repeated"))
     joined = max(0, story.view.started - story.largest)
-    own.append((f"{len(story.losses())} / {joined}", "lost / started again or joined"))
+    own.append((f"{len(story.losses())} / {joined}", "workers lost / restarted or joined"))
     mean = story.rates.steps.mean()
     if mean is not None:
         own.append((f"{mean:.3g}", "steps per second"))
@@ -215,14 +215,14 @@ def _timeline(job: PageJob) -> Iterable[str]:
     if not job.rows.rows:
         return
     key = "".join(f'<span><i style="background:var(--{s})"></i>{s}</span>' for s in STATES)
-    left_out = f" {job.rows.left_out} later spans are left out." if job.rows.left_out else ""
+    left_out = f" {job.rows.left_out} later spans are omitted." if job.rows.left_out else ""
     yield (
         '<section><h2>Timeline</h2><div class="tools"><button id="in">zoom in</button><button id="out">zoom'
         ' out</button><button id="left">◀</button><button id="right">▶</button><button id="all">all</button><span'
         ' class="faint" id="range"></span></div><div id="scroll"><canvas id="timeline" tabindex="0" role="img"'
         ' aria-label="one row per slot, with the activity of its workers over time"></canvas></div><div id="under"'
-        f' class="faint"></div><div class="key">{key}</div><p class="faint">Wheel: zoom. Drag, or shift and wheel:'
-        f" scroll. Red mark: lost worker.{left_out}</p><noscript>The timeline requires"
+        f' class="faint"></div><div class="key">{key}</div><p class="faint">Wheel: zoom. Drag, or Shift and'
+        f" wheel: scroll. A red mark is a lost worker.{left_out}</p><noscript>The timeline requires"
         " JavaScript.</noscript></section>"
     )
 

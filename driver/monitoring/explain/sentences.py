@@ -28,7 +28,7 @@ LINE = 400  # maximum number of characters of a text from outside
 HEADINGS = {
     "ended": "",
     "advice": "What to change",
-    "trace": "Where it was raised",
+    "trace": "Traceback",
     "course": "What happened",
     "lost": "What was lost",
     "cost": "What it cost",
@@ -168,7 +168,7 @@ def _death(facts: Facts) -> str:
         case Cause.FROZEN:
             return f"{name} was frozen: {facts.get('how', what)}; it did not respond, so this job killed it (SIGKILL)"
         case Cause.CUT_OFF:
-            return f"{name} was cut off: its host did not acknowledge data any more"
+            return f"{name} was cut off from the network: its host stopped acknowledging packets"
         case Cause.STUCK:
             doing = "idle" if facts.get("why") == ReasonKind.IDLE.value else "busy"
             where = f" {facts['where']}" if facts.get("where") else ""
@@ -178,9 +178,9 @@ def _death(facts: Facts) -> str:
         case Cause.GPU_HANGS:
             return f"the GPU of {name} hung: {what}"
         case Cause.DAMAGED:
-            return f"{name} held wrong numbers: {what}"
+            return f"{name} had a corrupted state: {what}"
         case Cause.MISCOMPUTED:
-            return f"{name} was outvoted: {what}{_since(facts)}"
+            return f"{name} was outvoted by other workers: {what}{_since(facts)}"
         case Cause.TOO_SLOW:
             return f"{name} took too long: {what}"
         case Cause.DISCONNECTED:
@@ -201,8 +201,8 @@ def _death(facts: Facts) -> str:
 def _since(facts: Facts) -> str:
     agreed = int(facts.get("agreed", -1))
     if agreed < 0:
-        return "; none of its gradients were compared in that world before"
-    return f"; its gradients were last right in step {agreed}, when they were compared"
+        return "; none of its earlier gradients in that world were verified"
+    return f"; its gradients were last verified in step {agreed}"
 
 
 def _capital(text: str) -> str:
@@ -473,8 +473,8 @@ def _planned(facts: Facts) -> str:
 
 def _lost_steps(facts: Facts) -> str:
     return (
-        f"{duration(facts['lost_s'])} of training, summed over all workers: the work since the last commit of each"
-        " loss."
+        f"{duration(facts['lost_s'])} of training, summed over all workers: the work between each loss and the last"
+        " commit before it."
     )
 
 
@@ -722,24 +722,24 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
         f"{_at(f)} Training stalled for {f['seconds']:.1f} s: {as_sentence(f)}; {ENDS[StallEnd(f['end'])]}."
     ),
     FindingKind.MORE_STALLS: lambda f: (
-        f"Before that it stalled {f['count']} times, for {f['seconds']:.1f} s in total."
+        f"Before that it stalled {counted(f['count'], 'time')}, for {f['seconds']:.1f} s in total."
     ),
     FindingKind.CHANGE_WAITS_NOW: lambda f: f"{because(ReasonKind.AWAITS_COMMIT, **f)}.",
     FindingKind.CHANGE_WAIT: _change_wait,
     FindingKind.MORE_CHANGE_WAITS: lambda f: (
-        f"Before that workers waited {f['count']} times for a commit, to join or leave."
+        f"Before that workers waited {counted(f['count'], 'time')} for a commit, to join or leave."
     ),
     FindingKind.MORE_INCIDENTS: _more_incidents,
     FindingKind.REQUEST: _request,
     FindingKind.PLANNED: _planned,
     FindingKind.CHECKPOINTS: lambda f: (
         f"{_capital(counted(f['count'], 'checkpoint'))} {'was' if f['count'] == 1 else 'were'} written;"
-        f" {'the job ended with that' if f['ended'] else 'the newest is that'} of commit {f['commit']}."
+        f" the newest contains commit {f['commit']}."
     ),
     FindingKind.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
     FindingKind.STORE_SILENT: _store_silent,
     FindingKind.MORE_SILENCES: lambda f: (
-        f"Later etcd did not answer for a while {f['times']} more times."
+        f"Later etcd stopped answering {counted(f['times'], 'more time')}."
     ),
     FindingKind.LOST_NOTHING: lambda f: "Nothing: no commit, and negligible time.",
     FindingKind.LOST_STEPS: _lost_steps,

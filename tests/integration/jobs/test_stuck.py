@@ -113,6 +113,6 @@ def test_the_straggler_when_a_standby_is_ready_then_it_is_replaced_and_no_commit
 @pytest.mark.nightly
 def test_the_straggler_is_named(job):
     training = stalling(job, 3, "slot=2,place=forward,how=slow", STEPS="2000")
-    training.wait_for(wording.WARNING_RANK_LOCALHOST_HOLDS, timeout=60)
+    training.wait_for(wording.WARNING_RANK_LOCALHOST_IS_STRAGGLER, timeout=60)
     assert training.fences() == {}
     assert training.end() == []

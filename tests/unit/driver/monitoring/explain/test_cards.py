@@ -47,7 +47,7 @@ def test_steps_is_an_ordinary_metric_if_no_step_is_reported():
 
 def test_metric_named_like_a_card_of_the_job_is_distinguished():
     reported = ReportedSeries()
-    name = "lost / started again or joined"
+    name = "workers lost / restarted or joined"
     reported.report(0, {name: 3.5}, 1.0)
     names = [each for each, _ in cards(reported)]
     assert len(names) == len(set(names)) and any(name in each and each != name for each in names)
