@@ -20,6 +20,7 @@ from elastic.chaos.inject.plan import Chance, Plan
 from elastic.checkpoints.options import DIR
 from elastic.driver.events import EndJob
 from elastic.driver.journal import journal
+from elastic.driver.reasons import counted
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
@@ -182,9 +183,9 @@ def _verdict(before: Path, disturbed: Path, code: int) -> int:
         return DIFFER
     both = {each.step for each in compared}
     print(
-        f"equal: {len(compared)} of {len(found)} commits of {len({each.worker for each in found})} workers, after"
-        f" {len(both)} of {len(steps)} committed steps, up to step {max(both)}; all are bitwise identical to the"
-        " undisturbed run"
+        f"equal: compared {len(compared)} of {counted(len(found), 'commit')} of"
+        f" {counted(len({each.worker for each in found}), 'worker')}, after {len(both)} of"
+        f" {counted(len(steps), 'step')}, up to step {max(both)}; all are bitwise identical to the undisturbed run"
     )
     if code:
         print(

@@ -569,7 +569,9 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 def _dashboard(text: str | None) -> tuple[str, int] | None:
     """Parse the value of ``--dashboard`` and return address and port. An address without brackets is IPv4 or a name.
-    Raises Invalid.
+
+    Raises:
+        Invalid: the text has not the form [ADDRESS]:PORT.
     """
     if text is None:
         return None

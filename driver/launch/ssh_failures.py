@@ -47,7 +47,7 @@ _SSH = (
     ),
     (
         r"(?:kex|ssh)_exchange_identification: ([^\r\n]*)",
-        "{host}, or a host on the way, closed the connection before the login ({0}); look at the log of its sshd:"
+        "{host}, or a jump host, closed the connection before the login ({0}); look at the log of its sshd:"
         " MaxStartups may be too low for so many at once",
     ),
 )

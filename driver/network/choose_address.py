@@ -86,7 +86,8 @@ def wanted_address(
 ) -> str:
     """Return the address of the first of ``wanted`` that this machine has, preferably of ``family``.
 
-    Raises Invalid.
+    Raises:
+        Invalid: this machine has none of ``wanted``, or only as a link-local address.
     """
     scoped: InterfaceAddress | None = None
     for name in wanted:

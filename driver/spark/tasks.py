@@ -117,7 +117,7 @@ class SparkTasks:
             if why:
                 if why != self._said:
                     self._said = why
-                    self._log("warning", f"a Spark task ended and is started again: {why}")
+                    self._log("warning", f"a Spark task ended and is restarted: {why}")
                 if tries >= TRIES and not self.held:
                     self._failed(f"a Spark task failed {tries} times: {why}")
                     return

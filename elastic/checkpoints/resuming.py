@@ -147,7 +147,7 @@ def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
 def _log_once(storage: Storage, tried: tenacity.RetryCallState) -> None:
     if tried.attempt_number == 1 and tried.outcome is not None:
         error = tried.outcome.exception()
-        _say(f"{storage.url} can't be read yet ({error}); trying for {PATIENCE_S:.0f} s")
+        _say(f"{storage.url} can't be read yet ({error}); retrying for {PATIENCE_S:.0f} s")
 
 
 def _say(text: str) -> None:

@@ -215,7 +215,9 @@ class CheckpointWriter:
         if self.newest == commit or over() or place.rank:
             return
         newest = self.newest
-        known = f"the newest durable one is {newest}" if newest else "no commit of this run is"
+        known = (
+            f"the newest durable one is {newest}" if newest else "no commit of this run is durable"
+        )
         within = f" within {FINISH_S:.0f} s" if monotonic() >= deadline else ""
         self._say(f"the last commit, {commit}, did not become durable{within}; {known}")
 

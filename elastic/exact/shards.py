@@ -582,9 +582,9 @@ class Shards:
         if self.verify and size < 3:
             log.warning(
                 "verify: %s",
-                "a single worker has no other one to compare gradients with"
+                "with 1 worker, gradients are not compared, and wrong ones are not detected"
                 if size == 1
-                else "of two workers whose gradients differ, only one that contradicts itself can be identified",
+                else "with 2 workers, the faulty one is identified only if a recomputation gives another result",
             )
         share = assignment.balance(self.count, size)
         if share < 1.0:

@@ -290,7 +290,8 @@ def brief(error: BaseException) -> str:
 def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
     """Return the workers' environment: the caller's variables that concern training, and the variables in ``given``.
 
-    Raises Invalid.
+    Raises:
+        Invalid: ``given`` is not a mapping of strings, or a name or value is invalid.
     """
     check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}

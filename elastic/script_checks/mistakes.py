@@ -234,14 +234,14 @@ _SENTENCES = {
         " TorchState(epoch=0, ...) and state.epoch += 1 before the commit"
     ),
     Kind.NEVER_REDUCED: (
-        "no collective ran in {steps} steps of {optimizer} on {workers} workers: each trains a model of its own; wrap"
-        " the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
+        "no collective ran in {steps} steps of {optimizer} on {workers} workers: each worker trains a separate model;"
+        " wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
         " DistributedDataParallel"
     ),
     Kind.ONLY_LOSS_REDUCED: (
         "no collective carried gradients in {steps} steps of {optimizer} on {workers} workers (the largest tensor had"
-        " {largest} elements): each trains a model of its own; wrap the optimizer in hvd.DistributedOptimizer, the tape"
-        " in hvd.DistributedGradientTape, or the model in DistributedDataParallel"
+        " {largest} elements): each worker trains a separate model; wrap the optimizer in"
+        " hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in DistributedDataParallel"
     ),
     Kind.MODEL_NOT_IN_STATE: (
         "the state holds {which} that {optimizer} trains{example}: a failure does not restore them, and workers that"

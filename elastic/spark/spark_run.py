@@ -194,7 +194,7 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
         if now - began >= SAID_S and not said:
             said = True
             log = Console(write_stderr, level="info", colour=False, timestamps=True)
-            log("info", f"waiting for executors of Spark: {slots} of {needed} slots are there")
+            log("info", f"waiting for executors of Spark: {slots} of {needed} slots are available")
         if slots > most:
             most, grown = slots, now
         idle = slots > 0 and now - grown >= QUIET_S

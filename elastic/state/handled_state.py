@@ -631,8 +631,9 @@ class HandledState(_OfThisProcess, ObjectState):
             names = [name for part in self._of_ours() for name in part.differing()]
             if names:
                 log.warning(
-                    "%d parameters differed from rank %d's at the same commit: %s",
+                    "%d parameters differed from rank %d's at the same commit, and were replaced by rank %d's: %s",
                     len(names),
+                    root,
                     root,
                     ", ".join(names),
                 )

@@ -1,4 +1,4 @@
-"""Compression, at a path that some scripts import."""
+"""Compression, under Horovod's module name."""
 
 from elastic.mxnet.compression import Compression
 

@@ -1,4 +1,4 @@
-"""Compression, at a path that some scripts import."""
+"""Compression, under Horovod's module name."""
 
 from elastic.api.compression import NoneCompressor
 from elastic.tensorflow.compression import Compression

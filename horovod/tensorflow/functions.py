@@ -1,4 +1,4 @@
-"""Broadcasts of variables and objects, at a path that some scripts import."""
+"""Broadcasts of variables and objects, under Horovod's module name."""
 
 from elastic.tensorflow.variables import (
     allgather_object,

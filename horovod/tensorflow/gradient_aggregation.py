@@ -1,4 +1,4 @@
-"""``LocalGradientAggregationHelper``, at a path that some scripts import."""
+"""``LocalGradientAggregationHelper``, under Horovod's module name."""
 
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 

@@ -1,4 +1,4 @@
-"""``SyncBatchNormalization``, at a path that some scripts import."""
+"""``SyncBatchNormalization``, under Horovod's module name."""
 
 from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
 

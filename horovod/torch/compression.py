@@ -1,4 +1,4 @@
-"""Compression, at a path that some scripts import, and the base class of their own compressors."""
+"""Compression, under Horovod's module name, and the base class for custom compressors."""
 
 from __future__ import annotations
 

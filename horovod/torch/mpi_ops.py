@@ -1,4 +1,4 @@
-"""Operations and queries, at a path that some scripts import. MPI is not used."""
+"""Operations and queries, under Horovod's module name. MPI is not used."""
 
 from elastic.api import ops
 from elastic.api.ops import *  # noqa: F403

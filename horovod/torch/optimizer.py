@@ -1,4 +1,4 @@
-"""DistributedOptimizer, at a path that some scripts import."""
+"""DistributedOptimizer, under Horovod's module name."""
 
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer

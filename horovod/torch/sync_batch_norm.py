@@ -1,4 +1,4 @@
-"""SyncBatchNorm, at a path that some scripts import."""
+"""SyncBatchNorm, under Horovod's module name."""
 
 from elastic.api.sync_batch_norm import SyncBatchNorm
 

@@ -35,7 +35,7 @@ class ReplicasHandler(ModelStateHandler):
     """Handler of a model that contains one or more DistributedDataParallel modules."""
 
     def replicas(self) -> Iterable[DistributedDataParallel]:
-        """The DistributedDataParallel modules of the model."""
+        """Return the DistributedDataParallel modules of the model."""
         raise NotImplementedError
 
     def _adopt_value(self) -> None:
@@ -120,6 +120,7 @@ class HolderHandler(ReplicasHandler):
 
 
 def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel modules in ``value``, which may be one itself."""
     return [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
 
 

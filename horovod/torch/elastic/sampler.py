@@ -1,4 +1,4 @@
-"""ElasticSampler, at a path that some scripts import."""
+"""ElasticSampler, under Horovod's module name."""
 
 from elastic.state import ElasticSampler
 

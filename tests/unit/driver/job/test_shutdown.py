@@ -80,6 +80,10 @@ def test_worker_lost_with_its_host_is_not_awaited():
     assert failed.over and failed.code == 7
 
 
+def test_workers_when_several_are_lost_with_their_host_then_one_line_names_all():
+    recorded("log", report(ending().lost([A, B], 100.0)).text)
+
+
 def test_failure_grants_a_moment_and_then_kills():
     e = ending(7)
     assert e.next_deadline() == 100.0 + GRACE_S
