@@ -27,7 +27,7 @@ def keep_out(*classes: type) -> None:
                 keep_function_out(method)
 
 
-def keep_function_out(function: FunctionType) -> None:
+def keep_function_out(function: Any) -> None:
     """Exclude a function, and everything that it calls, from compilation. It runs as Python code in compiled steps."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     if _set_strategy is not None:
