@@ -29,7 +29,7 @@ def keep_out(*classes: type) -> None:
 
 def keep_function_out(function: Any) -> None:
     """Exclude a function, and everything that it calls, from compilation. It runs as Python code in compiled steps."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable = True
     if _set_strategy is not None:
         skip = _eval_frame._FrameAction.SKIP
         _set_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))

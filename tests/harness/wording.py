@@ -152,7 +152,7 @@ NEEDS_WORKER_PODS_GO = "needs 2 worker pods to continue"
 NEW_AGENT_WORKERS_ONE = "127.0.0.2 has a new agent; the workers of the previous agent were lost"
 NONE = "addresses is empty"
 NOTES_JSON_NO_FILE = r"notes\.json was not written by a compute job.*: pass another"
-NOTHING_CAN_BE_WRITTEN = "is not writable: "
+IS_A_FILE = "is a file, or is below one: "
 NOT_EXECUTABLE = "it is not executable"
 NOT_FROM_PREPARED_PROCESS = (
     "did not use the preloaded process: its environment differs in OMP_NUM_THREADS"

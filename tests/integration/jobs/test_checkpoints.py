@@ -187,7 +187,7 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job,
     (tmp_path / "file").touch()
     refused = job(f"{FLAGS} {tmp_path / 'file'}", TRAINING)
     assert refused.wait(20) == 2
-    assert wording.NOTHING_CAN_BE_WRITTEN in refused.output
+    assert wording.IS_A_FILE in refused.output
     assert "starting" not in refused.output
 
 
