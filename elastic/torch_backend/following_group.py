@@ -105,6 +105,13 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         return [torch.device(kind) for kind in kinds]
 
+    def registered_device_types(self) -> list[torch.device]:
+        """Return the devices, or none before torch has registered the group.
+
+        torch 2.15 attaches its flight recorder to each new group with devices, and fails if the group is not in C++.
+        """
+        return self.device_types() if self in torchs_groups.pg_map else []
+
     def backend_of(self, device: torch.device) -> FollowingGroup:
         return self
 
@@ -278,7 +285,7 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
 for _theirs, _ours in {
     "_set_group_name": FollowingGroup.setGroupName,
     "_set_group_desc": FollowingGroup.setGroupDesc,
-    "_device_types": property(FollowingGroup.device_types),
+    "_device_types": property(FollowingGroup.registered_device_types),
     "_get_backend": FollowingGroup.backend_of,
     "_set_default_timeout": FollowingGroup.set_timeout,
     "_start_coalescing": FollowingGroup.start_coalescing,

@@ -72,3 +72,12 @@ def test_groups_that_no_followed_mesh_has_are_refused_in_another_world(rt, more)
     with pytest.raises(NotElastic) as refused:
         following_group.follow(rt, first=False)
     assert refused.value.kind is Fixed.PROCESS_GROUP
+
+
+def test_group_when_torch_has_not_registered_it_then_no_flight_recorder_is_attached(
+    rt, monkeypatch
+):
+    made = group(monkeypatch, None)
+    assert torch.device("cpu") in made._device_types
+    following_group.torchs_groups.pg_map.clear()
+    assert made._device_types == []
