@@ -100,11 +100,19 @@ class Injector:
         place: tuple[int, int],
         now: float,
     ) -> None:
-        """Begin a fault immediately. Raises NotOurs and OSError.
+        """Begin a fault immediately.
 
         Args:
+            fault: the fault to inject.
+            worker: the victim.
             pids: process IDs of all workers.
             place: rank and size of the worker.
+            now: time of the injection, in seconds.
+
+        Raises:
+            NotOurs: the victim has exited, the process ID belongs to another process, or the fault corrupts a file and
+                no checkpoint exists yet.
+            OSError: the fault could not be performed, for example because of missing permissions.
         """
         process = self._hold(worker, pids[worker])
         injected = Injected(

@@ -85,7 +85,7 @@ class Verifier:
         # shards of this rank whose gradients are digested in this step
         self.checked: frozenset[int] = frozenset()
         self.shard: int | None = None  # the shard of the second pass in progress, or None
-        self.passes_made = 0  # number of second passes of this rank in the last step
+        self.passes_made = 0  # shards that this rank computed for verification in the last step
         self._seed = seed
         self._listeners = listeners
         self._arithmetic = arithmetic

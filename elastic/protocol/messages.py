@@ -31,9 +31,9 @@ SHARDS_LIMIT = 100_000  # maximum number of shards of which a worker has a copy
 KEPT_LIMIT = 8  # maximum number of older commits of which a worker has a copy
 REPORT_LIMIT = 64 * 1024  # maximum size of one report of a script, in bytes
 STEP_INPUT_LIMIT = 16 * 1024  # maximum size of a step input, in bytes
-COPY = "copy of the state"  # name of the wait for a copy of the state
-SHARDS_COMMIT = "commit of the shards"  # name of the wait for a commit of a sharded state
-GRADIENTS = "gradients"  # name of the wait in a step of a DistributedOptimizer
+COPY = "copy of the state"  # reported while a worker waits for a copy of the state
+SHARDS_COMMIT = "commit of the shards"  # reported while it waits for a commit of a sharded state
+GRADIENTS = "gradients"  # reported while it waits for gradients of a DistributedOptimizer
 # Offset of the signal above SIGRTMIN. On this signal, a worker writes its stacks.
 STACKS_SIGNAL_OFFSET = 4
 

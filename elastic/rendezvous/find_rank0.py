@@ -95,7 +95,7 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
             if started.rank == 0
             else Store(address, None, env.start_timeout_s, secret=secret)
         )
-        _greet(store, started, deadline)
+        _greet(store, started, env, deadline)
         found = _found(env, bind_host, secret, started)
         return FoundRank0(found, store)
     board = _board(way, deadline)
@@ -104,7 +104,7 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
         store = _serve(Address(bind_host, 0), secret, way)
         board.publish(Rank0Endpoint(store.address.host, store.address.port, secret))
         try:
-            _greet(store, started, deadline)
+            _greet(store, started, env, deadline)
         finally:
             board.clear()
         return FoundRank0(_found(env, bind_host, secret, started), store)
@@ -114,7 +114,7 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
             raise CollectiveFailed(_nobody(started, env.start_timeout_s))
         store = Store(Address(left.host, left.port), None, REACH_S, secret=left.secret)
         try:
-            _greet(store, started, deadline)
+            _greet(store, started, env, deadline)
             return FoundRank0(_found(env, bind_host, left.secret, started), store)
         except CollectiveFailed:
             # The address may belong to an earlier job, while this job's rank 0 is still starting.
@@ -152,7 +152,7 @@ def arrive(
     return launcher_env.place(rank, hosts, [each.local_rank for each in arrivals]), address
 
 
-def _greet(store: Store, started: LauncherEnv, deadline: float) -> None:
+def _greet(store: Store, started: LauncherEnv, env: Environment, deadline: float) -> None:
     """Exchange a message with all ranks, which shows that this rank serves the store or is connected to the right
     one.
     """
@@ -162,14 +162,14 @@ def _greet(store: Store, started: LauncherEnv, deadline: float) -> None:
     except CollectiveFailed as error:
         if time.monotonic() < deadline:
             raise
-        raise CollectiveFailed(f"{_nobody(started, None)}: {error}") from error
+        raise CollectiveFailed(f"{_nobody(started, env.start_timeout_s)}: {error}") from error
 
 
-def _nobody(started: LauncherEnv, waited_s: float | None) -> str:
-    within = f" within {waited_s:g} s" if waited_s is not None else " in time"
+def _nobody(started: LauncherEnv, limit_s: float) -> str:
     return (
-        f"the {started.size} ranks that {started.by} announces did not all call init(){within}; rank {started.rank}"
-        " did. Set HOROVOD_START_TIMEOUT to wait longer, or unset these variables to train alone"
+        f"not all {started.size} ranks that {started.by} announces called init() within {limit_s:g} s; rank"
+        f" {started.rank} did. Set HOROVOD_START_TIMEOUT to wait longer, or unset the variables of the launcher to"
+        " train alone"
     )
 
 

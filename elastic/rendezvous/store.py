@@ -140,16 +140,20 @@ class Store:
         Raises:
             CollectiveFailed: the rank that serves the store is lost, the time limit has passed, or `abort` was called.
         """
-        awaited = f"{f'the {size} ranks of group ' if size > 0 else ''}{key!r} of generation {self.generation}"
-        began = time.monotonic()
-        deadline = began + (self._timeout_s if timeout_s is None else timeout_s)
+        what = f"exchange of the {size} ranks of group" if size > 0 else "request for"
+        awaited = f"the {what} {key!r} in generation {self.generation}"
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        reach_s = min(limit_s, self._timeout_s)
+        deadline = (began := time.monotonic()) + limit_s
+        step, step_s = "connecting to", reach_s
         call = call or Call()
         with self._lock:
             self._calls.add(call)
         if self._aborted.is_set():
             call.abort()
         try:
-            call.connect(self.address, min(deadline, began + self._timeout_s))
+            call.connect(self.address, began + reach_s)
+            step, step_s = "waiting at", limit_s
             request = _Request(self.generation, key, rank, size, blob)
             reply = call.ask(request, derived(self._secret, "store", self.generation), deadline)
             if (reply.generation, reply.key) != (self.generation, key):
@@ -160,10 +164,13 @@ class Store:
         except (OSError, ProtocolError) as error:
             if call.aborted:
                 raise CollectiveFailed(
-                    f"the wait for {awaited} was aborted", aborted=True, awaited=key
+                    f"{awaited} was aborted", aborted=True, awaited=key
                 ) from None
+            late = isinstance(error, TimeoutError)
+            why = f"timed out after {step_s:g} s" if late else error or type(error).__name__
             raise CollectiveFailed(
-                f"timed out waiting for {awaited} from the store {self.address}: {error or type(error).__name__}",
+                f"{awaited} failed while {step} the store {self.address} of rank 0: {why}. Check that every rank runs"
+                " and that its host can reach this address",
                 awaited=key,
             ) from error
         finally:

@@ -378,7 +378,9 @@ class Groups:
         until = time.monotonic() + self._env.timeout_s
         if not all(group.freed(max(0.0, until - time.monotonic())) for group in self._buried):
             raise DeviceLost(
-                f"the GPU did not release the communicators of an earlier world within {self._env.timeout_s:g} s"
+                f"the GPU did not release the communicators of an earlier world within {self._env.timeout_s:g} s,"
+                " and has no room for those of the next world. This worker exits: check its GPU with nvidia-smi"
+                " and dmesg"
             )
         # Communicators that failed to connect are freed when NCCL's timeout expires, unless there are too many.
         until += self._env.timeout_s
@@ -386,8 +388,9 @@ class Groups:
         for each in self._unconnected[:-MOST_UNCONNECTED]:
             if not each.freed(max(0.0, until - time.monotonic())):
                 raise DeviceLost(
-                    f"communicators that failed to connect were not released within {2 * self._env.timeout_s:g}"
-                    " s"
+                    "the GPU did not release communicators that failed to connect within"
+                    f" {2 * self._env.timeout_s:g} s, and has no room for those of the next world. This worker"
+                    " exits: check its GPU with nvidia-smi and dmesg"
                 )
 
     def retire(self) -> None:
@@ -480,7 +483,8 @@ def _on_gpus(made: Mapping[GroupKey, Collectives]) -> dict[GroupKey, DeviceColle
 
 def _did_not_come_back() -> DeviceLost:
     return DeviceLost(
-        f"its GPU did not respond within {DEVICE_S:g} s: an aborted collective still runs on it"
+        f"the GPU of this worker did not respond within {DEVICE_S:g} s, because an aborted collective still runs on"
+        " it. This worker exits: check its GPU with nvidia-smi and dmesg"
     )
 
 

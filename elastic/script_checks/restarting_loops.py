@@ -70,7 +70,8 @@ def _judge(of: Definition, given: set[str], depth: int) -> RestartingLoop | None
 def _outside_of_loops(node: ast.AST, state: set[str]) -> Iterator[ast.AST]:
     """Yield the loops and calls that run whenever the function is called.
 
-    A ``while True`` that ends by a ``break`` is passed through, as one that tries again after an exception.
+    Also yields the loops and calls in the body of a ``while True`` with a ``break``, because such a loop usually
+    retries its body after an exception.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _SCOPES):

@@ -140,7 +140,7 @@ class TorchrunFlags:
     rdzv_backend: str | None = flag(
         "--rdzv-backend --rdzv_backend",
         "WHICH",
-        "etcd and etcd-v2: use --rdzv-endpoint as --etcd; c10d and static: no effect.",
+        "Rendezvous backend: etcd or etcd-v2 (--rdzv-endpoint is --etcd); c10d, static: no effect.",
     )
     rdzv_endpoint: str | None = flag(
         "--rdzv-endpoint --rdzv_endpoint",

@@ -48,7 +48,7 @@ class UnresponsiveHosts:
         return True
 
     def for_s(self, now: float) -> float:
-        """Return the seconds since the hosts were asked."""
+        """Return the seconds since the hosts were asked whether they respond, or 0 if no request is pending."""
         return now - (now if self._asked_at is None else self._asked_at)
 
     def silent(self, now: float) -> frozenset[str]:

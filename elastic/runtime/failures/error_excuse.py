@@ -1,4 +1,4 @@
-"""Decides whether an error of user code is a consequence of the end of this worker or job. Pure: no I/O, no clock.
+"""Decides whether an exception in user code is a consequence of the end of this worker or job. Pure: no I/O, no clock.
 
 A process manager that ends a job also signals its loader workers, and a training process raises when one of them exits.
 """
@@ -14,7 +14,7 @@ class ErrorExcuse:
 
     leaving: str = ""  # reason of the worker's request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint
-    excused: bool = False  # an error was already excused
+    excused: bool = False  # excuse() has returned True since the last sign
 
     @property
     def near(self) -> bool:
@@ -30,8 +30,10 @@ class ErrorExcuse:
             self.checkpoint_wanted, self.excused = True, False
 
     def excuse(self) -> bool:
-        """Return whether another world may follow an error of user code. Returns True only once, so that the next
-        error is not excused.
+        """Return whether this worker may rejoin the job after an exception in user code.
+
+        Returns True for the first exception after a sign that the worker or the job is about to end. Any later
+        exception ends the worker.
         """
         excused = self.near and not self.excused
         self.excused = self.excused or excused

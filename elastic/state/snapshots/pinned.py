@@ -167,7 +167,8 @@ class PinnedCopy:
         while not self.complete():
             if time.monotonic() > deadline:
                 raise DeviceLost(
-                    f"a copy between the GPU and the host did not complete within {limit_s:.0f} s"
+                    f"a copy between the GPU and the host did not complete within {limit_s:.0f} s. This worker"
+                    " exits: check its GPU with nvidia-smi and dmesg"
                 )
             time.sleep(POLL_S)
         self.events.clear()

@@ -45,8 +45,8 @@ class ComputeService:
         shape = (dispatchers, workers_per_dispatcher)
         if min(shape) < 1:
             raise Invalid(
-                "a compute service needs at least 1 dispatcher and 1 worker for each, not"
-                f" {dispatchers} and {workers_per_dispatcher}"
+                f"dispatchers={dispatchers}, workers_per_dispatcher={workers_per_dispatcher}: pass at least 1 for"
+                " both"
             )
         listener = listen(context.current().env.bind_host if host is None else host)
         self._address = listener.address
@@ -80,6 +80,7 @@ class ComputeClient:
         (host, port), *_ = (each for listed in compute_addresses.values() for each in listed)
         self.address = Address(host, port)
         self._service = (self.address, key)
+        self._timeout_s = timeout
         self._store = Store(self.address, None, timeout, secret=key)
 
     def own_host(self) -> str | None:
@@ -87,8 +88,15 @@ class ComputeClient:
         return own_address(self.address.host)
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Register ``grpc://HOST:PORT``. Raises IndexError for an unknown dispatcher, and ValueError for a second
-        address.
+        """Register a dispatcher of this training job.
+
+        Args:
+            dispatcher_id: number of the dispatcher, from 0.
+            dispatcher_address: its address, ``grpc://HOST:PORT``.
+
+        Raises:
+            IndexError: the service has no dispatcher of this number.
+            Invalid: the dispatcher is registered at another address.
         """
         self._known(dispatcher_id)
         mine = dispatcher_address.encode()
@@ -96,7 +104,8 @@ class ComputeClient:
         if first != mine:
             raise Invalid(
                 f"dispatcher {dispatcher_id} is already registered at {first.decode()}, not at"
-                f" {dispatcher_address}: restart the compute job before another training job starts dispatchers"
+                f" {dispatcher_address}, possibly by an earlier training job. A compute job serves the dispatchers of"
+                " one training job: start a new compute job for each training job"
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
@@ -153,6 +162,7 @@ class ComputeClient:
         self._call(
             lambda: self._store.exchange(_LEFT, worker_id, count, b""),
             f"all {count} workers have stopped",
+            self._timeout_s,
         )
 
     def _shape(self) -> tuple[int, int]:
@@ -167,21 +177,24 @@ class ComputeClient:
             )
 
     def _hear(self, what: str, timeout: float) -> bytes:
-        return self._call(lambda: self._store.listen_to(what, 0, timeout), f"{what} has registered")
+        return self._call(
+            lambda: self._store.listen_to(what, 0, timeout), f"{what} has registered", timeout
+        )
 
-    def _call(self, call: Callable[[], _Value], expected: str = "") -> _Value:
+    def _call(self, call: Callable[[], _Value], expected: str = "", limit_s: float = 0.0) -> _Value:
         try:
             return call()
         except CollectiveFailed as error:
             if expected and isinstance(error.__cause__, TimeoutError):
                 raise TimeoutException(
-                    f"the compute service timed out while it waited until {expected}: see the output of its job,"
-                    " or pass a longer --timeout to horovod.tensorflow.data.compute_worker"
+                    f"timed out after {limit_s:g} s waiting at the compute service {self.address} until {expected}:"
+                    " see the output of the compute job, or pass a longer --timeout to"
+                    " horovod.tensorflow.data.compute_worker"
                 ) from error
             raise ConnectionError(
-                f"the compute service at {self.address} does not respond ({error.__cause__}). Its job has ended,"
-                " or its host is unreachable. Start horovod.tensorflow.data.compute_worker again, on another"
-                " host with --network-interface"
+                f"the compute service at {self.address} does not respond ({error.__cause__}). The compute job has"
+                " ended, or its host is unreachable. Restart horovod.tensorflow.data.compute_worker; if it runs on"
+                " another host, pass --network-interface with an interface that is reachable from this host"
             ) from error
 
 
