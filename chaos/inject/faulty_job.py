@@ -95,7 +95,9 @@ def under_fire(
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
     except OSError as error:
-        raise Invalid(f"the program {job.words[0]} can't be started: {error.strerror}") from None
+        raise Invalid(
+            f"the program {job.words[0]} can't be started: {error.strerror}. Pass an executable after --"
+        ) from None
     fire = _Fire(plan, Injector(mark, say, flips))
     follower = JournalTail(job.journal, JobProgress())
     try:

@@ -85,7 +85,9 @@ class _Seat:
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(self._changed.wait(), 30.0)
             if self._seat is None:
-                raise NoDriver("no driver is running this job")
+                raise NoDriver(
+                    "no driver of this job is registered in etcd: start elasticrun with the same --job"
+                )
         try:
             return await numeric(self._seat.address)
         except OSError as error:

@@ -82,9 +82,14 @@ class ScriptDiscovery(PolledDiscovery):
         try:
             code, output, errors = await execute(self._command, self._timeout_s)
         except asyncio.TimeoutError:
-            raise Invalid(f"{self.name} did not finish within {self._timeout_s:g} s") from None
+            raise Invalid(
+                f"{self.name} did not finish within {self._timeout_s:g} s: make it print a list that another"
+                " process keeps up to date"
+            ) from None
         except OSError as error:
-            raise Invalid(f"{self.name} can't be started: {error.strerror}") from None
+            raise Invalid(
+                f"{self.name} can't be started: {error.strerror}. Check its first line (#!) and its permissions"
+            ) from None
         if code != 0:
             ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise Invalid(f"{self.name} {ending}{_tail(errors)}")

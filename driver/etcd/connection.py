@@ -90,7 +90,12 @@ class EtcdConnection:
         return (("token", self._token),) if self._token else ()
 
     async def log_in(self, within_s: float) -> None:
-        """Request a token from etcd if a user is configured. Raises Unavailable or AccessDenied."""
+        """Request a token from etcd if a user is configured.
+
+        Raises:
+            Unavailable: etcd did not respond within the limit.
+            AccessDenied: etcd rejected the user or the password.
+        """
         if not self._access.user:
             return
         request = self._rpc.AuthenticateRequest(
@@ -206,7 +211,9 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
             certificate_chain=_content(access.tls.cert, "--etcd-cert") if access.tls.cert else None,
         )
     except OSError as error:
-        raise AccessDenied(f"{error.filename} can't be read: {error.strerror}") from None
+        raise AccessDenied(
+            f"{error.filename} can't be read: {error.strerror}. Pass a readable PEM file"
+        ) from None
     return rpc.secure_channel(endpoint, credentials, options=OPTIONS)
 
 
@@ -219,7 +226,7 @@ def _content(path: str, flag: str) -> bytes | None:
     with open(path, "rb") as file:
         content = file.read()
     if b"-----BEGIN" not in content:
-        raise AccessDenied(f"{flag} {path} is not a PEM file")
+        raise AccessDenied(f"{flag} {path} is not a PEM file: pass one that contains -----BEGIN")
     return content
 
 

@@ -90,7 +90,9 @@ class EtcdArchive:
             return past_of(found.header, lines)
         except (msgspec.MsgspecError, ValueError) as error:
             where = f"the journal in etcd under {self._folder}"
-            raise Invalid(f"{where} can't be resumed: {error}") from error
+            raise Invalid(
+                f"{where} can't be resumed: {error}. Pass --fresh to start a new job"
+            ) from error
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> EtcdJournal:
         if self._next is None:

@@ -69,7 +69,9 @@ async def start_fleet(
 ) -> Outcome:
     """Run a job with agents. Return its exit code, the reason, and results and last reports by rank.
 
-    Raises Invalid and OSError before anything is started.
+    Raises:
+        Invalid: the options, the journal or the address of the driver can't be used. Nothing was started.
+        OSError: a socket or file can't be opened. Nothing was started.
     """
     async with contextlib.AsyncExitStack() as stack:
         leading = await campaign(plan, job_io.console, stack)

@@ -76,16 +76,19 @@ class Header(msgspec.Struct, frozen=True):
         if self.journal == ABANDONED:
             raise Invalid(
                 "the journal is incomplete, because the driver could not write to it, possibly because the disk"
-                " was full: start a new job with --fresh"
+                " was full"
             )
         if self.journal != FORMAT:
             raise Invalid(
-                f"the journal has format {self.journal}, but this version reads only format {FORMAT}"
+                f"the journal has format {self.journal}, but this version reads only format {FORMAT}: use"
+                " the version that wrote it"
             )
         try:
             return Settings(**self.settings)
         except TypeError as error:
-            raise Invalid(f"the journal contains settings of another version: {error}") from error
+            raise Invalid(
+                f"the journal contains settings of another version ({error}): use the version that wrote it"
+            ) from error
 
 
 class Entry(msgspec.Struct, omit_defaults=True):

@@ -93,7 +93,8 @@ class FileArchive:
             return past_of(decoded_header(first), lines)
         except OSError as error:
             raise Invalid(
-                f"the journal {str(self.path)!r} can't be read: {error.strerror}"
+                f"the journal {str(self.path)!r} can't be read: {error.strerror}. Check its permissions, or pass"
+                " another file as --journal"
             ) from error
         except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
             raise Invalid(

@@ -225,7 +225,7 @@ def recording(path: Path) -> Recording:
         header = decoded_header(lines[0] if lines else torn)
         settings = header.checked()
     except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
-        raise Invalid(f"{str(path)!r} is not a journal: {error}") from error
+        raise Invalid(f"{str(path)!r} can't be read as a journal: {error}") from error
     entries: list[tuple[int, Entry]] = []
     takeovers: list[tuple[int, Writer]] = []
     start: Snapshot | None = None
@@ -240,7 +240,7 @@ def recording(path: Path) -> Recording:
                     start = snapshot
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise Invalid(
-                f"line {number} of {str(path)!r} is not a journal entry: {error}"
+                f"line {number} of the journal {str(path)!r} is damaged: {error}. Restore the file from a copy"
             ) from error
     return Recording(header, settings, entries, takeovers, start)
 

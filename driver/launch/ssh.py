@@ -129,7 +129,8 @@ class SshStarter:
             raise StartFailed(no_ssh(host, self._options.program)) from None
         except OSError as error:
             raise StartFailed(
-                f"the program {self._options.program} can't be started to reach {host}: {error.strerror}"
+                f"the program {self._options.program} can't be started to reach {host}: {error.strerror}. Check its"
+                " permissions"
             ) from None
 
     async def close(self) -> None:

@@ -64,7 +64,8 @@ class ChildStarter:
             await self._children.begin(bootstrap, command, self._environ, explain)
         except OSError as error:
             raise StartFailed(
-                f"no agent can be started on {bootstrap.host}, because {command[0]} failed: {error.strerror}"
+                f"no agent can be started on {bootstrap.host}, because {command[0]} can't be started:"
+                f" {error.strerror}. Check that it is installed and executable"
             ) from None
 
     async def close(self) -> None:

@@ -164,6 +164,7 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
         # The SDK raises various exceptions, for example for an invalid variable or a missing certificate.
         except Exception as error:
             raise Invalid(
-                f"the OpenTelemetry exporter {wanted} (--opentelemetry) can't be created: {error}"
+                f"the OpenTelemetry exporter {wanted} (--opentelemetry) can't be created: {error}. Check its OTEL_"
+                " variables"
             ) from error
     return found

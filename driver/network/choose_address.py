@@ -101,7 +101,7 @@ def wanted_address(
         raise Invalid(_no_scope(f"{scoped.address} of {scoped.name}"))
     here = ", ".join(map(str, own[:SHOWN])) or "none"
     raise Invalid(
-        f"{FLAG} {','.join(wanted)} matches no address of this machine. Its addresses are {here}"
+        f"{FLAG} {','.join(wanted)} matches no address of this machine: pass one of its interfaces or networks ({here})"
     )
 
 

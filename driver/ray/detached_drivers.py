@@ -43,7 +43,10 @@ def desk_of(job: str) -> tuple[str, bytes]:
     try:
         desk: tuple[str, bytes] | None = ray.get(actor.desk.remote(), timeout=WITHIN_S)
     except (GetTimeoutError, RayError) as error:
-        raise Invalid(f"the driver of job {job} does not respond: {type(error).__name__}") from None
+        raise Invalid(
+            f"the driver of job {job} did not respond within {WITHIN_S:g} s ({type(error).__name__}): see its actor in"
+            " `ray list actors`"
+        ) from None
     if desk is None:
-        raise Invalid(f"job {job} has not started yet, or has already ended")
+        raise Invalid(f"job {job} has not started yet, or has already ended: see `ray list actors`")
     return desk

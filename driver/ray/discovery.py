@@ -223,7 +223,9 @@ class RayDiscovery:
         else:
             group = self._cluster.group(self._given)
             if group is None:
-                raise RayUnavailable("Ray does not know the placement group")
+                raise RayUnavailable(
+                    "the placement group of the job no longer exists in Ray, so no worker can be started"
+                )
             groups = [group]
         draining = self._cluster.draining()
         nodes = self._cluster.nodes()

@@ -96,7 +96,9 @@ class RayArchive:
             return past_of(decoded_header(first), lines)
         except (msgspec.MsgspecError, ValueError) as error:
             where = f"the journal in Ray's key-value store under {self._root}"
-            raise Invalid(f"{where} can't be resumed: {error}") from error
+            raise Invalid(
+                f"{where} can't be resumed: {error}. Start the job under another name"
+            ) from error
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:

@@ -54,7 +54,7 @@ def broadcast_parameters(
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     if isinstance(params, torch.nn.Module):
-        raise Invalid("broadcast_parameters needs model.state_dict(), not the model itself")
+        raise Invalid("broadcast_parameters got a module: pass model.state_dict()")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     if isinstance(params, list):  # Parameters in a list have no names.
         pairs = [

@@ -216,7 +216,7 @@ def chosen(storage: Storage, which: str) -> Manifest:
         return read(storage, fitting[0])
     except UnreadableCommit as error:
         raise Invalid(
-            f"the checkpoint {storage.url}/{fitting[0]} can't be used: {error}"
+            f"the checkpoint {storage.url}/{fitting[0]} can't be used: {error}. Pass another commit with --from"
         ) from error
 
 

@@ -93,7 +93,8 @@ def proposal(
     begin = catalog.chosen(other, which)
     if (other.url, begin.name) in passed:
         raise Invalid(
-            f"the checkpoint {url}/{begin.name} can't be read: {passed[other.url, begin.name]}"
+            f"the checkpoint {url}/{begin.name} can't be read: {passed[other.url, begin.name]}. Pass another commit"
+            " with --from, or start a new job with --fresh"
         )
     return other, begin
 

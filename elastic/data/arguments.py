@@ -90,7 +90,9 @@ class LoaderArguments:
                 " order"
             )
         if unknown:
-            raise Invalid(f"unknown arguments of DataLoader: {', '.join(sorted(unknown))}")
+            raise Invalid(
+                f"DataLoader has no argument {', '.join(sorted(unknown))}: correct its name, or omit it"
+            )
         if self.options.get("in_order") is False:
             raise Invalid(
                 "in_order=False returns batches in no fixed order, so commits could not record the samples that"

@@ -369,7 +369,8 @@ def _state_of(trainer: Any, loader: DataLoader) -> TorchState:
     model = accelerate.averaging(trainer.model_wrapped)
     if model is None:
         raise Invalid(
-            "the model is not in DistributedDataParallel: an elastic Trainer needs a whole model on each rank"
+            "the model is not in DistributedDataParallel, but an elastic Trainer needs a whole model on each rank: omit"
+            " fsdp, deepspeed and other options that shard the model"
         )
     return TorchState(model=model, rng=True, **values)
 

@@ -154,7 +154,8 @@ class TracingThroughDriver:
                     left = deadline - time.monotonic()
                     if left <= 0 or not self._answered.wait(left):
                         raise DriverLost(
-                            f"the driver has not answered a timeline request for {ANSWER_S:g} s"
+                            f"the driver did not answer a timeline request within {ANSWER_S:g} s: check that"
+                            " elasticrun is still running"
                         )
                 return self._answer
 

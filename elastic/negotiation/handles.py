@@ -101,7 +101,9 @@ class Handles:
         with self._lock:
             claimed = self._claimed.get(handle)
             if claimed is None and handle not in self._lost:
-                raise Invalid(f"handle {handle} does not exist, or was already synchronized")
+                raise Invalid(
+                    f"handle {handle} does not exist, or was already synchronized: call synchronize() once per handle"
+                )
         return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
     def find(self, handle: int, rt: Context) -> HandleEntry | None:
@@ -113,7 +115,10 @@ class Handles:
             claimed = self._claimed.get(handle)
         if handle in self._lost or (claimed is not None and claimed.stale(rt)):
             self.release(handle)
-            raise PeerLost(f"the world of handle {handle} has ended")
+            raise PeerLost(
+                f"the world has changed since handle {handle} was created, so its result is lost: call the collective"
+                " again in the new world"
+            )
         return claimed
 
     def peek(self, handle: int) -> HandleEntry | None:

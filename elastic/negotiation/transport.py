@@ -72,7 +72,9 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
     try:
         return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=ControllerSettings)
     except (msgspec.MsgspecError, IndexError) as error:
-        raise CollectiveFailed(f"rank 0's negotiation settings are corrupted: {error}") from error
+        raise CollectiveFailed(
+            f"rank 0 sent invalid negotiation settings ({error}): install the same hvd-elastic on every host"
+        ) from error
 
 
 class ControllerClient:
@@ -104,7 +106,10 @@ class ControllerClient:
         try:
             self._socket = socket.create_connection((rules.host, rules.port), _CONNECT_S)
         except OSError as error:
-            raise CollectiveFailed(f"rank 0 can't be reached for negotiation: {error}") from error
+            raise CollectiveFailed(
+                f"rank 0 can't be reached for negotiation at {rules.host} port {rules.port} within {_CONNECT_S:g} s"
+                f" ({error}): check that rank 0 runs and that no firewall blocks the port"
+            ) from error
         self._socket.settimeout(silence_s or None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._woken, self._waker = socket.socketpair()

@@ -168,7 +168,8 @@ class _SharedPlans:
         if not verdict.equal:
             found = plan_difference.find(group, device, verdict.source, None)
             raise StateMismatch(
-                f"the optimizers of the active ranks differ: {plan_difference.words(found)}"
+                f"the optimizers of the active ranks differ: {plan_difference.words(found)}. Pass DistributedOptimizer"
+                " the same parameters and options on every rank"
             )
         trained = joined_rank.compare_trained(group, device, [0] * verdict.greatest.parameters)
         parameters = sum(trained)

@@ -27,7 +27,9 @@ class ClientHandshake:
     def answer(self, challenge: Any) -> bytes:
         """Return the proof for our nonce. Raises ProtocolError unless the peer is a driver of this version."""
         if not isinstance(challenge, Challenge):
-            raise ProtocolError("the peer is not a driver of hvd-elastic")
+            raise ProtocolError(
+                "the peer is not a driver of hvd-elastic: check the address of the driver"
+            )
         if challenge.version != VERSION:
             raise ProtocolError(
                 f"the driver uses protocol version {challenge.version}, this {self._role} version {VERSION}: install"
@@ -35,7 +37,9 @@ class ClientHandshake:
             )
         # With a nonce of another length, the text of a proof would be ambiguous.
         if len(challenge.nonce) != NONCE_BYTES:
-            raise ProtocolError("the driver's challenge has an invalid length")
+            raise ProtocolError(
+                f"the driver's challenge has {len(challenge.nonce)} bytes instead of {NONCE_BYTES}"
+            )
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 
@@ -47,7 +51,10 @@ class ClientHandshake:
         if isinstance(reply, TurnedAway) and self._is_its(reply.proof, "turned away", reply.reason):
             raise ProtocolError(reply.reason)
         if not isinstance(reply, Accepted) or not self._is_its(reply.proof, "driver", self._who):
-            raise ProtocolError("the driver does not know this job's secret")
+            raise ProtocolError(
+                "the driver does not know this job's secret: check that the address is that of this job's driver, and"
+                " that both have the same secret"
+            )
         wire.seal(self._secret, mine=self.nonce, theirs=self._theirs, caller=True)
 
     def _is_its(self, given: bytes, role: str, text: str) -> bool:

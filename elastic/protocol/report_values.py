@@ -55,7 +55,9 @@ def unpacked(worker: Worker, reported: Reported) -> Report:
     try:
         metrics = _dict(_decoder.decode(reported.metrics), ())
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise ValueError(f"metrics is not a dict of names and values: {error}") from error
+        raise ValueError(
+            f"metrics is not a dict of names and values ({error}): pass a dict such as {{'loss': 0.1}}"
+        ) from error
     return Report(
         reported.rank, reported.size, reported.generation, str(worker), metrics, reported.at
     )

@@ -244,9 +244,13 @@ class DriverClient:
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:
-            raise JobFailed(f"the driver's actor did not respond within {within_s:g} s") from None
+            raise JobFailed(
+                f"the driver's actor did not respond within {within_s:g} s: see its state in `ray list actors`"
+            ) from None
         except RayActorError as error:
-            raise JobFailed(f"the driver's actor has exited: {brief(error)}") from error
+            raise JobFailed(
+                f"the driver's actor has exited: {brief(error)}. Start the job again"
+            ) from error
         except RayTaskError as error:
             cause: Exception = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
             raise cause from None
@@ -303,7 +307,12 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def results_of(ended: Ended) -> list[Any]:
-    """Return the values that the function returned, by rank. Raises Invalid or JobFailed if the job did not succeed."""
+    """Return the values that the function returned, by rank.
+
+    Raises:
+        Invalid: the job was rejected before it started.
+        JobFailed: the job started and failed.
+    """
     if ended.invalid:
         raise Invalid(ended.reason)
     if ended.code != 0:

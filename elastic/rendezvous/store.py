@@ -268,7 +268,12 @@ class Call:
             raise OSError("aborted")
 
     def ask(self, request: _Request, secret: bytes, deadline: float) -> _Reply:
-        """Send a request and return its reply. Raises OSError and ProtocolError."""
+        """Send a request and return its reply.
+
+        Raises:
+            OSError: the connection failed, or the deadline has passed (TimeoutError).
+            ProtocolError: the server sent an invalid message.
+        """
         assert self._socket is not None
         nonce = os.urandom(NONCE_BYTES)
         wire = FramedConnection(_replies)

@@ -137,7 +137,9 @@ class Link:
         try:
             self._client.send(body)
         except (OSError, ProtocolError) as error:
-            raise DriverLost(f"the connection to the driver was lost: {error}") from error
+            raise DriverLost(
+                f"the connection to the driver was lost: {error}. Check that elasticrun is still running"
+            ) from error
 
     def poke(self) -> None:
         """Wake the thread. Safe in a signal handler."""

@@ -76,7 +76,10 @@ class LinkThread:
         with session.changed:
             while session.recovery.place.rank < 0 and session.recovery.phase is not Phase.OVER:
                 if not session.changed.wait(deadline - time.monotonic()):
-                    raise DriverLost(f"the driver did not respond within {CONNECT_S:g} s")
+                    raise DriverLost(
+                        f"the driver assigned no rank within {CONNECT_S:g} s after this worker connected: check that"
+                        " elasticrun is still running and that its host is not overloaded"
+                    )
         if session.env.elastic:
             self.listen_for_sigterm()
 

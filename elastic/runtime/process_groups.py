@@ -243,7 +243,7 @@ class Groups:
         with self._forming:
             if self._engine is None or self._engine.generation != generation:
                 if self._store is None or self._store.generation != generation:
-                    raise CollectiveFailed(f"generation {generation} has ended")
+                    raise _ended(generation)
                 self._engine = self._make_engine(self._store, place, broken)
             return self._engine
 
@@ -278,7 +278,7 @@ class Groups:
     def _form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         purpose, device_type, members = key
         if self._store is None or self._store.generation != generation:
-            raise CollectiveFailed(f"generation {generation} has ended")
+            raise _ended(generation)
         connecting = ConnectingGroup(
             self._store,
             purpose=_named(purpose, members, place),
@@ -479,6 +479,13 @@ def _on_gpus(made: Mapping[GroupKey, Collectives]) -> dict[GroupKey, DeviceColle
     return {
         key: cast(DeviceCollectives, each) for key, each in list(made.items()) if _is_on_gpus(key)
     }
+
+
+def _ended(generation: int) -> CollectiveFailed:
+    return CollectiveFailed(
+        f"the world of generation {generation} has ended, so no group can be created in it; elastic.run continues in"
+        " the next world"
+    )
 
 
 def _did_not_come_back() -> DeviceLost:

@@ -148,7 +148,8 @@ class FixedWorlds:
             self.form(store, place.rank, place.size, place.local_rank, recovery.generation + 1)
         except CollectiveFailed as error:
             raise CollectiveFailed(
-                f"not all of the {place.size} ranks called init() again: {error}"
+                f"not all of the {place.size} ranks called init() again: {error}. Call shutdown() and init() the same"
+                " number of times on every rank"
             ) from error
 
 

@@ -71,7 +71,10 @@ def found(url: str, options: Mapping[str, Any], columns: Sequence[str]) -> Parqu
             parquet = pyarrow.parquet.ParquetFile(opened)
             missing = set(columns) - set(parquet.schema_arrow.names)
             if missing:
-                raise Invalid(f"{url} has no column {', '.join(sorted(missing))}")
+                raise Invalid(
+                    f"{url} has no column {', '.join(sorted(missing))}: pass columns of the DataFrame, or"
+                    " prepare the data again"
+                )
             lengths = [
                 parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)
             ]

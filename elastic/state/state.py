@@ -494,7 +494,12 @@ def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
 
 
 def broadcast_state(state: State) -> None:
-    """Send rank 0's state to the whole world. Raises PeerLost and StateMismatch."""
+    """Send rank 0's state to the whole world.
+
+    Raises:
+        PeerLost: a worker was lost during the transfer.
+        StateMismatch: the state of a rank has another structure than that of rank 0.
+    """
     rt = lifecycle.active()
     if rt is None:
         return

@@ -221,7 +221,10 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         """
         rt = lifecycle.current()
         if rt.provisional or self.getSize() == 1:
-            raise Invalid(f"{name}: no other rank has joined this world yet")
+            raise Invalid(
+                f"{name} needs another rank, but this rank is the only one in the current world: check"
+                " get_world_size() before the call, or start more workers"
+            )
         return rt
 
     def _group(self, rt: WorkerRuntime, device: torch.device) -> Collectives:

@@ -237,7 +237,7 @@ class ElasticProcessGroup(FollowingGroup):
 def _listed(tensors: Any) -> list[torch.Tensor]:
     found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if not found:
-        raise Invalid("a collective needs at least one tensor")
+        raise Invalid("a collective got an empty list: pass at least one tensor")
     return found
 
 

@@ -63,7 +63,10 @@ class Coordinator:
         try:
             host, port = ray.get(found, timeout=ANSWER_S)
         except RayError as error:
-            raise JobFailed(f"the node of rank 0, {first}, does not answer: {error}") from error
+            raise JobFailed(
+                f"the node {first} of rank 0 did not report its address within {ANSWER_S:g} s: {error}. Check that"
+                " `ray list nodes` shows the node as alive"
+            ) from error
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),

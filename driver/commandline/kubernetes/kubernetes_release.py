@@ -298,7 +298,10 @@ class ChartRelease:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise Invalid(f"helm {words[0]} did not finish within {HELM_S:g} s") from None
+            raise Invalid(
+                f"helm {words[0]} did not finish within {HELM_S:g} s: check with `kubectl cluster-info` that the API"
+                " server responds, then run the command again"
+            ) from None
         if done.returncode != 0:
             output = done.stderr.strip() or done.stdout.strip()
             if f'namespaces "{self.namespace}" not found' in output:
@@ -338,7 +341,9 @@ class ApiSilence:
             self._since = now
             self._say(f"{why}; the job continues meanwhile; retrying for {AWAY_S:g} s")
         elif now - self._since > AWAY_S:
-            raise Invalid(f"{why}, for {AWAY_S:g} s. The job may still run")
+            raise Invalid(
+                f"{why}, for {AWAY_S:g} s. The job may still run: see `elasticrun k8s status`"
+            )
 
     def over(self) -> None:
         if self._since is not None:

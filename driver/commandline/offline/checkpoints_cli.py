@@ -120,7 +120,9 @@ def main(arguments: Sequence[str]) -> int:
             print(_line(looked_at, verified=options.verify))
         return 1 if damaged else 0
     except OSError as error:
-        raise Invalid(f"{storage.url} can't be read: {error}") from error
+        raise Invalid(
+            f"{storage.url} can't be read: {error}. Check the path, its permissions and the credentials"
+        ) from error
 
 
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
@@ -162,7 +164,9 @@ def _export(arguments: Sequence[str]) -> int:
             storage, which = Storage(url), commit
         found, out, left_out = _exported(storage, which, options)
     except OSError as error:
-        raise Invalid(f"the checkpoint {given} can't be exported: {error}") from error
+        raise Invalid(
+            f"the checkpoint {given} can't be exported: {error}. Check that DIR is readable and --out writable"
+        ) from error
     if left_out:
         names = [f"{each.name}{' except its tensors' * each.but_tensors}" for each in left_out]
         why = "torch.load would not load them by default"

@@ -218,8 +218,14 @@ def _within(seconds: float, url: str, work: Any) -> Any:
     """
     future = begun(work, "checkpoints")
     if not futures.wait([future], seconds).done:
-        raise Invalid(f"--checkpoint-dir {url} did not respond within {seconds:.0f} s")
+        raise Invalid(
+            f"--checkpoint-dir {url} did not respond within {seconds:.0f} s: check the mount or the network, or pass"
+            " another folder or URL"
+        )
     try:
         return future.result()
     except (OSError, UnreadableCommit) as error:
-        raise Invalid(f"--checkpoint-dir {url} can't be read: {error}") from error
+        raise Invalid(
+            f"--checkpoint-dir {url} can't be read: {error}. Check its permissions and credentials, or pass another"
+            " folder or URL"
+        ) from error

@@ -34,11 +34,15 @@ def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple
             content = yaml.load(file.read(_FILE_LIMIT), Loader=_Loader)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise Invalid(f"config file {path} can't be read: {reason}") from None
+        raise Invalid(
+            f"config file {path} can't be read: {reason}. Pass a readable file with --config-file"
+        ) from None
     except yaml.YAMLError as error:
         raise Invalid(f"config file {path} is not valid YAML: {_in_one_line(error)}") from None
     except RecursionError:
-        raise Invalid(f"config file {path} is nested too deeply") from None
+        raise Invalid(
+            f"config file {path} is nested too deeply: write sections of keys and values"
+        ) from None
     if content is None:
         return []
     known: dict[str, dict[str, Mapping[str, str]]] = {}

@@ -37,7 +37,12 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class PublishedRecord:
-    """A job's record in the folder. It is valid until it is closed or its process exits. Raises Invalid and OSError."""
+    """A job's record in the folder. It is valid until it is closed or its process exits.
+
+    Raises:
+        Invalid: other users can access the folder.
+        OSError: the record can't be written.
+    """
 
     def __init__(self, environ: Mapping[str, str], record: JobRecord) -> None:
         folder = runtime_folder(environ)

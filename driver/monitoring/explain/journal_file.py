@@ -123,7 +123,8 @@ class JournalEntries:
             self._left_out += 1
             if self._left_out >= NO_JOURNAL and not self._read:
                 raise Invalid(
-                    f"{str(self._path)!r} is not a journal: its lines are not journal entries"
+                    f"{str(self._path)!r} is not a journal: its lines are not journal entries. Pass the file that"
+                    " --journal specified"
                 ) from None
             return None
 
@@ -188,7 +189,8 @@ def _is_written(file: BinaryIO) -> bool | None:
 def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     if not line:
         raise Invalid(
-            f"the journal {str(path)!r} is empty, because its driver exited before the first write"
+            f"the journal {str(path)!r} is empty, because its driver exited before the first write: there is"
+            " nothing to explain; see the output of that elasticrun"
         )
     try:
         header = entries.decoded_header(line)

@@ -161,7 +161,13 @@ def _rank_of(line: bytes) -> int:
 
 
 async def _frame(reader: asyncio.StreamReader) -> bytes:
-    """Read a frame. Raises EOFError and OSError if the connection ends first, ValueError if it is too long."""
+    """Read a frame.
+
+    Raises:
+        EOFError: the connection was closed.
+        OSError: the connection failed.
+        ValueError: the frame is longer than `FRAME_LIMIT`.
+    """
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
         raise ValueError(

@@ -469,7 +469,10 @@ class _Native:
         self.handle = library.elastic_open(ctypes.byref(options))
         if not self.handle:
             memory.release(True)
-            raise CollectiveFailed("no thread could be started for collectives in shared memory")
+            raise CollectiveFailed(
+                "no thread could be started for collectives in shared memory: raise the limit on threads (ulimit -u,"
+                " or pids.max of the container), or start the job with ELASTIC_NATIVE=0"
+            )
 
     @property
     def elsewhere(self) -> bool:

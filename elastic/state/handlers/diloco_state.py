@@ -85,7 +85,8 @@ class DiLoCoStateHandler(Part):
                 where[name] = live[name]
             else:
                 raise StateMismatch(
-                    f"{self.what} has no tensor {name} with the shape in the commit"
+                    f"{self.what} has no tensor {name} of shape {list(specs[name].shape)}, which the commit contains:"
+                    " use the same model and optimizers on all workers"
                 )
         return where
 

@@ -85,7 +85,8 @@ def like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         code = cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0)
     if int(code):
         raise MemoryError(
-            f"CUDA can't pin {block.nbytes} bytes of host memory for commits: {cudart.cudaGetErrorString(code)}"
+            f"CUDA can't pin {block.nbytes} bytes of host memory for commits: {cudart.cudaGetErrorString(code)}."
+            " Provide more host memory, or start fewer workers per host"
         )
     pages.device, pages.address, pages.owner = tensors[0].device, block.data_ptr(), os.getpid()
     return [
@@ -116,7 +117,8 @@ class PinnedMemory:
             code = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code):
             raise MemoryError(
-                f"CUDA can't pin {memory.nbytes} bytes of host memory for commits: {cudart.cudaGetErrorString(code)}"
+                f"CUDA can't pin {memory.nbytes} bytes of host memory for commits: {cudart.cudaGetErrorString(code)}."
+                " Provide more host memory, or start fewer workers per host"
             )
         self._owner = os.getpid()
 

@@ -260,7 +260,12 @@ def _manager(function: int) -> Any:
 
 
 class _TensorFlowLibrary:
-    """TensorFlow's C API. Raises AttributeError or OSError if a part is missing."""
+    """TensorFlow's C API.
+
+    Raises:
+        OSError: the library is missing.
+        AttributeError: the library lacks a function.
+    """
 
     def __init__(self) -> None:
         file = str(Path(tf.__file__).parent / "libtensorflow_framework.so.2")
@@ -316,7 +321,9 @@ class _TensorFlowLibrary:
             self.lent.collect()
             held = _starts.get(token)
             if held is None:
-                raise RuntimeError("the graph was created by another process, or no longer exists")
+                raise RuntimeError(
+                    "the graph was created by another process, or no longer exists: build the graph in this process"
+                )
             held.start(call)
         except BaseException as error:
             call.fail(tf.errors.INTERNAL, f"{type(error).__name__}: {error}")

@@ -45,11 +45,13 @@ class HostDiscoveryScript(HostDiscovery):
             )
         except subprocess.CalledProcessError as error:
             raise RuntimeError(
-                f"the discovery script {name} ended with exit code {error.returncode}"
+                f"the discovery script {name} ended with exit code {error.returncode}, so the list of hosts is unknown:"
+                " run the script by hand to see its error"
             ) from error
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(
-                f"the discovery script {name} did not end within {SCRIPT_S:g} s"
+                f"the discovery script {name} did not finish within {SCRIPT_S:g} s, so the list of hosts is unknown:"
+                " make it print a list that another process keeps up to date"
             ) from error
         return parse_lines(done.stdout, source=name, default_slots=self._default_slots or 1)
 

@@ -255,7 +255,9 @@ def save(url: str, options: dict[str, Any], content: bytes) -> None:
 def _need(df: Any, columns: Iterable[str]) -> None:
     missing = {*columns} - {*df.columns}
     if missing:
-        raise Invalid(f"the DataFrame has no column {', '.join(sorted(missing))}")
+        raise Invalid(
+            f"the DataFrame has no column {', '.join(sorted(missing))}: its columns are {', '.join(df.columns)}"
+        )
 
 
 def _kind(df: Any, name: str) -> str:

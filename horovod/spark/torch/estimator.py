@@ -114,7 +114,9 @@ class TorchEstimator(HorovodEstimator):
                 "the optimizer has parameters that are not the model's: create it for this model"
             )
         if bool(self.getLoss()) == bool(self.getLossConstructors()):
-            raise Invalid("pass either loss or loss_constructors")
+            raise Invalid(
+                "loss and loss_constructors are both set, or both missing: pass exactly one of them"
+            )
         if self.getCallbacks():
             raise Invalid("callbacks are not supported for torch: use train_minibatch_fn")
         self._shared()  # checks the numbers of losses and metrics

@@ -81,9 +81,13 @@ class TfDataServiceConfig:
             made = {**config, "key": bytes.fromhex(config["key"])}
             return msgspec.convert(made, TfDataServiceConfig)
         except KeyError as error:
-            raise Invalid(f"the config of the tf.data service lacks {error}") from None
+            raise Invalid(
+                f"the config of the tf.data service lacks {error}: pass the config that the compute job wrote"
+            ) from None
         except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise Invalid(f"the config of the tf.data service is invalid: {error}") from None
+            raise Invalid(
+                f"the config of the tf.data service is invalid ({error}): pass the config that the compute job wrote"
+            ) from None
 
     def write(self, filename: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON, atomically and readable only for this user. Raises Invalid."""
@@ -168,7 +172,9 @@ def _read(path: Path) -> TfDataServiceConfig:
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise Invalid(f"{path} is not a config of a tf.data service: {error}") from None
+        raise Invalid(
+            f"{path} is not a config of a tf.data service ({error}): pass the file that the compute job wrote"
+        ) from None
     return TfDataServiceConfig.from_dict(found)
 
 
@@ -263,7 +269,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     if hvd.size() != compute_config.dispatchers * workers:
         raise Invalid(
             f"{compute_config.dispatchers} dispatchers with {workers} workers each need"
-            f" {compute_config.dispatchers * workers} ranks, and this job has {hvd.size()}"
+            f" {compute_config.dispatchers * workers} ranks, but this job has {hvd.size()}: start the compute job"
+            f" with -np {compute_config.dispatchers * workers}"
         )
     dispatcher_id = index // workers
     _bypass_proxies()
