@@ -50,7 +50,12 @@ def sweep() -> None:
 
 
 def own_path(python: str, limit_s: float) -> list[str]:
-    """Return the default module path of this Python. Raises OSError and SubprocessError."""
+    """Return the default module path of this Python.
+
+    Raises:
+        OSError: ``python`` can't be started.
+        SubprocessError: it failed, or did not finish within ``limit_s`` seconds.
+    """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"],

@@ -27,7 +27,7 @@ def spawn(
     pass_fds: Sequence[int] = (),
     stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process. Raises OSError, SubprocessError or ValueError.
+    """Start a process.
 
     Args:
         command: program and arguments.
@@ -36,6 +36,11 @@ def spawn(
         folder: working folder (default: that of this process).
         pass_fds: descriptors that the child keeps.
         stdin: descriptor of standard input (default: empty).
+
+    Raises:
+        OSError: the program can't be started.
+        SubprocessError: ``announce`` raised an exception in the child.
+        ValueError: an argument or variable contains a null character.
     """
     driver = os.getpid()
 

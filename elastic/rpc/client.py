@@ -68,13 +68,18 @@ class ControlClient:
         answer: Callable[[bytes, bytes], msgspec.Struct],
         within_s: float,
     ) -> None:
-        """Authenticate both ends. Raises OSError and ProtocolError, after which the connection is closed.
+        """Authenticate both ends. If this fails, the connection is closed.
 
         Args:
             secret: the job's secret.
             role: role of this end in the proof.
             name: name of this end in the proof.
             answer: called with a nonce and a proof. Returns the answer to the challenge.
+            within_s: time limit, in seconds.
+
+        Raises:
+            OSError: the connection failed, or the time limit has passed (TimeoutError).
+            ProtocolError: the peer lacks the secret, or sent an invalid message.
         """
         deadline = time.monotonic() + within_s
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -91,7 +96,13 @@ class ControlClient:
             raise
 
     def next(self, deadline: float) -> Any:
-        """Block until a message arrives. Raises TimeoutError, OSError and ProtocolError."""
+        """Block until a message arrives.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+            OSError: the connection failed.
+            ProtocolError: the peer sent an invalid message.
+        """
         while (message := self._wire.next()) is None:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             self.read()
@@ -102,7 +113,12 @@ class ControlClient:
         return self._wire.receive(b"")
 
     def read(self) -> None:
-        """Read once from the socket. Raises OSError and ProtocolError."""
+        """Read once from the socket.
+
+        Raises:
+            OSError: the connection failed, or the peer closed it (ConnectionClosed).
+            ProtocolError: the peer sent invalid bytes.
+        """
         data = self.socket.recv(_READ_BYTES)
         if not data:
             raise ConnectionClosed("the peer closed the connection")
@@ -124,7 +140,12 @@ class ControlClient:
                 self._sending.release()
 
     def send(self, body: bytes) -> None:
-        """Send an encoded message; blocks for at most the socket's timeout. Raises OSError and ProtocolError."""
+        """Send an encoded message; blocks for at most the socket's timeout.
+
+        Raises:
+            OSError: the connection failed, or the timeout has passed.
+            ProtocolError: the TLS connection failed.
+        """
         with self._sending:
             data = self._wire.frame_of(body)
             if self._tls is not None:

@@ -55,7 +55,7 @@ ENDS = {
     ExpectedEnd.LEAVES: "The victims leave at a commit with exit code 0, and no step is repeated.",
     ExpectedEnd.JOB_ENDS: "The job ends with exit code 1 and the traceback.",
     ExpectedEnd.STOPS: "The driver stops its workers and exits.",
-    ExpectedEnd.ALL_GONE: f"No process of the job is left after {GONE_S:g} s.",
+    ExpectedEnd.ALL_GONE: f"No process of the job is left {GONE_S:g} s after the fault.",
     ExpectedEnd.SUCCEEDS: "Training had ended, and the job succeeds.",
     ExpectedEnd.FAILS: "Training had ended. No other worker is affected, and the exit code of the job is 1.",
 }
