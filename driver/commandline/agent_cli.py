@@ -189,13 +189,15 @@ def _grace_s(options: AgentOptions, environ: Mapping[str, str]) -> float:
     try:
         return seconds(text)
     except (ValueError, argparse.ArgumentTypeError):
-        raise Invalid(f"{GRACE}={text!r} is not a number of seconds above 0") from None
+        raise Invalid(f"{GRACE} is {text!r}: set it to a number of seconds above 0") from None
 
 
 def _ready_file(path: str) -> str:
     folder = os.path.dirname(os.path.abspath(path)) if path else ""
     if path and not os.access(folder, os.W_OK):
-        raise Invalid(f"--ready-file {path} can't be created: {folder} is not a writable folder")
+        raise Invalid(
+            f"--ready-file {path} can't be created: {folder} is not a writable folder. Pass another path"
+        )
     return path
 
 

@@ -54,7 +54,7 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
         return None
     match = _LINE.fullmatch(text)
     if match is None:
-        raise Invalid("the entry has neither the form host:slots nor the form host slots=N")
+        raise Invalid("write the entry as host:slots or host slots=N")
     host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
     if match["slots"] is not None:
         if match["host"] not in (host, f"[{host}]"):
@@ -101,7 +101,9 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
             text = file.read(_FILE_LIMIT)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise Invalid(f"the hostfile {path} can't be read: {reason}") from None
+        raise Invalid(
+            f"the hostfile {path} can't be read: {reason}. Pass a readable file"
+        ) from None
     hosts = parse_lines(text, source=f"hostfile {path}", default_slots=default_slots)
     if not hosts:
         raise Invalid(f"the hostfile {path} lists no host: write lines such as gpu7 slots=4")

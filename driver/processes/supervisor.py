@@ -56,7 +56,7 @@ SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
 DEATH_S = 10.0  # SIGKILL works immediately, except for a process stuck in the kernel
 # Seconds between two checks of all processes. With a shorter liveness timeout, the interval is a quarter of it.
 LOOK_S = 0.25
-LEAST_LOOK_S = 0.05  # minimum of this interval
+LEAST_LOOK_S = 0.05  # minimum of LOOK_S
 # Seconds between two checks whether all threads of a process have ended, after its main thread has ended.
 ENDING_S = 0.001
 ENDING_LOOKS = 50  # number of these checks after which the exit of the process is awaited instead

@@ -422,7 +422,9 @@ class NcclCollectives:
 
     def close_in_forked_child(self) -> None:
         # CUDA does not support forks, so the child cannot use the group. The sockets are opened close-on-exec.
-        self._failed = "process groups can't be used in a forked child"
+        self._failed = (
+            "process groups can't be used in a forked child: run collectives in the worker itself"
+        )
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:
         if self._failed is None:

@@ -10,7 +10,7 @@ own places: ``failpoint("evaluation")``. The built-in places:
     bucket            is about to send a gradient bucket
     shard-gradient    elastic.Shards: a backward pass has computed the gradient of a parameter (flip=gradient:SEED)
     optimizer-step    gradients are averaged, parameters not changed yet
-    zero-gather       zero=1: this rank has updated its part of the parameters, and lacks the others'
+    zero-gather       zero=1: this rank has updated its part of the parameters, but lacks the other parts
     commit            is about to be made
     snapshot          half of it is saved
     hold              at the safepoint of a planned change, or waiting to learn which one that is

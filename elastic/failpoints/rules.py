@@ -135,7 +135,7 @@ def _rule(line: str) -> Rule:
 def _whole(text: str, key: str, line: str) -> int:
     if not text.isdecimal():
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has {key}={text}, which is not a whole number"
+            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has {key}={text}: pass a whole number"
         )
     return int(text)
 
@@ -147,6 +147,6 @@ def _number(text: str, key: str, line: str) -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise Invalid(
-            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has {key}={text}, which is not a number of seconds"
+            f"ELASTIC_FAILPOINTS: rule {line.strip()!r} has {key}={text}: pass a number of seconds"
         )
     return seconds

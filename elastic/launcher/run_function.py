@@ -99,7 +99,9 @@ def main(path: str = "") -> None:
         what = (
             f"the return value of {name}, a {type(value).__name__}, can't be pickled and sent back"
         )
-        raise TypeError(f"{what}: {error}") from error
+        raise TypeError(
+            f"{what} ({error}): return numbers, strings, arrays and containers of them"
+        ) from error
     if len(blob) > RESULT_LIMIT:
         raise ValueError(
             f"the return value of {name} has {len(blob):,} bytes, but the limit is {RESULT_LIMIT:,}: write the"

@@ -1,6 +1,6 @@
 """Account of a worker's time by the activity of its training thread. Times are passed in.
 
-    training     in the training function, and in none of the others
+    training     in the training function, but in none of the activities below
     committing   in ``state.commit()``
     data         waiting for the next batch of a ``DataLoader``
     storage      reading the initial checkpoint, and waiting for the last one to be written
@@ -9,7 +9,7 @@
     lost         training, committing or waiting for data that has to be repeated
     idle         before and after the training function, and as a standby
 
-They add up to the time since the account was opened.
+The times of all activities add up to the time since the account was opened.
 """
 
 from __future__ import annotations

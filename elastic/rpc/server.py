@@ -29,9 +29,9 @@ from elastic.protocol.messages import ProtocolError
 from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
 UNSENT_LIMIT = 256 << 20  # limit of queued bytes per caller; a caller beyond it is dropped
-DEAF_S = 0.1  # how long accepting pauses when descriptors run out
-FLUSH_S = 1.0  # at the end, seconds to wait for callers that do not read
-END_S = 5.0  # at the end, maximum seconds for callers to read the queued bytes
+DEAF_S = 0.1  # seconds without accepting connections after the file descriptors ran out
+FLUSH_S = 1.0  # seconds that `close` waits for callers that do not read
+END_S = 5.0  # maximum seconds that `close` waits until the queued bytes are read
 _SHARED_BYTES = 1 << 14  # a body of this size is queued without a copy
 _PARTS = 64  # maximum number of buffers per send
 _READ_BYTES = 1 << 16

@@ -63,6 +63,11 @@ class Link:
                 lambda nonce, proof: messages.Answer(worker, nonce, proof),
                 CONNECT_S,
             )
+        except TimeoutError as error:
+            raise DriverLost(
+                f"the driver at {address} did not authenticate this worker within {CONNECT_S:g} s: check that its"
+                " host is not overloaded"
+            ) from error
         except (OSError, ProtocolError) as error:
             closed = isinstance(error, ConnectionClosed) and tls is None
             hint = " without an answer: does it require TLS (--tls-cert, --tls-key, --tls-ca)?"

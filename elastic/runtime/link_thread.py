@@ -29,7 +29,7 @@ from elastic.runtime.worlds import DriverWorlds
 
 SPENT_S = 30.0  # seconds between two reports of this worker's time account while nothing changes
 STAY_S = 2.0  # seconds after SIGTERM, in a job of fixed size, for the driver to request a last checkpoint
-FIRST_SPENT_S = 5.0  # the same interval for rank 0, which also reports progress
+FIRST_SPENT_S = 5.0  # seconds between two reports of rank 0, which also contain its progress
 
 
 class LinkThread:

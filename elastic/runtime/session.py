@@ -156,7 +156,7 @@ class Session:
         """Handle a lost connection to the driver. Thread-safe. Never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
-            why = f"it did not run for {slept_s:.0f} s, and the others continued without it"
+            why = f"it did not run for {slept_s:.0f} s, and the other workers continued without it"
             lost_because = f"this worker was fenced: {why} ({reason})"
         else:
             lost_because = f"this worker was fenced, or elasticrun is gone: {reason}"

@@ -246,7 +246,7 @@ def whole(smallest: int) -> Callable[[str], int]:
             value = smallest - 1
         if value < smallest:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number of at least {smallest}"
+                f"pass a whole number of at least {smallest}, not {text!r}"
             )
         return value
 
@@ -260,7 +260,7 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+        raise argparse.ArgumentTypeError(f"pass a number of at least 0, not {text!r}")
     return value
 
 
@@ -268,7 +268,7 @@ def percent(text: str) -> float:
     """Parse a number of percent, 0 or more and below 100."""
     value = number(text)
     if value >= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of percent below 100")
+        raise argparse.ArgumentTypeError(f"pass a number of percent below 100, not {text!r}")
     return value
 
 
@@ -279,7 +279,7 @@ def positive(text: str, what: str = "a number") -> float:
     except argparse.ArgumentTypeError:
         value = 0.0
     if value == 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what} above 0")
+        raise argparse.ArgumentTypeError(f"pass {what} above 0, not {text!r}")
     return value
 
 
@@ -293,7 +293,7 @@ def cores(text: str) -> str:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of core numbers with one core per worker of a host, as in 0,1,2,3"
+            f"pass core numbers such as 0,1,2,3, one per worker of a host, not {text!r}"
         )
     return ",".join(words)
 

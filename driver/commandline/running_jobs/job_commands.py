@@ -277,7 +277,7 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
         workers = whole(1)(words[0])
     except argparse.ArgumentTypeError as error:
         raise Invalid(
-            f"elasticrun scale: {error}. Pass a number of workers, as in: elasticrun scale {client.job.name} 4"
+            f"elasticrun scale: {error}, as in: elasticrun scale {client.job.name} 4"
         ) from None
     began = time.monotonic()
     code = _print_answer(client, client.ask(messages.AskScale, workers))

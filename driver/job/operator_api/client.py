@@ -119,7 +119,7 @@ def _listed(listed: Sequence[JobRecord]) -> str:
 
 def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) -> JobUnreachable:
     if isinstance(error, TimeoutError):
-        what = f"does not answer within {within_s:g} s"
+        what = f"did not answer within {within_s:g} s: check that its host is not overloaded, and retry"
     return JobUnreachable(f"the driver of job {job.name} {what}")
 
 
@@ -134,7 +134,8 @@ class JobClient:
             sock = socket.create_connection((host, port), CONNECT_S)
         except OSError as error:
             raise JobUnreachable(
-                f"the driver of job {job.name} does not respond at {job.address}: {error.strerror or error}"
+                f"the driver of job {job.name} does not respond at {job.address}: {error.strerror or error}."
+                " The job may have ended: see elasticrun jobs"
             ) from None
         self._client = ControlClient(sock, _from_desk, job.tls)
         name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"

@@ -50,7 +50,7 @@ STACKS = 8  # maximum number of workers whose stacks are stored
 STACK_LIMIT = 16_000  # maximum number of characters of the stacks of one worker
 STACK_S = 5.0  # seconds after a request in which stderr may contain stacks
 SLOW_S = 1.0  # minimum interval between two walks over all workers, in seconds
-SLOW_EACH_S = 0.002  # seconds by which this interval is longer for each worker
+SLOW_EACH_S = 0.002  # seconds by which SLOW_S grows with each worker
 EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")  # facts of a wrong gradient
 REPORTED_S = 60.0  # seconds without a report after which a rank is replaced by the next one
 

@@ -39,9 +39,7 @@ UNUSED_S = 120.0  # seconds after which an actor without an agent exits
 FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
 SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
 END_S = 10.0  # seconds for the agent to kill its workers, after which the agent is killed
-DYING_S = (
-    2.0  # the same in seconds if the node is already lost, because the workers die with the node
-)
+DYING_S = 2.0  # replaces END_S if the node is already lost, because its workers die with it
 REAP_S = 2.0  # seconds for a killed agent to exit
 
 Line = tuple[str, str]  # level and text of a log line

@@ -483,7 +483,9 @@ class GlooCollectives:
 
     def close_in_forked_child(self) -> None:
         """Release the sockets in a forked child, so that the parent's exit closes them."""
-        self._failed = "process groups can't be used in a forked child"
+        self._failed = (
+            "process groups can't be used in a forked child: run collectives in the worker itself"
+        )
         sockets.release_in_child(self._own, self._peers, self._sockets)
 
     def _fail(self, reason: str, *, aborted: bool = False) -> None:

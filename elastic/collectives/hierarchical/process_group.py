@@ -165,7 +165,9 @@ class HierarchicalCollectives:
 
     def close_in_forked_child(self) -> None:
         """Release the parent's sockets and its host's memory in a forked child."""
-        self._order.close_in_forked_child("process groups can't be used in a forked child")
+        self._order.close_in_forked_child(
+            "process groups can't be used in a forked child: run collectives in the worker itself"
+        )
         self._host.close_in_forked_child()
         if self._inter_node is not None:
             self._inter_node.close_in_forked_child()

@@ -167,7 +167,7 @@ class Steps:
             for number, piece in enumerate(pieces)
         ]
 
-    # ---- the others ------------------------------------------------------------------------------------------------
+    # ---- other collectives -----------------------------------------------------------------------------------------
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Broadcast ``flat``, a flat tensor of bytes, from rank ``root`` in place."""

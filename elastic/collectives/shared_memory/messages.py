@@ -99,7 +99,7 @@ def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: boo
     nothing, until = torch.empty(0, dtype=torch.uint8, device="cpu"), time.monotonic() + timeout_s
     if group.rank != 0:
         group.send(nothing, 0, _HERE)
-        why = "it did not answer in time"
+        why = f"it did not answer within {timeout_s + _VERDICT_S:g} s"
         try:
             if group.receive(nothing, 0, _GO_ON).within(timeout_s + _VERDICT_S):
                 return

@@ -41,7 +41,7 @@ _REASONS = {
     _LATE: "rank {rank} of this group did not arrive within {timeout_s:g} s",
     _OTHER: "rank {rank} of this group called another collective, or one of another size",
 }
-_CHILD = "process groups can't be used in a forked child"
+_CHILD = "process groups can't be used in a forked child: run collectives in the worker itself"
 
 # Tensors of groups that another rank may still write to. They are never freed.
 _lost: list[object] = []

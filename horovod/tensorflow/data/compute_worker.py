@@ -81,7 +81,7 @@ def _remove(file: Path, config: TfDataServiceConfig) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"pass a whole number of at least 1, not {text!r}")
     return int(text)
 
 
@@ -91,7 +91,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"pass a number of seconds above 0, not {text!r}")
     return value
 
 

@@ -622,7 +622,7 @@ def test_users_collective_timeout_takes_precedence():
     assert (collective_timeout_s(made), made.settings.gpu_limit_s) == (900, 900)
     for wrong in ("soon", "0", "nan"):
         error = refusal("-np 2", ELASTIC_COLLECTIVE_TIMEOUT=wrong)
-        wanted = f"ELASTIC_COLLECTIVE_TIMEOUT: {wrong!r} is not a number of seconds above 0"
+        wanted = f"ELASTIC_COLLECTIVE_TIMEOUT: pass a number of seconds above 0, not {wrong!r}"
         assert error.startswith(wanted)
 
 
