@@ -25,8 +25,8 @@ class BaseStrategy:
             )
         if use_gpu and gpus_per_worker is not None and gpus_per_worker <= 0:
             raise ValueError(
-                f"gpus_per_worker is {gpus_per_worker}: pass a positive number, which may be a fraction such as 0.5,"
-                " or omit gpus_per_worker for one GPU per worker"
+                f"gpus_per_worker must be >= 1: Got {gpus_per_worker}. Pass a positive number, which may be a fraction"
+                " such as 0.5, or omit gpus_per_worker for one GPU per worker"
             )
         self.settings = settings
         self.use_gpu = use_gpu
