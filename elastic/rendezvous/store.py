@@ -167,7 +167,9 @@ class Store:
                     f"{awaited} was aborted", aborted=True, awaited=key
                 ) from None
             late = isinstance(error, TimeoutError)
-            why = f"timed out after {step_s:g} s" if late else error or type(error).__name__
+            why = (
+                f"timed out after {round(step_s, 1):g} s" if late else error or type(error).__name__
+            )
             raise CollectiveFailed(
                 f"{awaited} failed while {step} the store {self.address} of rank 0: {why}. Check that every rank runs"
                 " and that its host can reach this address",
