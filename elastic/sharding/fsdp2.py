@@ -46,13 +46,20 @@ def groups(model: nn.Module) -> list[Any]:
     return [group for state in sharded_states(model) for group in state._fsdp_param_groups]
 
 
+def untested_version() -> str | None:
+    """Return the reason why no fully sharded model is supported with this version of torch. Return None if it is."""
+    if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
+        return None
+    return (
+        f"is fully sharded, which is supported with torch {' and '.join(TESTED)}, but not with torch"
+        f" {torch.__version__}"
+    )
+
+
 def obstacle(model: nn.Module) -> str | None:
     """Return the reason why this fully sharded model cannot follow another world. Return None if the model can."""
-    if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
-        return (
-            f"is fully sharded, which is supported with torch {' and '.join(TESTED)}, but not with torch"
-            f" {torch.__version__}"
-        )
+    if why := untested_version():
+        return why
     # Needed by `remesh`. Importing it there would add 0.2 s to the first recovery.
     importlib.import_module("torch.distributed.tensor.debug")
     size = torch.distributed.get_world_size()

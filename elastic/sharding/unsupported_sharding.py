@@ -285,11 +285,13 @@ def check_value(name: str, value: Any) -> None:
     kind = None
     if isinstance(value, torch.nn.Module):
         kind = of_module(value)
-        if kind is Fixed.MODULE and fsdp2.sharded_params(value):
+        fully = kind is Fixed.MODULE and fsdp2.sharded_states(value)
+        # With other versions of torch, the parameters may have other names.
+        if fully and (fsdp2.untested_version() or fsdp2.sharded_params(value)):
             why = fsdp2.obstacle(value)
             if why is None:
                 return
-            raise NotElastic(f"state.{name} {why}; {_ADVICE_SHARDED}", kind)
+            raise NotElastic(f"state.{name} {why}; {_ADVICE_SHARDED}", Fixed.MODULE)
     elif isinstance(value, torch.optim.Optimizer):
         kind = of_optimizer(value)
         if kind is Fixed.PARAMETERS:

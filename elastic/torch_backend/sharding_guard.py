@@ -80,4 +80,13 @@ def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:
         for each in group["params"]
         if (mesh := getattr(each, "device_mesh", None)) is not None
     }
-    return all(mesh._get_root_mesh().size() == size for mesh in meshes.values())
+    return all(_root(mesh).size() == size for mesh in meshes.values())
+
+
+def _root(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh
+
+    resources: Any = device_mesh
+    return resources._mesh_resources.get_root_mesh(mesh)  # torch 2.8

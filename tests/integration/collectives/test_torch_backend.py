@@ -166,7 +166,9 @@ def scatters(group: Group, rank: int, size: int) -> Any:
 
 def reduce_scatters(group: Group, rank: int, size: int) -> Any:
     found = []
-    for dtype, op in itertools.product(DTYPES, [ReduceOp.SUM, ReduceOp.MAX]):
+    # Gloo of torch 2.8 adds up, whatever the operation.
+    wrong = torch.__version__ < (2, 9)  # type: ignore[operator]
+    for dtype, op in itertools.product(DTYPES, [ReduceOp.SUM, *([] if wrong else [ReduceOp.MAX])]):
         inputs = [values(rank, (2, 2), dtype, each) for each in range(size)]
         output, whole = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, 2, dtype=dtype)
         distributed.reduce_scatter(output, inputs, op, group=group)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.driver.reasons import ReasonKind
+from elastic.sharding import fsdp2
 from harness.history import SCRIPTS
 from harness.sharded_jobs import (
     AGAIN,
@@ -30,7 +31,10 @@ from harness.sharded_jobs import (
 sys.path.append(str(SCRIPTS))
 fsdp = pytest.importorskip("fsdp")
 
-pytestmark = pytest.mark.forked(*IMPORTS)
+pytestmark = [
+    pytest.mark.forked(*IMPORTS),
+    pytest.mark.skipif(fsdp2.untested_version() is not None, reason="another version of torch"),
+]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 

@@ -79,5 +79,5 @@ def test_group_when_torch_has_not_registered_it_then_no_flight_recorder_is_attac
 ):
     made = group(monkeypatch, None)
     assert torch.device("cpu") in made._device_types
-    following_group.torchs_groups.pg_map.clear()
+    monkeypatch.setattr(following_group, "torchs_groups", SimpleNamespace(pg_map={}))
     assert made._device_types == []
