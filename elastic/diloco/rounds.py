@@ -198,7 +198,9 @@ class Rounds:
 
     def _count(self, tokens: float | None) -> None:
         if tokens is not None and not 0 <= tokens < math.inf:
-            raise Invalid(f"tokens is {tokens!r}: pass the number of tokens of this worker's batch")
+            raise Invalid(
+                f"tokens is {tokens!r}: pass the number of tokens of this worker's batch, 0 or more"
+            )
         if self.weighted is None or not self.own_steps:
             # A script that resumes from a checkpoint may differ from the one that wrote it.
             self.weighted = tokens is not None

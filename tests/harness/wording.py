@@ -99,7 +99,7 @@ INFO_NO_STACKS_LOCALHOST = (
     "info: no stacks of localhost:1#1: it has not called init(), or handles signal 38 itself"
 )
 INTERPRETER_NAMED_FIRST_LINE = "the interpreter named in its first line is missing"
-JOB = "and this job has %s"
+JOB = "but this job has %s"
 JOB_ENDED_EXIT_CODE = "this job ended with exit code 0: all 2 members of generation 2 returned"
 JOB_ENDED_EXIT_CODE_2 = "the job ended with exit code 2 before a fault could be injected"
 JOB_ENDED_EXIT_CODE_3 = "the job ended with exit code 1"

@@ -110,7 +110,7 @@ def test_handles_of_a_lost_world_raise(rank, size):
     recovery.generation += 1
     try:
         assert poll(kept)
-        raises(PeerLost, "has ended", synchronize, kept)
+        raises(PeerLost, "handle", synchronize, kept)
     finally:
         recovery.generation -= 1
 
