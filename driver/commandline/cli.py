@@ -751,7 +751,9 @@ def _writable_place(flag: str, path: str | None) -> str | None:
     if path is None:
         return None
     folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
+    if not path:
+        trouble = "the path is empty"
+    elif os.path.isdir(path):
         trouble = "it is a directory"
     elif os.path.exists(path) and not os.path.isfile(path):
         trouble = "it is a device, a pipe or a socket"
@@ -761,7 +763,7 @@ def _writable_place(flag: str, path: str | None) -> str | None:
         trouble = "permission denied, or a read-only file system"
     else:
         return os.path.abspath(path)
-    raise Invalid(f"{flag} {path} is not writable: {trouble}. Pass another file")
+    raise Invalid(f"{flag} {path or repr(path)} is not writable: {trouble}. Pass another file")
 
 
 def _given(value: T | None, default: T) -> T:

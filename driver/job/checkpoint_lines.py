@@ -39,7 +39,9 @@ def kept_line(
     lost = counted(view.unsaved, "commit")
     if view.durable is not None:
         later = (
-            f"lost: at least {lost} after it" if view.unsaved else "no later commit was reported"
+            f"lost: at least {lost} after it"
+            if view.unsaved
+            else "later commits, which workers may not have reported yet, are lost"
         )
         return f"newest checkpoint: commit {view.durable}; {later}. Rerun the same command to resume from it"
     if not writes:

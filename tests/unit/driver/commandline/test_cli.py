@@ -548,6 +548,7 @@ def test_timeline_started_by_the_script_is_left_to_it():
         ("--timeline-filename no/t", {}),
         ("--timeline-filename /dev/null", {}),
         ("--report /dev/null", {}),
+        ("--report=", {}),
         ("", {"HOROVOD_CACHE_CAPACITY": "x"}),
         ("", {"HOROVOD_FUSION_THRESHOLD": "1e6"}),
         ("", {"HOROVOD_DYNAMIC_PROCESS_SETS": "y"}),
