@@ -39,7 +39,7 @@ from elastic.driver.journal.entries import Writer, header_of, readable
 from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.recovered_job import RecoveredJob
-from elastic.driver.journal.resume import to_go_on_with, writer_here
+from elastic.driver.journal.resume import starts_over, to_go_on_with, writer_here
 from elastic.driver.launch.srun import srun_starter
 from elastic.driver.launch.ssh import SshStarter
 from elastic.driver.launch.starter import Bootstrap, Starter
@@ -80,7 +80,7 @@ async def start_fleet(
         archive = _archive(job, plan, leading)
         if archive is not None:
             stack.callback(archive.close)
-        past = await _past(job, plan, leading, archive)
+        past = await _past(job, plan, leading, archive, job_io.console)
         if past is not None and past.ended is not None and not past.membership.roster:
             code, reason = past.ended.code, str(past.ended.reason)
             again = "pass --fresh to start a new one" + (f". {GONE}" if code else "")
@@ -91,7 +91,11 @@ async def start_fleet(
 
 
 async def _past(
-    job: Job, plan: MultiHostPlan, lead: LeaderLease | None, archive: Archive | None
+    job: Job,
+    plan: MultiHostPlan,
+    lead: LeaderLease | None,
+    archive: Archive | None,
+    log: Callable[[str, str], None],
 ) -> RecoveredJob | None:
     """Return the job that this driver resumes, if any. Raises Invalid if it must not start a new job."""
     if archive is None:
@@ -112,6 +116,8 @@ async def _past(
             " running the job: restore etcd, or pass --fresh to discard the remaining data of the job and start"
             " a new job"
         )
+    if begun_alone and not plan.fresh and (warning := starts_over(found, job.begins)):
+        log("warning", warning)
     if begun_alone or (found is not None and found.ended is not None and unawaited):
         # The workers of that job ended with their driver, or no driver has waited for its outcome.
         return None

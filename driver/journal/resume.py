@@ -22,7 +22,7 @@ from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import as_sentence
-from elastic.driver.settings import FLAGS, UNBOUNDED, Settings
+from elastic.driver.settings import FLAGS, UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -156,6 +156,19 @@ def to_go_on_with(
     if not past.over:
         check_same_job(past, command, settings)
     return past
+
+
+def starts_over(past: RecoveredJob | None, begins: StartCheckpoint | None) -> str | None:
+    """Return the warning that a job, whose workers ended with their driver, trains from the beginning.
+
+    Return None if the job had ended, or if it begins from a checkpoint.
+    """
+    if past is None or past.ended is not None or begins is not None:
+        return None
+    return (
+        "training starts from the beginning: the workers ended with their driver, and there is no checkpoint. Pass"
+        " --checkpoint-dir, or --resume also at the first start"
+    )
 
 
 def _line(command: Sequence[str]) -> str:

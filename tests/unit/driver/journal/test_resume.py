@@ -16,12 +16,13 @@ from elastic.driver.journal.resume import (
     check_same_job,
     clock_offset,
     differences,
+    starts_over,
     to_go_on_with,
     writer_here,
 )
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import as_sentence
-from elastic.driver.settings import UNBOUNDED, Settings
+from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
 
@@ -155,3 +156,10 @@ def test_this_process_is_the_next_writer():
 def test_header_contains_no_value_of_the_environment():
     line = encoded(header_of(settings(env={"TOKEN": "hunter2"}), command=COMMAND))
     assert b"hunter2" not in line and b'"TOKEN":""' in line
+
+
+def test_job_when_its_workers_ended_with_its_driver_then_a_start_without_checkpoint_is_told():
+    begins = StartCheckpoint("g2c5", "/c")
+    recorded("log", starts_over(past(), None))
+    assert starts_over(past(), begins) is None
+    assert starts_over(ended(), None) is None and starts_over(None, None) is None
