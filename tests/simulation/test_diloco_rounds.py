@@ -368,7 +368,9 @@ def complete(collective: Collective) -> bool:
     return len(collective.started) == len(collective.ranks)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 4))]
+)
 def test_workers_with_drawn_islands_losses_and_joins_apply_the_same_merges_once(part):
     for seed in range(part, SEEDS, 4):
         Simulation(seed, Rounds).run()
