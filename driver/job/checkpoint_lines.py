@@ -39,11 +39,11 @@ def kept_line(
     lost = counted(view.unsaved, "commit")
     if view.durable is not None:
         later = (
-            f"lost: at least {lost} after it"
+            f"at least {counted(view.unsaved, 'later commit')} lost"
             if view.unsaved
-            else "later commits, which workers may not have reported yet, are lost"
+            else "later commits are lost"
         )
-        return f"newest checkpoint: commit {view.durable}; {later}. Rerun the same command to resume from it"
+        return f"newest checkpoint: commit {view.durable}; {later}; rerun to resume"
     if not writes:
         return (
             f"no checkpoint, since --checkpoint-dir was not given; lost: at least {lost} in memory"
