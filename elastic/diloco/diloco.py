@@ -519,7 +519,7 @@ def _replica(model: torch.nn.Module) -> DistributedDataParallel | None:
     Raises:
         Invalid: the model is sharded, or averages its gradients with other workers.
     """
-    if fsdp2.sharded_params(model):
+    if fsdp2.sharded_states(model):
         raise Invalid(
             "the model is sharded by fully_shard, which DiLoCo does not support, also within an island: pass a plain"
             " torch.nn.Module, or a DistributedDataParallel over elastic.island_group()"

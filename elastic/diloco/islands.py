@@ -56,7 +56,10 @@ class Islands:
     @property
     def leaders(self) -> tuple[int, ...]:
         """Leaders of all islands in ascending order."""
-        return tuple(rank for rank, name in enumerate(self.names) if self.names.index(name) == rank)
+        first: dict[str, int] = {}
+        for rank, name in enumerate(self.names):
+            first.setdefault(name, rank)
+        return tuple(first.values())
 
     def source(self, changes: Sequence[int]) -> int | None:
         """Return the rank of this island whose inner parameters the other members receive, or None if all are equal.

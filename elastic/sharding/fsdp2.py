@@ -1,8 +1,7 @@
 """FSDP2 modules: list their sharded parameters, check that they are supported, and move them to another mesh. Acts.
 
 The module and its optimizer keep their parameter objects. The global size of each DTensor does not change. Only
-its local tensor and its spec are replaced. `TESTED` lists the supported versions, because private names of
-torch are used.
+its local tensor and its spec are replaced. Private names of torch are used (see `tested_torch`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-TESTED = ("2.13", "2.15")  # tested versions of torch
+from elastic.sharding import tested_torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
@@ -48,12 +47,7 @@ def groups(model: nn.Module) -> list[Any]:
 
 def untested_version() -> str | None:
     """Return the reason why no fully sharded model is supported with this version of torch. Return None if it is."""
-    if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
-        return None
-    return (
-        f"is fully sharded, which is supported with torch {' and '.join(TESTED)}, but not with torch"
-        f" {torch.__version__}"
-    )
+    return tested_torch.untested("is fully sharded")
 
 
 def obstacle(model: nn.Module) -> str | None:

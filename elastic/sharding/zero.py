@@ -1,6 +1,6 @@
 """torch's ZeroRedundancyOptimizer: check that it is supported, and divide its parameters in another world. Acts.
 
-Because this relies on private names of torch, `TESTED` lists the supported versions.
+Private names of torch are used (see `tested_torch`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from elastic.sharding import tested_torch
 from elastic.sharding.partition import Partition
-
-TESTED = ("2.13", "2.15")  # tested versions of torch
 
 
 def is_zero(optimizer: object) -> bool:
@@ -41,11 +40,8 @@ def partition_of(zero: Any) -> Partition:
 
 def obstacle(zero: Any) -> str | None:
     """Return the reason why this optimizer cannot follow another world. Return None if the optimizer can."""
-    if not torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
-        return (
-            f"is a ZeroRedundancyOptimizer, which is supported with torch {' and '.join(TESTED)}, but not with torch"
-            f" {torch.__version__}"
-        )
+    if why := tested_torch.untested("is a ZeroRedundancyOptimizer"):
+        return why
     if zero._overlap_with_ddp:
         return (
             "has overlap_with_ddp=True, which updates parameters during the backward pass: an interrupted pass would"

@@ -71,7 +71,7 @@ def test_no_durable_commit_is_lost_or_torn_wherever_everything_dies(job, tmp_pat
         running.until(
             lambda rules=rules: list(tmp_path.glob(f"{rules.name}.here.*")),
             f"a worker at {place}",
-            180.0,
+            60.0,
         )
         kill_all(running)
         begun = [int(step) for step in re.findall(r"rank 0 begins at (\d+)", running.output)]

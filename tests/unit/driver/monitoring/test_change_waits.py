@@ -5,39 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from elastic.driver.commandline.running_jobs import job_tables
-from elastic.driver.events import Action, Event, PrepareChange, Report
+from elastic.driver.events import Action, PrepareChange, Report
 from elastic.driver.membership.membership import Phase
 from elastic.driver.monitoring.dashboard.page_model import PageModel
-from elastic.driver.monitoring.explain.findings import FindingKind, JournalState, findings
-from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.sentences import sentence
-from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.explain.findings import FindingKind
 from elastic.driver.reasons import ReasonKind, because
-from harness.conversation import MembershipConversation, checked, exited, has, hosts, leaving
+from harness.conversation import checked, exited, has, hosts, leaving
+from harness.explained import ExplainedConversation
 from harness.golden import recorded
 
 
-class Job(MembershipConversation):
-    """Two members that train in generation 2, and the readers of the job's events."""
+class Job(ExplainedConversation):
+    """Two members that train in generation 2, and the live page."""
+
+    page: PageModel
 
     def __init__(self) -> None:
-        super().__init__(np=2, workers_min=1, workers_max=4)
-        spent = TimeSpent(JobView())
-        self.page = PageModel(spent, name="bert", command=["train.py"], least=1, most=4)
-        self.story = JobHistory(spent)
-        self.tell(hosts(h=2))
-        self.connect("h:0", "h:1")
-        for running in (False, True):
-            self.ready("h:0", "h:1", running=running)
-        self.resume()
+        super().__init__(2, workers_min=1, workers_max=4)
         assert self.m.phase is Phase.TRAINING
 
-    def _handle(self, event: Event) -> list[Action]:
-        actions = self.m.handle(event, self.now)
-        self.m.check()
-        self.page.view.note(event, actions, self.now)
-        return actions
+    def follow(self) -> None:
+        self.page = PageModel(self.spent, name="bert", command=["train.py"], least=1, most=4)
 
     def newcomer(self) -> None:
         """A third worker is ready to join, and the members answer with their number of commits."""
@@ -52,14 +40,6 @@ class Job(MembershipConversation):
         self.page.go_on(self.now)
         found: dict[str, Any] | None = self.page.state.values["change_wait"]
         return found
-
-    def found(self, kind: FindingKind) -> list[dict[str, Any]]:
-        self.story.go_on(self.now)
-        every = findings(self.story, JournalState(self.m.worlds.settings, runs=True))
-        kept = [each for each in every if each.what is kind]
-        for each in kept:
-            recorded("messages", sentence(each))
-        return [each.facts for each in kept]
 
 
 def reminders(actions: list[Action]) -> list[dict[str, Any]]:

@@ -6,37 +6,20 @@ from typing import Any
 
 import pytest
 
-from elastic.driver.events import Action, Event
-from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JournalState, findings
-from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.sentences import sentence
-from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.events import Action
+from elastic.driver.monitoring.explain.findings import Advice, FindingKind
 from elastic.driver.monitoring.slow_workers import SlowEnd
-from elastic.driver.monitoring.time_spent import TimeSpent
-from harness.conversation import MembershipConversation, exited, hosts, paced
-from harness.golden import recorded
+from harness.conversation import exited, paced
+from harness.explained import ExplainedConversation
 
 SLOW = "h:1"
 
 
-class Job(MembershipConversation):
-    """Three members that train in generation 2, and the readers of the job's events."""
+class Job(ExplainedConversation):
+    """Three members that train in generation 2, one of them slowly."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(np=3, workers_min=2, workers_max=3, **settings)
-        self.story = JobHistory(TimeSpent(JobView()))
-        self.tell(hosts(h=4 if settings else 3))
-        names = [f"h:{slot}" for slot in range(3)]
-        self.connect(*names)
-        for running in (False, True):
-            self.ready(*names, running=running)
-        self.resume()
-
-    def _handle(self, event: Event) -> list[Action]:
-        actions = self.m.handle(event, self.now)
-        self.m.check()
-        self.story.view.note(event, actions, self.now)
-        return actions
+        super().__init__(3, slots=4 if settings else 3, workers_min=2, workers_max=3, **settings)
 
     def reports(self, share: float = 0.0) -> list[Action]:
         """Each member reports: the others wait 60 % of their time, the slow one ``share``."""
@@ -45,14 +28,6 @@ class Job(MembershipConversation):
             *(paced(name, self.m.generation, 0.6) for name in others),
             paced(SLOW, self.m.generation, share),
         )
-
-    def found(self, kind: FindingKind) -> list[dict[str, Any]]:
-        self.story.go_on(self.now)
-        every = findings(self.story, JournalState(self.m.worlds.settings, runs=True))
-        kept = [each for each in every if each.what is kind]
-        for each in kept:
-            recorded("messages", sentence(each))
-        return [each.facts for each in kept]
 
     @property
     def slow(self) -> dict[str, Any]:

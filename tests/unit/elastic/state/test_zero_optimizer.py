@@ -17,7 +17,7 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.shard_reader import row_specs
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
-from elastic.sharding import unsupported_sharding, zero
+from elastic.sharding import tested_torch, unsupported_sharding, zero
 from elastic.sharding.division import Division
 from elastic.sharding.rows import rows_of
 from elastic.state import TorchState
@@ -107,7 +107,7 @@ def test_an_optimizer_that_cannot_follow_another_world_is_refused(made: Any):
 
 def test_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
     model = network()
-    monkeypatch.setattr(zero, "TESTED", ("2.9",))
+    monkeypatch.setattr(tested_torch, "TESTED", ("2.9",))
     with pytest.raises(NotElastic) as refused:
         TorchState(model=model, optimizer=divided(model))
     assert refused.value.kind is Fixed.OPTIMIZER

@@ -11,7 +11,7 @@ from torch import distributed, nn
 import elastic
 from elastic.errors import Fixed, NotElastic
 from elastic.exact.shards import Shards
-from elastic.sharding import fsdp2, unsupported_sharding
+from elastic.sharding import fsdp2, tested_torch, unsupported_sharding
 from elastic.state import TorchState
 from elastic.torch_backend import sharding_guard
 
@@ -131,7 +131,7 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
     model = fully_sharded(four)
     with pytest.raises(NotElastic):
         TorchState(optimizer=sgd(model))  # whose model is in no state
-    monkeypatch.setattr(fsdp2, "TESTED", ("2.9",))
+    monkeypatch.setattr(tested_torch, "TESTED", ("2.9",))
     monkeypatch.setattr(fsdp2, "groups", None)  # uses names of torch that another version may lack
     with pytest.raises(NotElastic) as refused:
         TorchState(model=model)

@@ -1,0 +1,18 @@
+"""Versions of torch with which sharded training was tested, because it uses private names of torch."""
+
+from __future__ import annotations
+
+import torch
+
+TESTED = ("2.13", "2.15")
+
+
+def untested(what: str) -> str | None:
+    """Return the reason why ``what`` is not supported with this version of torch. Return None if it is supported.
+
+    Args:
+        what: a clause for the error, such as "is fully sharded".
+    """
+    if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
+        return None
+    return f"{what}, which is supported with torch {' and '.join(TESTED)}, but not with torch {torch.__version__}"
