@@ -9,7 +9,7 @@ import pytest
 from elastic.driver.events import Action
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind
 from elastic.driver.monitoring.slow_workers import SlowEnd
-from harness.conversation import exited, paced
+from harness.conversation import exited, paced, returned
 from harness.explained import ExplainedConversation
 
 SLOW = "h:1"
@@ -107,3 +107,12 @@ def test_slow_worker_when_a_standby_replaces_it_then_explain_says_so():
     job.stop_all(4)
     job.wait(1.0)
     assert job.slow["end"] == SlowEnd.REPLACED.value
+
+
+def test_slow_worker_when_the_job_ends_then_its_period_ends():
+    job = Job()
+    job.reports()
+    job.wait(20)
+    job.tell(*(returned(name, 2) for name in ("h:0", SLOW, "h:2")))
+    job.wait(30)
+    assert job.slow["end"] == SlowEnd.JOB_ENDED.value and 19.9 < job.slow["seconds"] < 20.1

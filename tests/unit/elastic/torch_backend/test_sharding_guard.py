@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 import elastic
-from elastic.errors import Fixed, NotElastic
+from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.sharding import fsdp2, tested_torch, unsupported_sharding
 from elastic.state import TorchState
@@ -123,6 +123,15 @@ def test_a_state_takes_nothing_that_is_sharded_in_a_way_that_it_cannot_follow(fo
         with pytest.raises(NotElastic) as refused:
             TorchState(**values)
         assert refused.value.kind is kind
+
+
+def test_diloco_when_torch_has_other_private_names_then_a_fully_sharded_model_is_refused(
+    four, monkeypatch
+):
+    model = fully_sharded(four)
+    monkeypatch.setattr(fsdp2, "groups", None)
+    with pytest.raises(Invalid):
+        elastic.DiLoCo(model, sgd(model), every=2)
 
 
 def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tested(
