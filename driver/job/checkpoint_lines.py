@@ -41,7 +41,7 @@ def kept_line(
         later = (
             f"at least {counted(view.unsaved, 'later commit')} lost"
             if view.unsaved
-            else "later commits are lost"
+            else "any later commit is lost"
         )
         return f"newest checkpoint: commit {view.durable}; {later}; rerun to resume"
     if not writes:
