@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -187,6 +188,12 @@ class BufferKeeper:
 
     def largest(self, shard: int) -> float:
         return 0.0
+
+    def state_of(self, shard: int) -> dict[str, Any]:
+        starts = {
+            id(buffer): kept.start for kept, buffer in zip(self._kept, self._buffers(), strict=True)
+        }
+        return {"buffers": {name: starts[id(buffer)].cpu() for name, buffer in self._named()}}
 
     def _check(self, shard: int) -> None:
         for each in self._parameters.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elastic.exact import tree
 
@@ -61,3 +61,9 @@ class StepListener(Protocol):
 
     def largest(self, shard: int) -> float:
         """Return the largest absolute gradient of one of this rank's own shards, if shards are verified."""
+
+    def state_of(self, shard: int) -> dict[str, Any]:
+        """Return the tensors from which the gradients of a shard were computed, and what is known of the gradients.
+
+        The values can be saved with `torch.save` and loaded with ``weights_only=True``.
+        """

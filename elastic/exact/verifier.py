@@ -15,7 +15,7 @@ import torch
 from elastic.collectives import agreement
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, GradientsDiffer, Invalid
-from elastic.exact import generators, verification
+from elastic.exact import faulty_state, generators, verification
 from elastic.exact.step import ShardStep, StepListener
 from elastic.exact.verification import NOT_FINITE, TOO_LARGE, Computed, ShardCheck, VoteResult
 from elastic.protocol import messages
@@ -292,10 +292,23 @@ class Verifier:
             f"rank {first.rank} computed wrong gradients of shard {first.shard} in step {first.step}:"
             f" {first.digest} instead of {first.right}"
         )
+        if (
+            runtime.env.keep_faulty
+        ):  # before the reports, since the driver kills the culprits at once
+            self._keep(evidence, runtime.env.keep_faulty)
         for each in evidence:
             runtime.report_miscomputed(each)
         # All ranks learn the result before one leaves the group.
         self._raise_together(CollectiveFailed(text))
+
+    def _keep(self, evidence: Sequence[messages.Miscomputed], folder: str) -> None:
+        """Save the state of each culprit and of one witness. Collective: no rank leaves before all have saved."""
+        assert self._step is not None
+        for each in evidence:
+            if self._step.rank in (each.rank, each.witnesses[0]):
+                parts = [listener.state_of(each.shard) for listener in self._listeners()]
+                faulty_state.save(folder, each, self._step.rank, self._seed, parts)
+        self._exchange([0])
 
     def _give_up(self, check: ShardCheck, computed: Sequence[Computed]) -> NoReturn:
         assert self._step is not None

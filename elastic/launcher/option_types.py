@@ -27,6 +27,7 @@ class RayOptions(TypedDict, total=False):
     health_check: str | None
     health_check_timeout: float | None
     quarantine: str | None
+    keep_faulty: str | None
     straggler_factor: float | None
     replace_stragglers: bool
     summary: bool

@@ -60,6 +60,8 @@ class Environment:
     strict: bool = False  # whether findings of these checks end the job
     # admit workers with results that are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
+    # folder for the states of workers with wrong gradients; empty means that they are not saved
+    keep_faulty: str = ""
     cycle_s: float = 0.001  # seconds between two rounds of negotiation and fusion; 0 means no delay
     cache_capacity: int = 1024  # number of names with cached negotiation; 0 disables the cache
     # maximum size of a fused collective in bytes, or None if not given
@@ -140,6 +142,7 @@ def read(
         checks=switch(env, "ELASTIC_CHECKS", default=True),
         strict=switch(env, "ELASTIC_STRICT"),
         allow_inexact=switch(env, "ELASTIC_ALLOW_INEXACT"),
+        keep_faulty=env.get("ELASTIC_KEEP_FAULTY", ""),
         digest_tensors=digests(env) and env["ELASTIC_DIGESTS"] == TENSORS,
         cycle_s=_number(env, "HOROVOD_CYCLE_TIME", "milliseconds", 1.0) / 1000,
         cache_capacity=_whole(env, "HOROVOD_CACHE_CAPACITY", Environment.cache_capacity),

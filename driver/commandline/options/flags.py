@@ -355,6 +355,14 @@ class DetectionFlags:
         keys=("verification.quarantine",),
         use=Use(functions=FUNCTIONS, setting="quarantine"),
     )
+    keep_faulty: str | None = flag(
+        "--keep-faulty",
+        "DIR",
+        "Save the state of a worker with wrong results in DIR (default: not saved).",
+        variable="ELASTIC_KEEP_FAULTY",
+        keys=("verification.keep",),
+        use=Use(functions=FUNCTIONS, for_workers=True),
+    )
     straggler_factor: float | None = flag(
         "--straggler-factor",
         "F",

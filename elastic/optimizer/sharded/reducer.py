@@ -15,6 +15,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -90,8 +91,9 @@ class ShardReducer:
         self._keeps = False  # whether gradients of the current shard are kept to be merged later
         self._storages: set[int] = set()  # storages of the gradients that are kept
         self._noting = False  # whether digests of gradients are requested
-        # digests of the checked shards, by shard and parameter
+        # digests of the checked shards and of those in second passes, by shard and parameter
         self._digests: dict[int, dict[str, int]] = {}
+        self._second_digests: dict[int, dict[str, int]] = {}
         self._checked = False  # whether the current shard is checked
         self._examines = False  # whether to find shards with conspicuous gradients
         # smallest and largest gradients of each shard
@@ -197,6 +199,7 @@ class ShardReducer:
             }
         self._step, self._launched, self._shard, self._last = step, 0, None, False
         self._second_pass, self._digests, self._extremes = None, {}, {}
+        self._second_digests = {}
         self._examines = bool(self.shards.verify) and len(step.held) > 1
         self._ready.clear()
 
@@ -330,6 +333,7 @@ class ShardReducer:
                 found[f"{number} {name}"] = digest.digest([(name, dense.detach().cpu())])
                 extremes += not_finite.extremes(not_finite.examined(dense))
         self._second_pass, self._kept = None, []
+        self._second_digests[shard] = found
         return PassResult(_digest_of(found), _largest(extremes))
 
     def digest_of(self, shard: int) -> int:
@@ -337,6 +341,16 @@ class ShardReducer:
 
     def largest(self, shard: int) -> float:
         return _largest(self._extremes.get(shard, []))
+
+    def state_of(self, shard: int) -> dict[str, Any]:
+        return {
+            "parameters": {
+                f"{number} {self._parameters.name(parameter)}": parameter.detach().cpu()
+                for parameter, number in self._trained()
+            },
+            "digests": self._digests.get(shard, {}),
+            "second_digests": self._second_digests.get(shard, {}),
+        }
 
     def _trained(self) -> list[tuple[torch.Tensor, int]]:
         slots = self._plan.slots.values()

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from elastic.driver.reasons import ReasonKind
 from elastic.exact import assignment, verification
@@ -49,14 +50,14 @@ def fenced(training: Any) -> list[tuple[list[Any], dict[str, Any]]]:
 
 @pytest.mark.parametrize(("last", "native"), [(30, "1"), (0, "0")])
 def test_worker_when_its_gradients_are_wrong_then_it_is_named_and_no_bit_of_it_stays(
-    job, reference, last, native
+    job, reference, tmp_path, last, native
 ):
     """Wrong from a checked step on, or in that step only."""
     rank, share = 2, 1 / 4
     first = checked_steps(rank, share)[0]
     training = train(
         job,
-        f"-np {WORKERS} --min-np 1 {RETURN}",
+        f"-np {WORKERS} --min-np 1 --keep-faulty {tmp_path / 'faulty'} {RETURN}",
         VERIFY=str(share),
         ELASTIC_NATIVE=native,
         ELASTIC_FAILPOINTS=flip(rank, first, last or first),
@@ -70,6 +71,9 @@ def test_worker_when_its_gradients_are_wrong_then_it_is_named_and_no_bit_of_it_s
     assert facts["digest"] != facts["right"] and len(facts["witnesses"].split(", ")) == 3
     (broke,) = training.actions("BreakWorld")
     assert broke["reason"]["facts"]["killed_for"]["kind"] == "miscomputed"
+    saved = [torch.load(each, weights_only=True) for each in (tmp_path / "faulty").iterdir()]
+    assert {each["evidence"]["digest"] for each in saved} == {facts["digest"]}
+    assert sorted(each["right"] for each in saved) == [False, True]
     later = [m["worker"] for world in training.worlds()[2:] for m in world["members"]]
     assert later and all(each[1] != rank for each in later), "its slot is quarantined"
 

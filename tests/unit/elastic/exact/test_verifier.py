@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -234,6 +235,66 @@ def test_training_when_a_rank_is_lost_in_a_second_pass_then_others_lose_it(ranks
         return run.shards.step, run.shards.verifying
 
     assert ranks(3, train) == [(2, False)] * 3
+
+
+# ---- evidence --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [1 / 8, 1.0])
+def test_state_when_a_rank_is_named_then_its_own_and_that_of_a_witness_are_saved(
+    ranks, tmp_path, share
+):
+    def train(rank: int) -> Any:
+        world: Any = lifecycle.current()
+        world.env = replace(world.env, keep_faulty=str(tmp_path / "faulty"))
+        run = Run(share, lambda step, *_: rank == 2 and step >= 5)
+        with pytest.raises(PeerLost):
+            run.train(200)
+        return world.miscomputed
+
+    ((report,), *_) = ranks(4, train)
+    states = {
+        state["rank"]: state
+        for path in (tmp_path / "faulty").iterdir()
+        for state in [torch.load(path, weights_only=True)]
+    }
+    assert states.keys() == {2, report.witnesses[0]}
+    wrong, right = states.pop(2), states.popitem()[1]
+    assert (wrong["right"], right["right"]) == (False, True)
+    for each in wrong, right:
+        assert each["evidence"]["step"] == report.step and each["evidence"]["rank"] == 2
+        assert each["seed"] == 3 and each["host"] and each["arithmetic"]
+    ((wrong_buffers, wrong_model), (right_buffers, right_model)) = wrong["parts"], right["parts"]
+    assert wrong_model["parameters"].keys() == right_model["parameters"].keys()
+    for kind, one, other in (
+        ("parameters", wrong_model, right_model),
+        ("buffers", wrong_buffers, right_buffers),
+    ):
+        assert one[kind] and all(
+            torch.equal(value, other[kind][name]) for name, value in one[kind].items()
+        ), "both computed from the same values"
+    digests = [
+        next(found for name in ("second_digests", "digests") if (found := each[name]))
+        for each in (wrong_model, right_model)
+    ]
+    assert digests[0].keys() == digests[1].keys() and digests[0] != digests[1]
+
+
+def test_state_when_the_folder_cannot_be_written_then_the_rank_is_named_all_the_same(
+    ranks, tmp_path, caplog
+):
+    (tmp_path / "file").touch()
+
+    def train(rank: int) -> Any:
+        world: Any = lifecycle.current()
+        world.env = replace(world.env, keep_faulty=str(tmp_path / "file"))
+        run = Run(1.0, lambda step, *_: rank == 2 and step >= 5)
+        with pytest.raises(PeerLost):
+            run.train(200)
+        return world.miscomputed
+
+    assert all([each.rank for each in reports] == [2] for reports in ranks(4, train))
+    assert [each.levelname for each in caplog.records] == ["WARNING"] * 2
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
