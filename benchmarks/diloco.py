@@ -55,9 +55,7 @@ HOSTS = ("a", "b")
 PLACES = {"a": "behind the link", "b": "beside the driver"}
 PARTS = ("speed", "traffic", "loss", "stall")
 EVERY, FRAGMENTS, DELAY = 50, 4, 10
-OFFSET = (
-    DELAY + 1
-)  # inner steps before the first turn, so that no fragment is in flight between turns
+OFFSET = DELAY + 1  # inner steps before the first turn, so that no fragment is in flight
 DDP_STEPS = 5  # in a turn
 WINDOW_S = 0.1
 TRAFFIC_STEP_S = 0.04  # sleep of an inner step, so that a fragment can be sent before the next
@@ -65,6 +63,7 @@ FORMATS: dict[str, Any] = {
     "float32": None,
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
     "int4": "int4",
 }
 STREAMED: dict[str, Any] = {"fragments": FRAGMENTS, "delay": DELAY}

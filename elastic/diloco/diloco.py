@@ -47,7 +47,6 @@ from elastic.sharding import fsdp2
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
 # Integers as wide as a floating-point element, by bytes.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-BITS: dict[torch.dtype | str | None, int] = {torch.int8: 8, "int4": 4}
 
 
 class DiLoCo:
@@ -75,9 +74,9 @@ class DiLoCo:
         mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. It is the mixing
             factor alpha of arXiv:2501.18512, whose figure 8 compares 0 with 0.5 for several delays, and whose
             figure 10 uses 0.5. Default: 0.0 without a delay, else 0.5.
-        dtype: the pseudo-gradients are cast to it before they are sent: float16, bfloat16 or float32. With int8 or
-            ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker adds its
-            quantization errors to what it sends in the next round. Default: the parameters' own dtype.
+        dtype: the pseudo-gradients are cast to it before they are sent: float16, bfloat16 or float32. With int8,
+            float8_e4m3fn or ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker
+            adds its quantization errors to what it sends in the next round. Default: the parameters' own dtype.
 
     Attributes:
         replica: the DistributedDataParallel that was given as the model, or None.
@@ -106,9 +105,10 @@ class DiLoCo:
             None if self.replica is None else cast(IslandGroup, self.replica.process_group)
         )
         model = model if self.replica is None else self.replica.module
-        if dtype not in WIRE and dtype not in BITS:
+        if dtype not in WIRE and dtype not in quantization.FORMATS:
             raise Invalid(
-                f"dtype is {dtype!r}: pass torch.float16, bfloat16, float32 or int8, 'int4' or None"
+                f"dtype is {dtype!r}: pass torch.float16, bfloat16, float32, int8 or float8_e4m3fn, 'int4' or"
+                " None"
             )
         self.rounds = Rounds(RoundSchedule(every, fragments, delay))
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
@@ -123,7 +123,7 @@ class DiLoCo:
             )
         _check_inner(model, inner_optimizer)
         self.model, self.inner_optimizer, self.dtype = model, inner_optimizer, dtype
-        self._bits = BITS.get(dtype)
+        self._format = quantization.FORMATS.get(dtype)
         self.names = list(named)
         self.inner: list[torch.Tensor] = list(named.values())
         self.parts = partition([each.numel() for each in self.inner], fragments)
@@ -134,7 +134,7 @@ class DiLoCo:
         self.in_state = False
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
         self._residuals: list[torch.Tensor] = []
-        if self._bits is not None:
+        if self._format is not None:
             elements = [sum(self.inner[i].numel() for i in part) for part in self.parts]
             self._residuals = [
                 torch.zeros(n, dtype=torch.float32, device=self.inner[0].device) for n in elements
@@ -300,9 +300,9 @@ class DiLoCo:
         assert group is not None
         with torch.no_grad():
             change = self._change(self.parts[fragment])
-            if self._bits is not None and not group.islands.leads:
+            if self._format is not None and not group.islands.leads:
                 # Only to keep the errors, in case that this worker leads the island in another world.
-                self._quantized(fragment, change, self._bits)
+                self._quantized(fragment, change, self._format)
         digest = change.view(_INTEGERS[change.element_size()]).sum(dtype=torch.int64).cpu()
         counted = torch.tensor([tokens], dtype=torch.float64, device="cpu").view(torch.int64)
         rows = group.rows(torch.cat([counted, digest.reshape(1)]))
@@ -318,8 +318,10 @@ class DiLoCo:
         """Start the mean of a fragment's pseudo-gradients, on a leader."""
         with torch.no_grad():
             flat = self._change(self.parts[fragment])
-            if self._bits is not None:
-                buffer = quantization.weighted(self._quantized(fragment, flat, self._bits), weight)
+            if self._format is not None:
+                buffer = quantization.weighted(
+                    self._quantized(fragment, flat, self._format), weight
+                )
             else:
                 flat = flat if weight is None else flat * weight
                 buffer = flat.to(self.dtype) if isinstance(self.dtype, torch.dtype) else flat
@@ -329,7 +331,7 @@ class DiLoCo:
         total = torch.tensor([0.0 if weight is None else weight], dtype=torch.float64, device="cpu")
         if rt is None:
             self._in_flight = [(-1, buffer), (-1, total)]
-        elif self._bits is not None:
+        elif self._format is not None:
             # Packed values can't be summed on the way, and would be widened if they were unpacked before.
             handle = submission.start_allgather([buffer], name, members=members, pick=_first)
             self._in_flight = [(handle, buffer)]
@@ -345,20 +347,22 @@ class DiLoCo:
     def _change(self, part: Iterable[int]) -> torch.Tensor:
         return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
 
-    def _quantized(self, fragment: int, change: torch.Tensor, bits: int) -> torch.Tensor:
+    def _quantized(
+        self, fragment: int, change: torch.Tensor, code: quantization.CodeFormat
+    ) -> torch.Tensor:
         """Pack pseudo-gradients together with earlier errors, and keep the new errors until the fragment is merged.
 
         Args:
             fragment: number of the fragment.
             change: pseudo-gradients, 1-dimensional.
-            bits: number of bits per element, 8 or 4.
+            code: format of the packed elements.
 
         Returns:
             the packed values, see `quantization.pack`.
         """
         wanted = change.float() + self._residuals[fragment]
-        packed = quantization.pack(wanted, bits)
-        errors = wanted - quantization.unpack(packed, len(wanted), bits)
+        packed = quantization.pack(wanted, code)
+        errors = wanted - quantization.unpack(packed, len(wanted), code)
         self._sent_residual = fragment, errors
         return packed
 
@@ -369,9 +373,9 @@ class DiLoCo:
             buffer if handle < 0 else submission.synchronize(handle) for handle, buffer in started
         ]
         weighted = bool(self.rounds.weighted)
-        if self._bits is not None:
+        if self._format is not None:
             elements, islands = len(self._residuals[fragment]), len(self.rounds.islands.leaders)
-            return quantization.mean(mean, elements, self._bits, islands, weighted=weighted)
+            return quantization.mean(mean, elements, self._format, islands, weighted=weighted)
         if weighted:
             # Without any token, all changes are zero already.
             mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
@@ -383,7 +387,7 @@ class DiLoCo:
         mean = self._mean
         if mean is None:
             elements, dtype = self._kind(fragment)
-            if self._bits is not None:
+            if self._format is not None:
                 dtype = torch.float32
             elif isinstance(self.dtype, torch.dtype) and not self.rounds.weighted:
                 dtype = self.dtype

@@ -1,10 +1,12 @@
 """Packs pseudo-gradients into 8 or 4 bits with a scale for each block of 128 elements.
 
-The scale of a block is its largest absolute value divided by 127 or 7, a float32. Each element is stored as a code, so
-that its error is at most half the scale. 4 bits take 0.266, and 8 bits 0.516, of the bytes of bfloat16.
+The scale of a block, a float32, is its largest absolute value divided by the largest value of the format. 4 bits take
+0.266, and 8 bits 0.516, of the bytes of bfloat16.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -15,53 +17,71 @@ SCALE_BYTES = 4
 WEIGHT_BYTES = 8
 
 
-def packed_bytes(elements: int, bits: int) -> int:
+class CodeFormat(NamedTuple):
+    """Format of a packed element, as a multiple of its block's scale.
+
+    With integers, the error of an element is at most half the scale. With float8, it is at most 1/16 of the
+    element, or 2**-10 times the scale for the smallest elements.
+    """
+
+    bits: int
+    largest: float  # largest value that the format represents
+    dtype: torch.dtype
+
+
+FORMATS: dict[torch.dtype | str | None, CodeFormat] = {
+    torch.int8: CodeFormat(8, 127.0, torch.int8),
+    "int4": CodeFormat(4, 7.0, torch.int8),
+    torch.float8_e4m3fn: CodeFormat(8, 448.0, torch.float8_e4m3fn),
+}
+
+
+def packed_bytes(elements: int, code: CodeFormat) -> int:
     """Return the number of bytes of packed elements. The last block is padded."""
-    return -(-elements // BLOCK) * (SCALE_BYTES + BLOCK * bits // 8)
+    return -(-elements // BLOCK) * (SCALE_BYTES + BLOCK * code.bits // 8)
 
 
-def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(values: torch.Tensor, code: CodeFormat) -> torch.Tensor:
     """Quantize values and pack them.
 
     Args:
         values: 1-dimensional, floating point. A block with a value that is not finite becomes NaN.
-        bits: number of bits per element, 8 or 4.
+        code: format of the packed elements.
 
     Returns:
         a uint8 tensor of `packed_bytes` elements: all scales, then all codes.
     """
-    largest = 2 ** (bits - 1) - 1
     padding = -len(values) % BLOCK
     blocks = torch.nn.functional.pad(values.float(), (0, padding)).view(-1, BLOCK)
     # A scale of 0, also by underflow, would make codes of 0 / 0.
     least = torch.finfo(torch.float32).tiny
-    scales = (blocks.abs().amax(1, keepdim=True) / largest).clamp_(min=least)
-    codes = (blocks / scales).round_().clamp_(-largest, largest).nan_to_num_(0.0).to(torch.int8)
-    if bits == 4:
+    scales = (blocks.abs().amax(1, keepdim=True) / code.largest).clamp_(min=least)
+    multiples = (blocks / scales).clamp_(-code.largest, code.largest).nan_to_num_(0.0)
+    codes = (multiples if code.dtype.is_floating_point else multiples.round_()).to(code.dtype)
+    if code.bits == 4:
         nibbles = (codes + 8).view(torch.uint8).view(-1, 2)
         codes = nibbles[:, 0] | nibbles[:, 1] << 4
     return torch.cat([scales.view(torch.uint8).reshape(-1), codes.view(torch.uint8).reshape(-1)])
 
 
-def unpack(packed: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
+def unpack(packed: torch.Tensor, elements: int, code: CodeFormat) -> torch.Tensor:
     """Return the values that `pack` has packed, with the errors of quantization.
 
     Args:
         packed: the result of `pack`.
         elements: number of values.
-        bits: number of bits per element, 8 or 4.
+        code: format of the packed elements.
 
     Returns:
         a float32 tensor, 1-dimensional.
     """
     end = -(-elements // BLOCK) * SCALE_BYTES
     scales, codes = packed[:end].view(torch.float32), packed[end:]
-    if bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], 1)
-        signed = codes.view(torch.int8) - 8
+    if code.bits == 4:
+        multiples = torch.stack([codes & 15, codes >> 4], 1).view(torch.int8) - 8
     else:
-        signed = codes.view(torch.int8)
-    return (signed.view(-1, BLOCK) * scales[:, None]).view(-1)[:elements]
+        multiples = codes.view(code.dtype).float()
+    return (multiples.view(-1, BLOCK) * scales[:, None]).view(-1)[:elements]
 
 
 def weighted(packed: torch.Tensor, weight: float | None) -> torch.Tensor:
@@ -73,21 +93,21 @@ def weighted(packed: torch.Tensor, weight: float | None) -> torch.Tensor:
 
 
 def mean(
-    gathered: torch.Tensor, elements: int, bits: int, ranks: int, *, weighted: bool = False
+    gathered: torch.Tensor, elements: int, code: CodeFormat, ranks: int, *, weighted: bool = False
 ) -> torch.Tensor:
     """Return the float32 mean of the ranks' values. All ranks sum in rank order and get the same bits.
 
     Args:
         gathered: uint8, the ranks' results of `weighted`, one after the other.
         elements: number of values of a rank.
-        bits: number of bits per element, 8 or 4.
+        code: format of the packed elements.
         ranks: number of ranks.
         weighted: whether the results contain weights. If all are 0, the mean is 0.
 
     Raises:
         Invalid: only some of the results contain a weight.
     """
-    size = packed_bytes(elements, bits)
+    size = packed_bytes(elements, code)
     if len(gathered) != ranks * (size + (WEIGHT_BYTES if weighted else 0)):
         raise Invalid(
             "only some workers report tokens, so islands can't be weighted: pass tokens= to step() on all workers,"
@@ -97,10 +117,10 @@ def mean(
     total = torch.zeros(elements, dtype=torch.float32, device=gathered.device)
     if not weighted:
         for row in rows:
-            total += unpack(row, elements, bits)
+            total += unpack(row, elements, code)
         return total.div_(ranks)
     # Copied, because a row need not be aligned to 8 bytes.
     weights = [float(row[size:].clone().view(torch.float64)) for row in rows]
     for row, weight in zip(rows, weights, strict=True):
-        total += unpack(row[:size], elements, bits) * (weight / (sum(weights) or 1.0))
+        total += unpack(row[:size], elements, code) * (weight / (sum(weights) or 1.0))
     return total

@@ -193,7 +193,7 @@ def run_streaming(rank: int, size: int, dtype: Any) -> tuple[list[torch.Tensor],
     return [each.detach().clone() for each in made.outer], made.merged, made.bytes_sent
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, "int4"])
 def test_streamed_outer_parameters_are_bitwise_equal(pair, dtype):
     (first, merged, _), (second, _, _) = pair.run(run_streaming, dtype)
     assert merged == [3, 3, 3]

@@ -108,7 +108,7 @@ def quantized(dtype="int4", steps=0, **options):
     return diloco, inner
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, "int4"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "int4"])
 def test_quantized_changes_plus_residuals_are_the_true_changes(dtype):
     diloco, inner = quantized(dtype, outer_optimizer=None)
     diloco.outer_optimizer = torch.optim.SGD(diloco.outer, lr=1.0)
@@ -125,7 +125,9 @@ def test_quantized_changes_plus_residuals_are_the_true_changes(dtype):
     assert torch.cat(diloco._residuals).any()
 
 
-@pytest.mark.parametrize(("dtype", "share"), [(torch.int8, 0.52), ("int4", 0.27)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.int8, 0.52), (torch.float8_e4m3fn, 0.52), ("int4", 0.27)]
+)
 def test_quantized_bytes_are_a_share_of_those_of_bfloat16(dtype, share):
     sizes = {}
     for each in (dtype, torch.bfloat16):
