@@ -72,6 +72,27 @@ def test_a_kill_from_outside_at_any_moment(job):
     History(training).check(steps=400)
 
 
+@pytest.mark.nightly
+def test_kills_and_joins_when_few_commits_copy_then_leave_no_trace_in_the_losses(job):
+    """The steps since the newest copy are repeated after a kill, and none at a planned change."""
+    training = started(
+        job,
+        3,
+        f"--commit-budget 0.5 {RETURN}",
+        STEPS="240",
+        OPTIMIZER="Adam",
+        DIE="slot=0,step=90,place=backward;slot=2,step=150,place=forward",
+        HOLD="120:size=3;200:size=3",
+    )
+    training.succeed()
+    history = History(training)
+    history.check(steps=240, optimizer="Adam")
+    copied = {each["step"] for each in history.all("save")}
+    assert 240 in copied and len(copied) < 200, "few of the calls of commit() made a copy"
+    entered = [each["step"] for entries in history.enters().values() for each in entries[:1]]
+    assert entered == sorted(entered) and {0, *entered} <= {0, *copied}
+
+
 @pytest.mark.parametrize(
     ("flags", "full"),
     [pytest.param(STAY_AWAY, 0, marks=pytest.mark.nightly), (RETURN, 3)],
