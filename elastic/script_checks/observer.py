@@ -39,6 +39,7 @@ from elastic.script_checks.mistakes import (
     UsedLoader,
     UsedPart,
 )
+from elastic.sharding import fsdp2
 from elastic.state.handled_state import HandledState
 from elastic.state.handlers.data_parallel import as_written
 from elastic.state.state import ObjectState, State, has_custom_sync
@@ -195,7 +196,7 @@ class ScriptObserver:
             id(parameter)
             for each in self._state.handled()
             if isinstance(as_written(each), torch.nn.Module)
-            for parameter in as_written(each).parameters()
+            for parameter in fsdp2.parameters(as_written(each))
         }
 
         def trained(optimizer: torch.optim.Optimizer) -> Trained:

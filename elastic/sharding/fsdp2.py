@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ def sharded_params(model: nn.Module) -> dict[str, Any]:
             path = paths[id(info.module)]
             found[f"{path}.{info.param_name}" if path else info.param_name] = param
     return found
+
+
+def parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a model that an optimizer may train, with the sharded ones of fully sharded modules.
+
+    A forward pass can leave the parameters of a module gathered. ``model.parameters()`` then yields other tensors.
+    """
+    yield from model.parameters()
+    yield from (param.sharded_param for param in sharded_params(model).values())
 
 
 def groups(model: nn.Module) -> list[Any]:

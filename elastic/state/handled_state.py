@@ -187,7 +187,7 @@ class HandledState(_OfThisProcess, ObjectState):
         optimizers = [
             each for each in self._of_kind(ShardedOptimizerHandler) if each not in divided
         ]
-        ours = {id(each) for model in models for each in model.model.parameters()}
+        ours = {id(each) for model in models for each in fsdp2.parameters(model.model)}
         for each in optimizers:
             sharded = filter(fsdp2.is_sharded, each.parameters())
             if not all(id(parameter) in ours for parameter in sharded):
@@ -247,7 +247,7 @@ class HandledState(_OfThisProcess, ObjectState):
             model.check_parameters()
         if self._of_kind(FullyShardedHandler):
             modules = [value for value in self._referred() if isinstance(value, torch.nn.Module)]
-            known = {id(parameter) for module in modules for parameter in module.parameters()}
+            known = {id(parameter) for module in modules for parameter in fsdp2.parameters(module)}
             for stepped in self._of_kind(OptimizerStateHandler):
                 for group in stepped.value.param_groups:
                     for parameter in group["params"]:

@@ -10,6 +10,7 @@ import torch
 
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
+from elastic.sharding import fsdp2
 
 
 def names_of(values: Mapping[str, Any]) -> dict[int, str]:
@@ -34,7 +35,7 @@ def check_trained(
         names: names of parameters that are or were in models of the state, by their ids.
     """
     models = [value for value in values if isinstance(value, torch.nn.Module)]
-    known = {id(each) for model in models for each in model.parameters()}
+    known = {id(each) for model in models for each in fsdp2.parameters(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:

@@ -45,7 +45,7 @@ RIGHT = [
     *("plain", "every 100th step", "once per epoch", "DDP", "two models", "everything"),
     *("ElasticSampler in the state", "elastic loader in the state", "evaluation loader"),
     *("no loader", "own place", "own state", "accumulation"),
-    *("loss reduced too", "gradients reduced by hand"),
+    *("loss reduced too", "gradients reduced by hand", "fully sharded"),
 ]
 
 
@@ -74,6 +74,11 @@ hvd.init()
 model = torch.nn.Linear(4, 1)
 second = torch.nn.Linear(4, 1)
 bare = torch.nn.Parameter(torch.zeros(1))
+if CASE == "fully sharded":
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group()
+    fully_shard(model)
 trained = [*model.parameters()]
 trained += [*second.parameters()] if CASE in ("second model", "two models") else []
 trained += [bare] if CASE == "bare parameter" else []
@@ -82,7 +87,7 @@ network: torch.nn.Module = model
 if CASE == "DDP":
     torch.distributed.init_process_group()
     network = DistributedDataParallel(model)
-elif not CASE.startswith("plain optimizer") and CASE != "gradients reduced by hand":
+elif not CASE.startswith(("plain optimizer", "gradients reduced by hand", "fully sharded")):
     passes = 2 if CASE == "accumulation" else 1
     optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=passes)
 other = torch.optim.SGD(second.parameters(), lr=0.01)
@@ -133,6 +138,9 @@ def train(state):
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 hvd.allreduce_(parameter.grad)
+        if CASE == "fully sharded":
+            with torch.no_grad():
+                network(x)  # leaves the parameters gathered
         if scaler is None:
             optimizer.step()
         else:
