@@ -12,23 +12,23 @@ RANK_0, MIDDLE, LAST = "rank 0", "middle", "last"
 JOINER, TWO, ALL_BUT_ONE = "joiner", "two at once", "all but one"
 AGENT, DRIVER = "agent", "driver"
 VICTIMS = {
-    RANK_0: "the victim is the member with rank 0, which sends the state to joining workers",
-    MIDDLE: "the victim is the member with rank 2 of 4",
-    LAST: "the victim is the member with rank 3 of 4",
+    RANK_0: "the victim is rank 0, which sends the state to joining workers",
+    MIDDLE: "the victim is rank 2 of 4",
+    LAST: "the victim is rank 3 of 4",
     JOINER: "the victim is a worker that has just been started in a free slot",
-    TWO: "ranks 0 and 2 are the victims, at the same moment",
-    ALL_BUT_ONE: "ranks 0, 1 and 2 are the victims, at the same moment",
+    TWO: "the faults hit ranks 0 and 2 at the same time",
+    ALL_BUT_ONE: "the faults hit ranks 0, 1 and 2 at the same time",
     AGENT: "the victim is the agent of the host",
-    DRIVER: "the victim is the process elasticrun",
+    DRIVER: "the victim is the `elasticrun` process",
 }
 
 KILL, TERM, STOP, SEGV, EXIT = "SIGKILL", "SIGTERM", "SIGSTOP, SIGCONT", "SIGSEGV", "os._exit"
 RAISE, GIL, SHUT, DROP = "user exception", "GIL held", "sockets shut", "packets dropped"
 SLOW, DISK, MEMORY = "10 x slow", "disk full", "out of memory"
 FAULTS = {
-    KILL: "The process is killed, as by the kernel's out-of-memory killer.",
-    TERM: "The process is asked to leave.",
-    STOP: "The process is stopped, and continued after 1.5 s unless it is fenced.",
+    KILL: "The process is killed with SIGKILL, the signal of the kernel's out-of-memory killer.",
+    TERM: "The process receives SIGTERM, which requests a clean exit.",
+    STOP: "The process is stopped. It is continued after 1.5 s unless the driver has fenced it.",
     SEGV: "The process reads address 0, so the kernel kills it.",
     EXIT: "The process exits immediately with code 7.",
     RAISE: "The script raises a RuntimeError.",
@@ -37,8 +37,8 @@ FAULTS = {
         "All connections of the process to other workers are shut down. With ELASTIC_NATIVE=0, reductions use"
         " these connections."
     ),
-    DROP: "nftables permanently drops every packet to and from the sockets of the process.",
-    SLOW: "The phase takes 0.4 s once, ten times as long as a step.",
+    DROP: "A rule of nftables permanently drops every packet to and from the sockets of the process.",
+    SLOW: "The phase is delayed once by 0.4 s, ten times the duration of a step.",
     DISK: "A write fails with ENOSPC.",
     MEMORY: "An allocation fails because of RLIMIT_AS.",
 }
@@ -83,9 +83,9 @@ MEANINGS = {
     RENDEZVOUS: "The worker has reported that it is ready, and waits for the next world.",
     FORWARD: "The worker runs the forward pass.",
     BUCKET: "The worker runs a backward pass and fills the second gradient bucket.",
-    STEP: "Gradients are averaged, but parameters are not changed yet.",
-    BEFORE_COMMIT: "The step is complete, but not committed.",
-    SNAPSHOT: "Half of a commit is saved.",
+    STEP: "The worker has averaged the gradients, but has not updated the parameters.",
+    BEFORE_COMMIT: "The worker has completed the step, but has not committed it.",
+    SNAPSHOT: "The worker has copied half of the state for a commit.",
     COPY: "A joining worker has received the header of the state, but not its tensors.",
     RESET: "The world has changed, and the worker runs a reset callback.",
     EVALUATION: "The worker runs a forward pass without gradients.",
@@ -94,10 +94,10 @@ MEANINGS = {
     SHARES: (
         "All shares are written. The background thread of rank 0 has written the index, but not the manifest."
     ),
-    MANIFEST: "The manifest is written, but no process has been notified.",
+    MANIFEST: "The manifest is written, but no process has received the notification of the new checkpoint.",
     RESUME: "All members were killed, and rank 0 of the new workers starts to read the newest checkpoint.",
     CHANGE: (
-        "Rank 1 (or 3) leaves as after a preemption notice, and all members wait or stop at a safepoint."
+        "Rank 1 (or 3) leaves, as after a preemption notice. All members wait or stop at a safepoint."
     ),
     STANDBY: (
         "A standby replaces rank 3, and has received the header of the state, but not its tensors."
@@ -106,13 +106,13 @@ MEANINGS = {
     SHARD_COPY: (
         "The state is sharded (FSDP2). A commit has begun, and this rank's shard is not copied yet."
     ),
-    SHARD_MIRROR: "The shard is copied, but not mirrored on other ranks.",
-    SHARD_SEAL: "The shard is mirrored, but it is not known yet whether all shards are mirrored.",
+    SHARD_MIRROR: "The worker has copied its shard, but no other rank has received the mirror copy.",
+    SHARD_SEAL: "The shard is mirrored, but the worker does not know yet whether all shards are mirrored.",
     SHARD_TRAVEL: (
-        "Rank 1 was killed (or a worker joins), and the rows of the new shards have arrived."
+        "Rank 1 was killed or a worker joined, and the rank has received the rows of its new shard."
     ),
     SHARD_PLACING: (
-        "The rows of the new shards have been copied to the parameters and the optimizer."
+        "The rank has copied the rows of its new shard to the parameters and the optimizer."
     ),
 }
 IN_BACKGROUND = (WRITING, SHARES, MANIFEST)  # not in the thread that trains
@@ -141,13 +141,13 @@ def impossible(cell: Cell) -> str:
     """Return why a cell is not possible; empty if it is."""
     victim, fault, phase = cell.victim, cell.fault, cell.phase
     if victim == AGENT:
-        return "the agent of this machine is part of the driver's process, which the section on the driver covers"
+        return "the agent of this machine runs in the driver's process, which the section on the driver covers"
     if victim == DRIVER:
         return _impossible_for_driver(fault)
     if phase == COPY and victim in (MIDDLE, LAST, ALL_BUT_ONE):
-        return "only rank 0, which sends the state, and the joiner take part in the copy"
+        return "only rank 0, which sends the state, and the joining worker take part in the copy"
     if phase == RESET and victim == JOINER:
-        return "the world of a joining worker has not changed, so its callbacks are not called"
+        return "no world of a joining worker has changed, so its reset callbacks are not called"
     if phase == BEFORE_INIT and fault in (SHUT, DROP):
         return "a worker has no connection before init()"
     if fault == SHUT and phase in (RENDEZVOUS, RESET):
@@ -161,17 +161,15 @@ def _impossible_phase(victim: str, fault: str, phase: str) -> str:
     if phase == RESUME and victim != RANK_0:
         return "only rank 0 reads the file and sends its content to the other ranks, as in the phase `state copy`"
     if phase == CHANGE and victim == JOINER:
-        return "a joiner has no safepoint to wait at"
+        return "a joining worker does not wait at a safepoint"
     if phase == CHANGE and fault == SHUT:
         return "the world ends at this safepoint, so its connections are not used again"
     if phase in (STANDBY, PREPARED) and victim != JOINER:
-        return "only a joiner has this phase"
+        return "only a joining worker runs this phase"
     if phase in (*COMMITS_SHARDS, *MOVES_SHARDS) and victim == LAST:
-        return (
-            "shards are alike on all ranks except rank 0, so the victim `middle` covers this case"
-        )
+        return "all ranks except rank 0 handle their shards in the same way, so the victim `middle` covers this case"
     if phase in MOVES_SHARDS and victim == ALL_BUT_ONE:
-        return "rank 1 is lost earlier, so the victims `two at once` cover this case"
+        return "rank 1 is killed before this phase, so the victims `two at once` cover this case"
     if phase == PREPARED and fault in (SHUT, DROP):
         return "a worker has no connection before init()"
     return ""
@@ -185,5 +183,5 @@ def _impossible_for_driver(fault: str) -> str:
     if fault == MEMORY:
         return "the driver holds no tensors, and the kernel's out-of-memory killer sends SIGKILL"
     if fault in (SHUT, DROP):
-        return "the connections of the driver stay on its own machine, so only the worker's side can fail"
+        return "the connections of the driver are local to its machine, so only the worker's end can fail"
     return ""

@@ -53,11 +53,12 @@ ENDS = {
     ExpectedEnd.RECOVERS: "The victims are lost. The other workers resume from the last commit, and new workers fill"
     " the free slots.",
     ExpectedEnd.LEAVES: "The victims leave at a commit with exit code 0, and no step is repeated.",
-    ExpectedEnd.JOB_ENDS: "The job ends with exit code 1 and the traceback.",
+    ExpectedEnd.JOB_ENDS: "The job ends with exit code 1 and prints the traceback.",
     ExpectedEnd.STOPS: "The driver stops its workers and exits.",
     ExpectedEnd.ALL_GONE: f"No process of the job is left {GONE_S:g} s after the fault.",
-    ExpectedEnd.SUCCEEDS: "Training had ended, and the job succeeds.",
-    ExpectedEnd.FAILS: "Training had ended. No other worker is affected, and the exit code of the job is 1.",
+    ExpectedEnd.SUCCEEDS: "The fault occurs after the end of training, and the job succeeds.",
+    ExpectedEnd.FAILS: "The fault occurs after the end of training. It does not affect other workers, but the exit"
+    " code of the job is 1.",
 }
 LONGEST = 10  # the most cells of a job whose order is free
 LAST_OF_ITS_JOB = (

@@ -13,22 +13,27 @@ from stress.fault_matrix.expectations import ENDS, Result
 HEAD = """\
 # Fault matrix
 
-Find out what a job does when a process fails at a given moment. `make matrix` writes this page from the latest result
-of each cell, so do not edit it. Each cell is a real job of 4 workers that commits after every step. A failpoint injects
-the fault into the victim, in exactly that phase (see `elastic/failpoints`). A cell passes if four conditions are met:
+Use this page to look up how a job reacts when a process fails at a given point of training. Each cell of the tables is
+a real job of 4 workers that commits after every step. A failpoint injects the fault into the victim in the phase of the
+row (see `elastic/failpoints`). A cell passes if all of these conditions are met:
 
 - The job ends as the rule of the cell requires (`tests/stress/fault_matrix/expectations.py`).
 - The parameters of all workers are equal at every commit.
 - Every sample of an epoch is trained once.
-- No process is left, and the journal satisfies every invariant of `chaos/invariants/invariants.py`.
+- No process is left running.
+- The journal satisfies every invariant in `chaos/invariants/invariants.py`.
 
-The phases of shards use another script, which trains a small FSDP2 model with one copy (`copies=1`) on one host. The
-script commits checksums of the gathered parameters, which are compared instead of replicas, and counts the samples
-itself. `python -m tests.stress matrix --sharded --jobs 2` ran these cells on 2026-11-28, with torch 2.13 (CPU), on a
-virtual machine with 2 cores, both busy with other work. Processes were forked from a process that had imported torch.
-
-A number in a cell is the time in milliseconds from the fault until all survivors trained again, including detection.
+The number in a cell is the time in milliseconds from the fault until all survivors trained again, including detection.
 The timeouts of these jobs are short (`--lease 0.5 --idle-timeout 2`).
+
+The phases whose names start with *shard* run another script, which trains a small FSDP2 model with one copy
+(`copies=1`) on one host. This script commits checksums of the gathered parameters, and the test compares the checksums
+instead of replicas. The script also counts the samples itself.
+
+`python -m tests.stress matrix --sharded --jobs 2` ran the shard phases on 2026-11-28, with torch 2.13 (CPU), on a
+virtual machine with 2 cores and other load. Worker processes were forked from a process that had imported torch.
+
+`make matrix` writes this page from the latest result of each cell. Do not edit it.
 """
 
 
@@ -46,8 +51,8 @@ def page(
     parts = [
         HEAD,
         f"{passed} of {len(possible)} cells passed, {len(failed)} failed, {len(missing)} not run."
-        f" {len(cells) - len(possible)} cells are not applicable, for the reasons at the"
-        f" end of this page.{_dates(results[c] for c in possible if c in results)}\n",
+        f" {len(cells) - len(possible)} cells are not applicable; the last section lists the"
+        f" reasons.{_dates(results[c] for c in possible if c in results)}\n",
         "## Outcomes\n",
         _list({end.value: text for end, text in ENDS.items()}),
         "## Faults\n",
