@@ -20,18 +20,21 @@ INDEX = ROOT / "docs" / "scenarios.md"
 INTRODUCTION = """\
 # Scenarios
 
-Read what the driver and the workers do when a worker dies, joins, freezes or gets stuck. Each scenario shows the full
-output of the code. Lines that begin with `>` are events. Indented lines are the actions of the driver, or of the
-worker, with the seconds since the start. `h:2` is the first worker in slot 2 of host h, and `h:2#2` is the second one.
+Look up how the driver and the workers react when a worker dies, joins, freezes or gets stuck. Each scenario links to a
+file with the full sequence of events and actions, which the code itself has written.
 
-The scenarios are also tests: `pytest tests/unit/driver/membership/test_scenarios.py` runs each one and compares the
-output, and `--rewrite-scenarios` updates the scenarios and this page to the current code. Review the diff.
+In these files, lines that begin with `>` are events. Indented lines are the actions of the driver or the worker, with
+the seconds since the start. `h:2` is the first worker in slot 2 of host h, and `h:2#2` is the second worker in the same
+slot.
+
+The scenarios are also tests. `pytest tests/unit/driver/membership/test_scenarios.py` runs each scenario and compares
+the output. `--rewrite-scenarios` updates the scenarios and this page to the current code. Review the diff.
 
 ```
  started ─► init() ─► ready ─► generation 1 ─► elastic.run ─► generation 2: training ─────────────► returned
                         ▲                                        │ a worker is lost    │ a worker joins or leaves
                         │                                        ▼                     ▼
-                        └─────────── from the last commit ── generation is over    all stop at one check
+                        └─────────── from the last commit ── generation is over    all stop at one safepoint
 ```
 """
 
