@@ -97,7 +97,7 @@ def register(current: Callable[[], Context]) -> None:
 
 
 def current() -> Context:
-    """Return the runtime. Raises NotInitialized."""
+    """Return the runtime. Raises NotInitialized before ``init()``."""
     if _current is None:
         raise NotInitialized(NOT_INITIALIZED)
     return _current()

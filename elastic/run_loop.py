@@ -311,7 +311,7 @@ def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
 
 
 def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -> None:
-    """Wait for a world and send the state to its members that lack it. Raises PeerLost.
+    """Wait for a world and send the state to its members that lack it. Raise PeerLost if a rank was lost.
 
     Args:
         rt: the runtime.

@@ -92,7 +92,7 @@ class UnavailableModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if known else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Raise ImportError."""
+        """Raise ImportError, with the replacement of the Horovod module ``spec.name``."""
         name = spec.name.partition(".")[2]
         raise refuse(name, INTERNALS[name])
 

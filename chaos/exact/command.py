@@ -136,7 +136,11 @@ def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
 
 
 def _check_steps(story: JobProgress, driver: int, now: float) -> None:
-    """End the job at its first commit if its steps cannot be compared with those of another run. Raises Invalid."""
+    """End the job at its first commit if its steps cannot be compared with those of another run.
+
+    Raises:
+        Invalid: the state of the job contains no `elastic.Shards`.
+    """
     if story.no_steps:
         raise Invalid(
             "the state of the job has no elastic.Shards, so the two runs can't be compared: add it to the"

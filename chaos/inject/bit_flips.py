@@ -57,8 +57,13 @@ class BitFlips:
         new.rename(self._rules)
 
     def spoil(self) -> CorruptedFile | None:
-        """Flip a bit in a file of the newest complete checkpoint. Return None if no complete checkpoint exists.
-        Raises OSError.
+        """Flip a random bit in a random file of the newest complete checkpoint.
+
+        Returns:
+            The checkpoint and the corrupted file, or None if no complete checkpoint exists.
+
+        Raises:
+            OSError: the checkpoint folder cannot be read, or the file cannot be read or written.
         """
         for name in reversed(catalog.names(self._checkpoints)):
             found = catalog.entry(self._checkpoints, name).manifest
@@ -75,7 +80,11 @@ class BitFlips:
         return None
 
     def verdict(self, spoilt: CorruptedFile) -> str:
-        """Return whether the corruption of the checkpoint was detected, as a sentence. Raises OSError."""
+        """Return whether the corruption of the checkpoint was detected, as a sentence.
+
+        Raises:
+            OSError: the checkpoint cannot be read for another reason than the corruption.
+        """
         name = spoilt.checkpoint
         try:
             found = catalog.read(self._checkpoints, name)

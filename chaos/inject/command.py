@@ -125,7 +125,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Return the plan from the file or the flags, always with a seed. Raises Invalid."""
+    """Return the plan from the file or the flags, always with a seed.
+
+    Raises:
+        Invalid: the flags contradict each other, a value is out of range, or the plan file is unreadable or invalid.
+    """
     flags = {
         "--mean-time-between-faults": options.mean_time_between_faults,
         "--faults": options.faults,
@@ -185,11 +189,14 @@ def _chance_of(options: argparse.Namespace) -> Chance:
 
 
 def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
-    """Return the command with a journal, checked like elasticrun does. Raises Invalid.
+    """Return the command with a journal, checked like elasticrun does.
 
     Args:
-        folder: folder for the journal if the command does not specify one. None means a new folder, created when
-            the job runs.
+        folder: folder for the journal if the command does not specify one. None means a new folder, created when the
+            job runs.
+
+    Raises:
+        Invalid: the command contains no elasticrun, one of its options is invalid, or the job is not elastic.
     """
     at = next((i for i, word in enumerate(command) if Path(word).name in PROGRAMS), None)
     if at is None:

@@ -101,8 +101,14 @@ def _end(text: str) -> End:
 
 
 def close_connections(pid: int, peers: Iterable[int]) -> int:
-    """Close the connections between a process and other processes of this machine. Return their number. Raises
-    OSError."""
+    """Close the TCP connections between a process and other processes of this machine.
+
+    Returns:
+        The number of closed connections.
+
+    Raises:
+        OSError: the sockets of ``pid`` cannot be read, or ``ss`` is missing.
+    """
     theirs = {socket.own for peer in peers for socket in _sockets_or_none(peer)}
     closed = 0
     for socket in sockets_of(pid):

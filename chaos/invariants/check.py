@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if all invariants hold, 1 if an invariant is broken or could not be checked. Raises Invalid."""
+    """Return 0 if all invariants hold, 1 if an invariant is broken or could not be checked.
+
+    Raises:
+        Invalid: ``--samples`` is less than 1, or a journal cannot be read.
+    """
     if options.samples is not None and options.samples < 1:
         raise Invalid(
             f"--samples is {options.samples}: pass a number of at least 1, or omit --samples"

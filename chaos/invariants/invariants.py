@@ -147,7 +147,11 @@ class Invariants:
         self._term = writer.term
 
     def resumed(self, writer: Writer, line: int | None = None) -> None:
-        """Record that another driver continues the journal. Raises BrokenInvariant."""
+        """Record that another driver continues the journal.
+
+        Raises:
+            BrokenInvariant: the term of ``writer`` is not greater than that of the previous driver.
+        """
         self.job.line, self.job.event = line or self.job.line + 1, None
         what = f"a driver of term {writer.term} follows one of term {self._term}"
         self.job.must(writer.term > self._term, "ONE DRIVER", what)
@@ -156,7 +160,7 @@ class Invariants:
     def saw(
         self, at: float, event: Event, actions: Iterable[Action], line: int | None = None
     ) -> None:
-        """Check one entry of the journal. Raises BrokenInvariant.
+        """Check one entry of the journal. Raise BrokenInvariant if an invariant does not hold after it.
 
         Args:
             at: time of the event, in seconds.
@@ -193,7 +197,8 @@ class Invariants:
         )
 
     def finish(self, *, ended: bool = True) -> None:
-        """Check the end of the journal. Raises BrokenInvariant.
+        """Check the end of the journal. Raise BrokenInvariant if the job did not end or did not train every sample
+        once.
 
         Args:
             ended: whether the job should have ended. If so, it is a violation that it has not.

@@ -193,7 +193,11 @@ class Simulation:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Run until the job and all its processes have ended. Raises Violation."""
+        """Run until the job and all its processes have ended.
+
+        Raises:
+            Violation: an invariant is broken, or the job or one of its processes has not ended in time.
+        """
         try:
             self.clock.run(self.faults_s + LIVENESS_S, over=self._over)
             end = self.driver.end

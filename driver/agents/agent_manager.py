@@ -113,7 +113,7 @@ class AgentManager:
         heard: Callable[[Worker, Any], None],
         gone: Callable[[Worker, bool], None],
     ) -> Address:
-        """Start to serve agents. Raises OSError."""
+        """Start to serve agents. Raises OSError if the address cannot be bound."""
         self._heard, self._gone = heard, gone
         return await self._server.open(
             interface,

@@ -76,7 +76,12 @@ async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> i
 
 
 def read_bootstrap(line: bytes) -> Bootstrap:
-    """Parse the configuration line. Raises Invalid. The error quotes nothing of the line, which contains a secret."""
+    """Parse the configuration line.
+
+    Raises:
+        Invalid: the line is not a configuration of this release, has no secret, or names no driver. The message quotes
+            nothing of the line, which contains the secret.
+    """
     try:
         bootstrap = msgspec.json.decode(line, type=Bootstrap)
         secret = bytes.fromhex(bootstrap.secret)
@@ -96,7 +101,11 @@ def read_bootstrap(line: bytes) -> Bootstrap:
 
 
 def check(bootstrap: Bootstrap) -> None:
-    """Validate the configuration before READY is written. Raises Invalid."""
+    """Validate the configuration before READY is written.
+
+    Raises:
+        Invalid: an interface, a driver address or a TLS file is invalid.
+    """
     from elastic.driver.network.choose_address import check_wanted
 
     check_wanted(bootstrap.interfaces)

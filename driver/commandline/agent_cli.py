@@ -90,7 +90,11 @@ class AgentOptions(Options):
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run ``elasticrun agent`` or ``elasticrun secret``, and return the exit code. Raises Invalid."""
+    """Run ``elasticrun agent`` or ``elasticrun secret``, and return the exit code.
+
+    Raises:
+        Invalid: a flag is invalid.
+    """
     name, *rest = arguments
     return _secret(rest) if name == "secret" else _agent(rest, environ)
 
@@ -149,7 +153,11 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootstrap:
-    """Return the configuration of an agent that is started by hand. Raises Invalid."""
+    """Return the configuration of an agent that is started by hand.
+
+    Raises:
+        Invalid: ``--job``, the secret or the driver's address is missing, or a value is invalid.
+    """
     etcd = etcd_access(options, environ)
     if options.job_name is None:
         raise Invalid("--job is missing: pass the driver's --job")

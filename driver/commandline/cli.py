@@ -192,7 +192,12 @@ def _called() -> str:
 
 
 def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
-    """Run the job and return its exit code, or return 0 if the job has already finished. Raises Invalid, OSError."""
+    """Run the job and return its exit code, or return 0 if the job has already finished.
+
+    Raises:
+        Invalid: an option of the job is invalid.
+        OSError: the driver cannot bind an address or write one of its files.
+    """
     same = same_command_of(options, environ)
     found = None if same is None else finished_before(same, options)
     if same is not None and found is not None:
@@ -226,7 +231,13 @@ async def _run(job: Job) -> Outcome:
 
 
 def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """Return the options from command line, configuration file and environment. Raises Invalid."""
+    """Return the options from command line, configuration file and environment.
+
+    The command line takes precedence over the file, and the file over the environment.
+
+    Raises:
+        Invalid: a value is invalid. The message names the flag, the file or the variable.
+    """
     options = flags.parse(arguments)
     words = [
         (f"{flag}={environ[name]}", f"environment variable {name}")
@@ -283,7 +294,8 @@ def make_job(
         cores: cores that the workers share (default: those of this process).
         provider: engine that supplies the hosts, if any.
 
-    Raises Invalid, and then removes the files that it has created.
+    Raises:
+        Invalid: an option is invalid. The files that were created are removed.
     """
     traces = StartCleanup()
     with traces.removed_on_error():
@@ -417,7 +429,9 @@ def _checked_job(
 
 
 def _report(path: str | None) -> str | None:
-    """Check the path of the report and return it. Raises Invalid."""
+    """Return the absolute path of the report. Raises Invalid if it cannot be written or belongs to a file of another
+    kind.
+    """
     place = _writable_place("--report", path)
     if place is not None:
         from elastic.driver.monitoring.explain.run_report import BEGINNING, check_replaceable
@@ -427,15 +441,17 @@ def _report(path: str | None) -> str | None:
 
 
 def _preemption(options: Options) -> str:
-    """Return the source of preemption notices. Raises Invalid."""
+    """Return the source of preemption notices. Raises Invalid if it is not a known source and not a command."""
     wanted = _given(options.preemption, watch.AUTO)
     watch.check(wanted)
     return wanted
 
 
 def _preload(options: Options, *, elastic: bool) -> str:
-    """Return the value of ``--preload``. It is empty for a job of a fixed size, which restarts no worker. Raises
-    Invalid.
+    """Return the value of ``--preload``. It is empty for a job of a fixed size, which restarts no worker.
+
+    Raises:
+        Invalid: a word is not a module name, or the number of processes is out of range.
     """
     wanted = _given(options.preload, prepared_processes.AUTO if elastic else prepared_processes.OFF)
     try:
@@ -630,7 +646,11 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
 
 
 def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dict[str, int] | None:
-    """Return the fixed list of hosts, or None if hosts are discovered. Raises Invalid."""
+    """Return the number of slots of each host, or None if hosts are discovered.
+
+    Raises:
+        Invalid: several sources of hosts were given, a host entry is invalid, or this machine has too few cores.
+    """
     sources = {
         "-H": options.hosts,
         "--hostfile": options.hostfile,

@@ -70,7 +70,7 @@ class EtcdClient:
         self._rpc = self._members.rpc
 
     async def open(self) -> None:
-        """Check that etcd is available and permits access. Raises Invalid, with a remedy, within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid within 5 seconds if not."""
         await self._members.open()
 
     async def close(self) -> None:

@@ -67,7 +67,7 @@ class Endpoints:
         self._pulse_task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Check that etcd is available and permits access. Raises Invalid, with a remedy, within 5 seconds."""
+        """Check that etcd is available and permits access. Raises Invalid within 5 seconds if not."""
         deadline = self._now() + OPEN_S - 0.5
         while True:
             troubles: dict[str, str] = {}

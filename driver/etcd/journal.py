@@ -70,7 +70,11 @@ class EtcdArchive:
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None. Waits until etcd is available. Raises Invalid."""
+        """Return the job to resume, or None. Waits until etcd is available.
+
+        Raises:
+            Invalid: the journal is corrupted.
+        """
         listing = await self._etcd.get_prefix(self._folder, within_s=None)
         kept = {key.removeprefix(self._folder): item.value for key, item in listing.items.items()}
         beginning = kept.pop("header", None)

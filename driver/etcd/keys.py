@@ -97,7 +97,7 @@ def leader_of(record: LeaderRecord | None) -> LeaderAddress | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split ``host:port``. An IPv6 address is in brackets. Raises Invalid."""
+    """Split ``host:port``. An IPv6 address is in brackets. Raises Invalid if the text is not an address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise Invalid(f"{address!r} is not an address: pass host:port")

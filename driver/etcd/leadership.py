@@ -81,7 +81,7 @@ class Leadership:
         return self.term
 
     async def announce(self, address: str) -> None:
-        """Publish this driver's address, ``host:port``. Raises LeadershipLost."""
+        """Publish this driver's address, ``host:port``. Raises LeadershipLost if another driver leads the job."""
         host, port = split_address(address)
         self._record = LeaderRecord(self.term, host, port)
         await self._sit(anew=True)

@@ -299,7 +299,7 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
 
 
 async def serve_page(job: Job, job_io: JobIO) -> None:
-    """Serve the live page if requested, and log its link once. Raises Invalid."""
+    """Serve the live page if requested, and log its link once. Raises Invalid if its address cannot be bound."""
     if job.dashboard is None:
         await job_io.page.serve(None, job_io.line)
         return

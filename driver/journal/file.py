@@ -136,8 +136,10 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """Make the file readable only for this user. Opening does not change the mode of an existing file. Raises
-        Invalid.
+        """Make the file readable only for this user, since opening does not change the mode of an existing file.
+
+        Raises:
+            Invalid: the mode cannot be changed.
         """
         try:
             os.fchmod(self.fd, 0o600)

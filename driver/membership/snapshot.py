@@ -169,7 +169,11 @@ _decode = msgspec.json.Decoder(_Snapshot).decode
 
 
 def take_snapshot(membership: Membership) -> bytes:
-    """Return the whole state of a membership between two events. Raises SnapshotError."""
+    """Return the whole state of a membership between two events.
+
+    Raises:
+        SnapshotError: the state contains an object of an unknown type.
+    """
     with _nothing_collected():
         return _encode(_Taking(membership).snapshot)
 

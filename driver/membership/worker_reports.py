@@ -32,7 +32,11 @@ class WorkerReports(Part):
         self.frozen = frozen
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a worker's report about itself. Return False for other events. Raises IllegalEvent."""
+        """Handle a worker's report about itself. Return False for other events.
+
+        Raises:
+            IllegalEvent: the event is not possible in the current state, which indicates a bug.
+        """
         match event:
             case events.WorkerConnected():
                 self.connected(event)

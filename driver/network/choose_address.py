@@ -59,7 +59,7 @@ def check_wanted(wanted: Iterable[str]) -> None:
 def choose_bind(
     wanted: Sequence[str], own: Sequence[InterfaceAddress], *, local: str, several: bool = False
 ) -> str:
-    """Return the numeric address on which the workers of this host listen. Raises Invalid.
+    """Return the numeric address on which the workers of this host listen.
 
     Args:
         wanted: value of --network-interface.
@@ -69,6 +69,9 @@ def choose_bind(
         several: whether other machines are known to take part. If so, loopback is excluded, even if the driver is
             reached over loopback through a tunnel. Otherwise, a driver that is reached over loopback means that all
             hosts are on one machine.
+
+    Raises:
+        Invalid: this machine has no address that ``wanted`` selects, or only addresses that other hosts cannot reach.
     """
     family = ipaddress.ip_address(bare(local)).version
     if wanted:
@@ -162,7 +165,11 @@ def _version(address: str) -> int:
 
 
 def _network(name: str) -> _Network | None:
-    """Parse a network such as ``10.0.0.0/8``. Return None for the name of an interface. Raises Invalid."""
+    """Parse a network such as ``10.0.0.0/8``. Return None for the name of an interface.
+
+    Raises:
+        Invalid: the text is neither of them.
+    """
     try:
         if "%" not in name:
             return ipaddress.ip_network(name, strict=False)

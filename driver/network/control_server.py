@@ -130,7 +130,11 @@ class ControlServer(Generic[Who]):
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
-        """Bind an address before `open` listens on it, so that the address can be announced. Raises OSError."""
+        """Bind an address before `open` listens on it, so that the address can be announced.
+
+        Raises:
+            OSError: the address is in use, or does not belong to this machine.
+        """
         if self._listening is None:
             self._listening = _bound(interface, port)
         bound: tuple[str, int] = self._listening.getsockname()[:2]
@@ -146,11 +150,12 @@ class ControlServer(Generic[Who]):
         expected: Callable[[Who], bool],
         accepted: Callable[[Who], None] = lambda who: None,
     ) -> Address:
-        """Listen on an address, and return it. All callbacks are called in the event loop's thread. Raises OSError.
+        """Listen on an address, and return it. All callbacks are called in the event loop's thread. Raise OSError if
+        the address cannot be bound.
 
         Args:
             interface: numeric address.
-            port: port. 0 lets the system choose one.
+            port: port number. 0 lets the system choose one.
             heard: called with each message of a caller.
             gone: called once when a caller's connection ends, with the caller and whether it was silent.
             expected: called with a caller. Returns whether it may connect.

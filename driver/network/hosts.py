@@ -48,7 +48,14 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int] | None:
-    """Parse a line of a hostfile or of a script's output. Return None for blank lines and comments. Raises Invalid."""
+    """Parse a line of a hostfile or of a script's output.
+
+    Returns:
+        Host and number of slots, or None for blank lines and comments.
+
+    Raises:
+        Invalid: the line is malformed, or its number of slots is less than ``slots_min``.
+    """
     text = line.partition("#")[0].strip()
     if not text:
         return None
@@ -64,7 +71,11 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
-    """Parse a list such as ``"localhost:2,127.0.0.2:2"`` to the slots of each host, in order. Raises Invalid."""
+    """Parse a list such as ``"localhost:2,127.0.0.2:2"`` to the slots of each host, in order.
+
+    Raises:
+        Invalid: an entry is malformed, or a host is listed twice.
+    """
     hosts: dict[str, int] = {}
     try:
         for entry in text.split(","):

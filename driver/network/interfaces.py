@@ -43,7 +43,11 @@ def own_addresses() -> list[InterfaceAddress]:
 
 
 def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None = None) -> str:
-    """Return the address that driver and workers use in a job that runs on this machine only. Raises Invalid."""
+    """Return the address that driver and workers use in a job that runs on this machine only.
+
+    Raises:
+        Invalid: none of the ``wanted`` interfaces and networks belongs to this machine.
+    """
     if not wanted:
         return "127.0.0.1"
     return wanted_address(wanted, own_addresses() if own is None else own)
@@ -76,7 +80,7 @@ async def listen_address(
     resolve: Callable[[str, int, float], Awaitable[Found]] = resolved,
     route: Callable[[str], str | None] = route_to,
 ) -> str:
-    """Return the address on which the driver of a job listens. Raises Invalid.
+    """Return the address on which the driver of a job listens.
 
     The default is the local address of the route to the first of ``towards`` that is another machine. If this machine
     cannot resolve any of the names, which may be aliases known only to ssh, the default is the address with a route to
@@ -90,6 +94,9 @@ async def listen_address(
         own: addresses of this machine (default: read from the system).
         resolve: resolves a name.
         route: returns this machine's address on the route to an address, as `route_to`.
+
+    Raises:
+        Invalid: this machine has no address that ``wanted`` selects, or no route to another host.
     """
     if not towards and (wanted or not grows):
         return alone_address(wanted, own)

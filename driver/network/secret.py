@@ -23,7 +23,11 @@ _HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """Read the job's secret from ``file`` or the environment. Return None if neither contains it. Raises Invalid."""
+    """Read the job's secret from ``file`` or the environment. Return None if neither contains it.
+
+    Raises:
+        Invalid: the file cannot be read, the secret is malformed or too short, or two environment variables set it.
+    """
     if file is not None:
         return _read(file, "--secret-file")
     named, given = environ.get(FILE_VARIABLE), environ.get(VARIABLE)

@@ -50,7 +50,8 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
     imports.
 
     Statements before an import may affect it, so the search stops at the first statement that is not an import, and at
-    the first import of a module of the script's own package or folder (``own``). Raises SyntaxError.
+    the first import of a module of the script's own package or folder (``own``). Raises SyntaxError if ``source`` is
+    not valid Python.
     """
     names: list[str] = []
     for number, node in enumerate(ast.parse(source).body):
@@ -92,7 +93,7 @@ def sources(script: str) -> list[Path]:
 def script_imports(script: str, folder: str) -> list[str]:
     """Return the modules that the source files of a script import before any other statement.
 
-    Raises OSError, SyntaxError, ValueError.
+    Raises OSError if a file or the folder cannot be read, and SyntaxError or ValueError if a file is not valid Python.
     """
     own = {path.stem for path in Path(folder).iterdir()}
     own |= {script.removeprefix(MODULE).partition(".")[0]}

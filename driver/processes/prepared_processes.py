@@ -88,10 +88,13 @@ class _Kept:
 
 
 def read(wanted: str) -> tuple[list[str], int]:
-    """Parse the value of ``--preload``, for example ``auto,transformers,2``, to modules and the number of processes
-    (default: 1).
+    """Parse the value of ``--preload``, for example ``auto,transformers,2``.
 
-    The number is 0 for an empty text or ``off``. Raises ValueError.
+    Returns:
+        The modules and the number of processes (default: 1). The number is 0 for an empty text or ``off``.
+
+    Raises:
+        ValueError: a word is not a module name, or the number is out of range or given twice.
     """
     words = [word.strip() for word in wanted.split(",") if word.strip()]
     if words in ([], [OFF]):

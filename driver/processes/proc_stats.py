@@ -55,7 +55,11 @@ class ProcSample:
 
 
 def parse_stat(text: bytes) -> Stat:
-    """Parse a line of /proc/PID/stat. The command name in parentheses may contain anything. Raises ValueError."""
+    """Parse a line of /proc/PID/stat. The command name in parentheses may contain anything.
+
+    Raises:
+        ValueError: the line has too few fields.
+    """
     fields = text.rpartition(b")")[2].split()
     if len(fields) < 15:
         raise ValueError(f"{text[:80]!r} is not a line of /proc/PID/stat")

@@ -114,5 +114,5 @@ class UsageMeter:
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of those of the given processes that are running. Raises OSError."""
+        """Return the usage of those of the given processes that are running. Raises OSError if /proc cannot be read."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

@@ -20,7 +20,11 @@ class Actors(Protocol):
     """Operations on actors. Handles of actors are opaque. Ray's errors are passed on."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
-        """Create an AgentActor on this node and no other. Returns before the actor runs. Raises Taken."""
+        """Create an AgentActor on this node and no other. Returns before the actor runs.
+
+        Raises:
+            Taken: a live actor already has this name.
+        """
 
     def find(self, name: str) -> Any:
         """Return the live actor with this name, or None if the actor does not exist."""

@@ -77,7 +77,7 @@ class ClusterRequest:
     per_bundle: int = 1
 
     def __post_init__(self) -> None:
-        """Validate the values. Raises Invalid."""
+        """Raise Invalid if the number of workers or the resources of a worker are out of range."""
         if self.most < 1:
             raise Invalid(f"the number of workers is {self.most}: pass at least 1")
         for name, amount in self.resources.items():

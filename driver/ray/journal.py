@@ -78,7 +78,9 @@ class RayArchive:
     async def past(self) -> RecoveredJob | None:
         """Return the job to resume, or None. Waits until Ray answers.
 
-        Raises Invalid, and LeadershipLost if another driver has taken a turn meanwhile.
+        Raises:
+            Invalid: the journal is corrupted.
+            LeadershipLost: another driver has taken a turn meanwhile.
         """
         self._turn = self._turn or await self._take()
         writers = await self._writers()

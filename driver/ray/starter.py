@@ -145,7 +145,11 @@ class RayStarter:
         return len({rank for held in self._held.values() for rank in held.ranks})
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call the persistent worker of this rank, and return its answer. Raises CallFailed."""
+        """Call the persistent worker of this rank, and return its pickled answer.
+
+        Raises:
+            CallFailed: no worker has this rank, the worker exited, or it did not answer within ``timeout_s`` seconds.
+        """
         held = self._with(rank)
         if held is None:
             await self.present()

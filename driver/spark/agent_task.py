@@ -71,7 +71,12 @@ class AgentTask:
         return iter(())
 
     def _hold(self, context: Any, tasks: list[str]) -> None:
-        """Run the agent of these tasks until it ends. Raises AgentEnded, OSError, SubprocessError."""
+        """Run the agent of these tasks until it ends.
+
+        Raises:
+            AgentEnded: the agent exited with an error.
+            OSError, SubprocessError: the agent could not be started.
+        """
         lists = [gpus for _, gpus in map(json.loads, tasks)]
         gpus = None if lists[0] is None else [address for each in lists for address in each]
         host = host_of(socket.gethostname(), _executor(), context.taskAttemptId())

@@ -39,7 +39,7 @@ class Seeds(Enum):
 
 @dataclass(frozen=True)
 class LoaderArguments:
-    """Checked arguments of a `DataLoader`. Raises Invalid."""
+    """The checked arguments of a `DataLoader`. Raises Invalid if a value is out of range or two arguments conflict."""
 
     dataset: Any
     batch_size: int | None = 1

@@ -370,7 +370,11 @@ class DataLoader:
             self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
 
     def _next_of(self, number: int) -> World:
-        """Check, before each batch, that this pass can continue. Return the current world. Raises Invalid."""
+        """Return the current world. Called before each batch.
+
+        Raises:
+            Invalid: a second iteration over the same loader has started.
+        """
         if number != self._passes:
             raise Invalid(
                 "a second iteration over this loader started, so the first iteration can't continue: create a"

@@ -33,10 +33,9 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplePartition:
-    """Division of an epoch into steps of ``batch`` samples, and of each step into ``parts`` (ranks or shards). Raises
-    Invalid.
+    """Division of an epoch into steps of ``batch`` samples, and of each step into ``parts`` (ranks or shards).
 
-    With ``drop_last``, the epoch ends when less than a whole step is left.
+    With ``drop_last``, the epoch ends when less than a whole step is left. Raises Invalid if a number is less than 1.
     """
 
     parts: int

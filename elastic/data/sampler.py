@@ -27,7 +27,7 @@ class ElasticSampler(Sampler[int]):
     `elastic.data.DataLoader` needs no repeats and no ``record_batch``.
 
     Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and put
-    the sampler in the state. ``dataset`` needs a length of at least 1. Raises Invalid.
+    the sampler in the state. Raises Invalid if ``dataset`` is empty or has no length.
 
     Attributes, as in Horovod: ``dataset``, ``shuffle``, ``seed``, ``epoch``, ``num_replicas``, ``rank``,
     ``remaining_indices`` (unfinished samples, in order), ``num_samples`` (of this rank, repeats included),
@@ -80,9 +80,16 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that every rank has finished a batch of ``batch_size`` samples of its own. Raises Invalid.
+        """Record that every rank has finished a batch of ``batch_size`` samples of its own.
 
         The last batch of a partition may be smaller than the loader's batch size. Pass either of these sizes.
+
+        Args:
+            batch_idx: ignored, kept for scripts written for Horovod.
+            batch_size: number of samples in the batch of one rank.
+
+        Raises:
+            Invalid: ``batch_size`` is less than 1.
         """
         size = operator.index(batch_size)
         if size <= 0:

@@ -286,7 +286,7 @@ class Shards:
             listener.shard_begins(own[self._done - 1], self._done == len(own))
 
     def end_step(self) -> None:
-        """Wait until every rank has the gradients and buffers of the whole step. Raises PeerLost."""
+        """Wait until every rank has the gradients and buffers of the whole step. Raises PeerLost if a rank was lost."""
         step = self._under_way()
         if not self._computed:
             self._end_own()

@@ -45,7 +45,7 @@ class StepListener(Protocol):
     def shard_ends(self, shard: int) -> None: ...
 
     def step_ends(self) -> None:
-        """Finish the step after all shards of this rank. Raises PeerLost."""
+        """Finish the step after all shards of this rank. Raises PeerLost if a rank was lost."""
 
     def step_abandoned(self) -> None:
         """Discard the step that was not completed."""

@@ -354,7 +354,7 @@ class Verifier:
         raise AssertionError("unreachable")
 
     def _exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Return the rows of all ranks. Collective. Raises PeerLost."""
+        """Gather one row of integers from each rank. Collective. Raises PeerLost if a rank was lost."""
         runtime = lifecycle.current()
         own = torch.tensor(row, dtype=torch.int64, device="cpu")
         assert self._step is not None

@@ -75,7 +75,7 @@ class Rule:
 
 
 def parse(text: str) -> list[Rule]:
-    """Parse the rules in a text. Raises Invalid."""
+    """Parse rules, which are separated by ``;`` or line breaks. Raises Invalid if a rule is malformed."""
     lines = text.replace("\n", ";").split(";")
     return [_rule(line) for line in lines if line.strip()]
 

@@ -27,9 +27,13 @@ from elastic.state.state import ObjectState
 def broadcast_variables(
     variables: Any, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite Keras's variables with those of rank ``root_rank``. Raises ValueError, PeerLost.
+    """Overwrite Keras's variables with those of rank ``root_rank``.
 
     See `elastic.api.broadcasting.broadcast_parameters`.
+
+    Raises:
+        ValueError: ``root_rank`` is not a rank of the process set.
+        PeerLost: a rank was lost.
     """
     variables = list(variables)
     made = broadcasting.broadcast_copies(map(arrays.value_of, variables), root_rank, process_set)
@@ -46,7 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         local_variables: one or several variables of the model that are not broadcast.
 
-    Raises Invalid (a ValueError) if one is not a variable.
+    Raises Invalid (a ValueError) if one of them is not a variable.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:

@@ -38,7 +38,7 @@ def carried(call: bytes) -> dict[str, str]:
 
 
 def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call. Raises Invalid."""
+    """Pickle a call with cloudpickle. Raises Invalid if an argument has the wrong type or cannot be pickled."""
     if not callable(fn):
         raise Invalid(f"the function is a {type(fn).__name__}: pass a function")
     if not isinstance(args, list | tuple):

@@ -180,7 +180,9 @@ class Engine:
     # ---- driving ---------------------------------------------------------------------------------------------------
 
     def complete(self, pending: Pending) -> None:
-        """Wait until the collective is decided. Raises CollectiveFailed."""
+        """Wait until the coordinator has decided on the collective. Raises CollectiveFailed if a rank of the engine was
+        lost.
+        """
         self.drive(lambda: pending.decided, time.monotonic() + BLOCKED_S)
         if not pending.decided:
             self._log_wait(pending)
@@ -213,8 +215,13 @@ class Engine:
             time.sleep(0.0005)
 
     def drive(self, done: Callable[[], bool], until: float | None = None) -> None:
-        """Exchange messages and start collectives until ``done()`` returns True, or until the time ``until`` of
-        `time.monotonic`. Raises CollectiveFailed.
+        """Exchange messages and start collectives until ``done()`` returns True.
+
+        Args:
+            until: time of `time.monotonic`, in seconds, at which to return anyway. None means no limit.
+
+        Raises:
+            CollectiveFailed: the engine has failed, now or in an earlier call.
         """
 
         def over() -> bool:

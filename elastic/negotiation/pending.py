@@ -205,8 +205,13 @@ class Pending:
         return self._engine is None or self._engine.failed
 
     def wait(self) -> None:
-        """Wait until the collective has run. Raises CollectiveFailed, TensorMismatch, or the exception raised at its
-        start."""
+        """Wait until the collective has run.
+
+        Raises:
+            CollectiveFailed: a rank was lost, or the engine was aborted.
+            TensorMismatch: the ranks submitted different tensors under this name.
+            Exception: whatever the backend raised when it started the collective.
+        """
         if not self.decided:
             assert self._engine is not None
             self._engine.complete(self)

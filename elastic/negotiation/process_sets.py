@@ -186,7 +186,11 @@ def _called(entry: SetEntry) -> str:
 
 
 def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
-    """Check ``init(process_sets=...)``: return the sets, and whether more may be added. Raises Invalid."""
+    """Return the sets of ``init(process_sets=...)``, and whether more may be added later.
+
+    Raises:
+        Invalid: the argument is not "dynamic", None or a list of ProcessSet objects.
+    """
     if process_sets is None:
         return [], False
     if isinstance(process_sets, str):
@@ -210,7 +214,12 @@ def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
 
 
 def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
-    """Register the sets of ``init()`` that are not registered yet, on all ranks. Raises Invalid, PeerLost."""
+    """Register the sets of ``init()`` that are not registered yet, on all ranks.
+
+    Raises:
+        Invalid: a set contains a rank outside the world, or the ranks passed different sets.
+        PeerLost: a rank was lost.
+    """
     global _dynamic
     rt = context.current()
     _dynamic = _dynamic or dynamic or rt.env.dynamic_process_sets

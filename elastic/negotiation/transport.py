@@ -68,7 +68,16 @@ def encode_rules(rules: ControllerSettings) -> bytes:
 
 
 def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> ControllerSettings:
-    """Fetch rank 0's rules. Rank 0 need not have called a collective yet. Raises CollectiveFailed."""
+    """Fetch rank 0's negotiation settings. Rank 0 need not have called a collective yet.
+
+    Args:
+        store: store of the world.
+        rank: this worker's rank.
+        timeout_s: deadline in seconds. None means the store's own timeout.
+
+    Raises:
+        CollectiveFailed: rank 0 did not respond in time, or sent invalid settings.
+    """
     try:
         return msgspec.msgpack.decode(store.fetch(KEY, rank, timeout_s)[0], type=ControllerSettings)
     except (msgspec.MsgspecError, IndexError) as error:

@@ -83,7 +83,7 @@ def DistributedOptimizer(
     ``shards`` it is complete when the loop over them ends.
 
     All ranks pass the same parameters in the same order. The first step of a world checks this and raises StateMismatch
-    on a difference. Raises Invalid (a ValueError) for bad arguments, NotInitialized before ``init()``.
+    on a difference. Raises Invalid (a ValueError) if an argument is invalid, and NotInitialized before ``init()``.
 
     Example::
 

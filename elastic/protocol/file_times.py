@@ -19,7 +19,11 @@ def process_began_at() -> float:
 
 
 def changed_since(path: str, began_at: float) -> bool:
-    """Return whether the file may have changed since ``began_at``, in seconds since 1970. Raises OSError."""
+    """Return whether the file may have changed since ``began_at``, in seconds since 1970.
+
+    Raises:
+        OSError: the file does not exist or cannot be accessed.
+    """
     found = os.stat(path)
     whole_seconds = found.st_mtime_ns % 1_000_000_000 == 0
     return found.st_mtime + (COARSE_S if whole_seconds else 0.0) >= began_at

@@ -36,7 +36,12 @@ class Report:
 
 
 def packed(metrics: Mapping[str, Any]) -> bytes:
-    """Encode metrics. Raises TypeError, naming the key, for an unsupported value, and Invalid if they are too large."""
+    """Encode metrics.
+
+    Raises:
+        TypeError: a value has an unsupported type. The message names its key.
+        Invalid: the encoded metrics are too large.
+    """
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"report() got a {_name(metrics)}: pass a dict, as in report({{'loss': 0.1}})"

@@ -11,11 +11,11 @@ _VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "o
 
 
 def switch(env: Mapping[str, str], name: str, default: bool = False, words: str = "1 or 0") -> bool:
-    """Return the value of a variable. Raises Invalid.
+    """Return the value of an environment variable that is on or off. Raise Invalid for any other value.
 
     Args:
         default: value if the variable is unset or empty.
-        words: its values, for the error.
+        words: the allowed values, as the error lists them.
     """
     text = env.get(name, "").strip().lower()
     value = _VALUES.get(text) if text else default
@@ -25,7 +25,7 @@ def switch(env: Mapping[str, str], name: str, default: bool = False, words: str 
 
 
 def digests(env: Mapping[str, str]) -> bool:
-    """Return whether workers report digests of their commits. Raises Invalid."""
+    """Return whether workers report digests of their commits. Raises Invalid if ELASTIC_DIGESTS has another value."""
     if env.get("ELASTIC_DIGESTS") == TENSORS:
         return True
     return switch(env, "ELASTIC_DIGESTS", words=f"1, 0 or {TENSORS}")

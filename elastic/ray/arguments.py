@@ -54,7 +54,11 @@ def wanted(
     num_hosts: int | None = None,
     placement_timeout: float = PLACEMENT_S,
 ) -> WorkerRequest:
-    """Check the arguments that determine the workers. Raises Invalid."""
+    """Return the checked request for workers.
+
+    Raises:
+        Invalid: an argument is out of range or contradicts another argument.
+    """
     counts = {"num_workers": num_workers, "min_workers": min_workers, "max_workers": max_workers}
     for name, count in counts.items():
         if count is not None and (
@@ -101,7 +105,11 @@ def wanted(
 
 
 def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, float]:
-    """Return the resources per worker: by default one CPU, and with ``use_gpu`` one GPU. Raises Invalid."""
+    """Return the resources per worker: by default one CPU, and with ``use_gpu`` one GPU.
+
+    Raises:
+        Invalid: a name or an amount is invalid, or the GPUs contradict ``use_gpu``.
+    """
     if not isinstance(use_gpu, bool):
         raise Invalid(f"use_gpu is {use_gpu!r}: pass True or False")
     if given is not None and not isinstance(given, Mapping):

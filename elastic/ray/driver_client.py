@@ -93,7 +93,11 @@ class DriverClient:
         on_output: OnOutput | None = None,
         on_report: OnReport | None = None,
     ) -> DriverClient:
-        """Create the driver actor, and return a client for it. Raises Invalid."""
+        """Create the driver actor, and return a client for it.
+
+        Raises:
+            Invalid: a job with this name already exists.
+        """
         name = detached or uuid.uuid4().hex[:12]
         if detached is not None and find_actor(detached) is not None:
             raise Invalid(

@@ -198,7 +198,12 @@ class Executor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Reserve the resources, and start the workers unless the executor is elastic. Raises Invalid, JobFailed."""
+        """Reserve the resources, and start the workers unless the executor is elastic.
+
+        Raises:
+            Invalid: the executor was already started, or the cluster cannot provide the resources.
+            JobFailed: a worker failed while it started.
+        """
         if self._follower is not None:
             raise Invalid("this executor was already started: call shutdown() first")
         if executable_cls is not None and self._wanted.elastic:
@@ -224,7 +229,14 @@ class Executor:
             raise
 
     def _prepared(self) -> tuple[Any, dict[str, str]]:
-        """Connect to Ray. Return the module that uses it, and the workers' environment. Raises Invalid."""
+        """Connect to Ray.
+
+        Returns:
+            The module that uses Ray, and the workers' environment.
+
+        Raises:
+            Invalid: Ray is not installed, or a name or value of the environment is invalid.
+        """
         driver_client = _following()
         environ = driver_client.environ_of(self._env)
         driver_client.connect()

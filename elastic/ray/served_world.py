@@ -94,7 +94,12 @@ class ServedRuntime(WorkerRuntime):
     # ---- the next world, in the thread that makes the calls ------------------------------------------------------
 
     def regroup(self) -> None:
-        """Form a new world with all other ranks. Raises DriverLost, JobOver."""
+        """Form a new world with all other ranks.
+
+        Raises:
+            DriverLost: the worker lost its connection to the driver.
+            JobOver: the job has failed.
+        """
         with self._served.lock:
             to_meet = self._regroupings.begin()
         if to_meet:
@@ -113,7 +118,13 @@ class ServedRuntime(WorkerRuntime):
             raise CollectiveFailed(CALLED_OFF)
 
     def _meet(self) -> None:
-        """Form a new world of all ranks. Raises DriverLost, JobOver, CollectiveFailed."""
+        """Form a new world of all ranks.
+
+        Raises:
+            DriverLost: the worker lost its connection to the driver.
+            JobOver: the job has failed.
+            CollectiveFailed: a rank was lost while the world formed.
+        """
         regroupings, session = self._regroupings, self._served
         with session.lock:
             regroupings.meet()

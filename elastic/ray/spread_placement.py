@@ -14,7 +14,10 @@ from elastic.ray.arguments import WorkerRequest
 
 
 def spread(wanted: WorkerRequest) -> WorkerRequest:
-    """Reserve the placement group. This may wait for other jobs. `give_back` removes the group. Raises Invalid."""
+    """Reserve a placement group, and return the request that uses it. `give_back` removes the group.
+
+    This call may wait for other jobs. Raises Invalid if the workers of a host need a fraction of a GPU in total.
+    """
     assert wanted.hosts is not None
     each = wanted.np // wanted.hosts
     bundle = {name: amount * each for name, amount in wanted.resources.items()}

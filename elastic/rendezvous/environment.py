@@ -175,7 +175,7 @@ def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def digests(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether workers report digests of their commits. Raises Invalid."""
+    """Return whether workers report digests of their commits. Raises Invalid if ELASTIC_DIGESTS has another value."""
     return switches.digests(os.environ if environ is None else environ)
 
 

@@ -132,8 +132,7 @@ def arrive(
     mine: Address | None,
     timeout_s: float,
 ) -> tuple[Place, Address]:
-    """Return this rank's place and the address of the next world's store, once all ranks have arrived. Raises
-    CollectiveFailed.
+    """Return this rank's place and the address of the next world's store, once all ranks have arrived.
 
     Args:
         store: store of the rendezvous.
@@ -142,6 +141,9 @@ def arrive(
         local_rank: local rank that the launcher assigned, or None if unknown.
         mine: address at which this rank would serve the store.
         timeout_s: time limit, in seconds.
+
+    Raises:
+        CollectiveFailed: a rank did not arrive within ``timeout_s``, or the store does not respond.
     """
     arrival = msgspec.msgpack.encode(Arrival(socket.gethostname(), local_rank, mine))
     blobs = store.exchange("arrivals", rank, size, arrival, timeout_s)
@@ -291,10 +293,10 @@ def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
 
 
 def numeric(host: str) -> str:
-    """Resolve a host to a numeric address.
+    """Resolve MASTER_ADDR to a numeric address.
 
-    If this host resolves its own name to a loopback address, as on Debian, returns its address in the network, which
-    other hosts can reach. Raises Invalid.
+    If this host resolves its own name to a loopback address, as on Debian, return its address in the network, which
+    other hosts can reach. Raises Invalid if ``host`` cannot be resolved.
     """
     try:
         rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -68,7 +68,15 @@ class StoreListener:
 
 
 def listen(host: str, port: int = 0) -> StoreListener:
-    """Bind to this interface only. ``host`` is a numeric address; port 0 means any free port. Raises OSError."""
+    """Listen on one interface only.
+
+    Args:
+        host: numeric address of the interface.
+        port: port number. 0 lets the system choose one.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
     sock = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -181,7 +189,9 @@ class Store:
             call.close()
 
     def awaited(self, timeout_s: float | None = None) -> list[str]:
-        """Return the keys of exchanges in which ranks are waiting now. Raises CollectiveFailed."""
+        """Return the keys of exchanges in which ranks are waiting now. Raises CollectiveFailed if the store does not
+        respond.
+        """
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
@@ -194,8 +204,10 @@ class Store:
         self._provided[key] = make
 
     def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
-        """Return the value that rank 0 provides under this key. Does not wait for other ranks. Raises
-        CollectiveFailed.
+        """Return the value that rank 0 provides under this key. Does not wait for other ranks.
+
+        Raises:
+            CollectiveFailed: rank 0 did not respond within ``timeout_s`` seconds.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         return self.exchange(key, rank, _FETCH, b"", limit_s)
@@ -203,12 +215,16 @@ class Store:
     def announce(self, key: str, rank: int, blob: bytes = b"") -> bytes:
         """Release all current and future listeners of this key, which receive ``blob``.
 
-        Returns the blob of the first announcement. Raises CollectiveFailed.
+        Returns the blob of the first announcement. Raises CollectiveFailed if the store does not respond.
         """
         return self.exchange(key, rank, _ANNOUNCE, blob)[0]
 
     def listen_to(self, key: str, rank: int, timeout_s: float) -> bytes:
-        """Block until a rank has announced this key, and return its blob. Raises CollectiveFailed, also on `abort`."""
+        """Block until a rank has announced this key, and return its blob.
+
+        Raises:
+            CollectiveFailed: no rank announced the key within ``timeout_s`` seconds, or `abort` was called.
+        """
         return self.exchange(key, rank, _LISTEN, b"", timeout_s)[0]
 
     def abort(self) -> None:

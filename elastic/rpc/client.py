@@ -109,7 +109,7 @@ class ControlClient:
         return message
 
     def messages(self) -> Iterator[Any]:
-        """Yield the complete messages that were read. Raises ProtocolError."""
+        """Yield the complete messages that were read. Raises ProtocolError if a message is malformed."""
         return self._wire.receive(b"")
 
     def read(self) -> None:

@@ -208,7 +208,7 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
 
 
 def checked_environ(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the additional environment variables after validation. Raises Invalid."""
+    """Return a copy of the additional environment variables. Raises Invalid if a name or a value is not allowed."""
     from elastic.ray.arguments import check_environ
 
     check_environ(given)

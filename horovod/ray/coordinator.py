@@ -48,7 +48,12 @@ class Coordinator:
         return found
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Return the variables for all workers: the address of rank 0 and a secret. Raises Invalid or JobFailed."""
+        """Return the variables for all workers: the address of rank 0 and a secret.
+
+        Raises:
+            Invalid: a rank is not registered.
+            JobFailed: the node of rank 0 did not report its address in time.
+        """
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

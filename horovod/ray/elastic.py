@@ -65,7 +65,9 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, Any] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        """Check the arguments. Raises ValueError."""
+        """Check the arguments. Raises ValueError if ``gpus_per_slot`` is set without ``use_gpu``, or the settings are
+        invalid.
+        """
         warnings.warn(
             "ElasticRayExecutor is deprecated; use RayExecutor(settings, min_workers=...)",
             DeprecationWarning,
@@ -91,7 +93,7 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Reserve resources. Raises PlacementTimeout."""
+        """Reserve resources. Raises PlacementTimeout if the cluster has no room for the workers in time."""
         self._executor.start(extra_env_vars=self._env_vars)
 
     def run(

@@ -16,7 +16,11 @@ class RayHostDiscovery:
     def __init__(
         self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
     ) -> None:
-        """Check the arguments. Raises Invalid (a ValueError)."""
+        """Check the arguments.
+
+        Raises:
+            Invalid: a worker needs no CPU and no GPU, or a number is negative. Invalid is a ValueError.
+        """
         self.use_gpu = use_gpu
         self.cpus_per_worker = cpus_per_worker
         self.gpus_per_worker = gpus_per_worker or 1

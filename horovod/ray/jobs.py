@@ -21,7 +21,7 @@ class _Job:
     """Base of both kinds: an executor, which checks its arguments, and the callbacks of the current call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Create the executor. Raises Invalid."""
+        """Create the executor. Raises Invalid if an argument is invalid."""
         self._arguments = arguments
         self._callbacks: Callbacks = ()
         self._executor = self._made(arguments)

@@ -69,11 +69,15 @@ class RayExecutor:
         cpus_per_slot: float | None = None,
         gpus_per_slot: float | None = None,
     ) -> None:
-        """Check the arguments. `start` starts the workers. Raises ValueError.
+        """Check the arguments. `start` starts the workers.
 
         Args:
             use_current_placement_group: if the caller runs in a placement group, as in a trial of Ray Tune, place the
-                workers in it. The last two arguments are old names of ``cpus_per_worker`` and ``gpus_per_worker``.
+                workers in it.
+            cpus_per_slot, gpus_per_slot: old names of ``cpus_per_worker`` and ``gpus_per_worker``.
+
+        Raises:
+            ValueError: the arguments describe no kind of job or more than one, or a value is out of range.
         """
         cpus_per_worker = renamed(
             "RayExecutor", "cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1
@@ -193,7 +197,7 @@ class RayExecutor:
 def _check_kind(
     num_workers: int | None, num_hosts: int | None, min_workers: int | None, max_workers: int | None
 ) -> None:
-    """Check that the arguments are valid for exactly one kind of job. Raises Invalid."""
+    """Raise Invalid unless the arguments describe exactly one kind of job."""
     if max_workers is not None and (min_workers is None or min_workers <= 0):
         raise Invalid(
             "`max_workers` provided without any positive `min_workers`: pass min_workers too, the smallest number"

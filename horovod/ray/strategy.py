@@ -18,7 +18,11 @@ class BaseStrategy:
         cpus_per_worker: float = 1,
         gpus_per_worker: float | None = None,
     ) -> None:
-        """Check the arguments. Raises ValueError."""
+        """Check the arguments.
+
+        Raises:
+            ValueError: ``gpus_per_worker`` is not positive, or is set without ``use_gpu``.
+        """
         if gpus_per_worker and not use_gpu:
             raise ValueError(
                 "gpus_per_worker is set, but use_gpu is False: pass use_gpu=True, or omit gpus_per_worker"
@@ -83,7 +87,7 @@ class ColocatedStrategy(BaseStrategy):
     """Exactly that many hosts with the same number of workers on each."""
 
     def __init__(self, *, num_hosts: int, num_workers_per_host: int, **resources: Any) -> None:
-        """Check the arguments. Raises ValueError."""
+        """Check the arguments. Raises ValueError if a number is less than 1, or the GPUs contradict ``use_gpu``."""
         super().__init__(**resources)
         for name, value in (
             ("num_hosts", num_hosts),

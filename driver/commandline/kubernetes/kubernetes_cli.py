@@ -94,7 +94,11 @@ def kubernetes_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``elasticrun k8s`` and return its exit code. For `run`, it is the exit code of the job. Raises Invalid."""
+    """Run ``elasticrun k8s`` and return its exit code. For `run`, it is the exit code of the job.
+
+    Raises:
+        Invalid: the verb, a flag or the name of the job is invalid, or no such job exists.
+    """
     made = kubernetes_parser()
     verb, rest = (arguments[0], [*arguments[1:]]) if arguments else ("-h", [])
     if verb != RUN and verb not in VERBS:
@@ -135,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def job_name(name: str) -> str:
-    """Return the name if it is valid as the name of a job. Raises Invalid."""
+    """Return the name. Raises Invalid if Kubernetes does not permit it as the name of a job."""
     if NAME.fullmatch(name) is None:
         raise Invalid(
             f"{name!r} is not a valid job name in Kubernetes: start with a letter a-z, followed by up to 44"
@@ -145,7 +149,7 @@ def job_name(name: str) -> str:
 
 
 def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, Any]:
-    """Return the Helm values for the chart. Raises Invalid."""
+    """Return the Helm values for the chart. Raises Invalid if a value is missing or invalid."""
     if options.image is None or options.workers is None or not command:
         raise Invalid(
             "run needs --image, --workers and a command, as in: elasticrun k8s run --image train:1.2 --workers 2:8"

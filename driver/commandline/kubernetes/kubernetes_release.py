@@ -247,7 +247,11 @@ class ChartRelease:
         return self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
 
     def _ours(self, found: Json) -> Json:
-        """Check that an object belongs to this chart, since other objects may have the same name. Raises Invalid."""
+        """Return the object.
+
+        Raises:
+            Invalid: the object belongs to another chart, since other objects may have the same name.
+        """
         if (found["metadata"].get("labels") or {}).get("app.kubernetes.io/name") != CHART.name:
             raise self._no_job()
         return found

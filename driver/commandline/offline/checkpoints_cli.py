@@ -90,7 +90,11 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``elasticrun checkpoints`` and return its exit code. Raises Invalid."""
+    """Run ``elasticrun checkpoints`` and return its exit code.
+
+    Raises:
+        Invalid: a flag is invalid, the folder does not exist, or a running job writes to a folder that is to be pruned.
+    """
     if arguments and arguments[0] == EXPORT:
         return _export(arguments[1:])
     options = CheckpointsOptions()
@@ -128,7 +132,8 @@ def main(arguments: Sequence[str]) -> int:
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
     """Verify the checksums of a checkpoint, and return its entry with the result.
 
-    If a running job removes the checkpoint meanwhile, it is reported as incomplete instead of damaged. Raises OSError.
+    If a running job removes the checkpoint meanwhile, it is reported as incomplete instead of damaged. Raises OSError
+    if the folder cannot be read.
     """
     trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
     if not trouble:

@@ -62,7 +62,11 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command and return its exit code. Raises Invalid."""
+    """Run ``elasticrun explain`` and return its exit code.
+
+    Raises:
+        Invalid: a flag is invalid, the journal cannot be read, or the page cannot be written.
+    """
     options = ExplainOptions()
     wanted = "pass one journal, as in: elasticrun explain job.journal"
     journal = parser().with_one(arguments, options, wanted)

@@ -11,7 +11,11 @@ from elastic.errors import Invalid
 
 
 def journal_of(word: str, environ: Mapping[str, str]) -> Path:
-    """Return the journal at this path, or the journal of the running job with this name. Raises Invalid."""
+    """Return the journal at this path, or the journal of the running job with this name.
+
+    Raises:
+        Invalid: the job has no journal, or the folder of running jobs is not accessible.
+    """
     if os.path.exists(word):
         return Path(word)
     for record in records(environ):

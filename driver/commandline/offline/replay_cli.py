@@ -91,7 +91,11 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command and return its exit code. Raises Invalid."""
+    """Run ``elasticrun replay`` and return its exit code.
+
+    Raises:
+        Invalid: a flag is invalid, the journal cannot be read, or the film cannot be written.
+    """
     options = ReplayOptions()
     wanted = "pass one journal, as in: elasticrun replay --speed 10 job.journal"
     journal = parser().with_one(arguments, options, wanted)

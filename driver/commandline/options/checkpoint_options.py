@@ -47,7 +47,7 @@ class CheckpointPlan:
 def checkpoint_plan(
     options: Options, *, elastic: bool, traces: StartCleanup | None = None
 ) -> CheckpointPlan:
-    """Evaluate the checkpoint flags, and check that the folder can be read and written. Raises Invalid.
+    """Evaluate the checkpoint flags, and check that the folder can be read and written. Raise Invalid if not.
 
     Args:
         options: options of the job.
@@ -109,7 +109,7 @@ _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
     """Return the identity of the command, by which an earlier finished job with the same command is found.
 
-    Return None if this cannot be determined, for example because the job uses other machines. Raises Invalid.
+    Return None if this cannot be determined, for example because the job uses other machines.
     """
     elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
     drivers = options.kubernetes or options.slurm or options.resume or options.standby

@@ -75,7 +75,9 @@ class SameCommand:
     folder: str
 
     def finished_before(self) -> Manifest | None:
-        """Return the last commit of the same job if it has finished. Raises OSError."""
+        """Return the last commit of the same job if it has finished. Raises OSError if the checkpoint folder cannot be
+        read.
+        """
         if self.files is None:
             return None
         found, returned = self._record(), finished_training.read_returned(self.storage)
@@ -90,7 +92,11 @@ class SameCommand:
         return self._newest(found.commit) if same else None
 
     def rerun_reason(self) -> RerunReason | None:
-        """Return the reason why a finished job runs again. Return None if no job has finished. Raises OSError."""
+        """Return the reason why a finished job runs again, or None if no job has finished.
+
+        Raises:
+            OSError: the checkpoint folder cannot be read.
+        """
         returned = finished_training.read_returned(self.storage)
         if self.files is None or returned is None or self._newest(returned.commit) is None:
             return None
@@ -111,7 +117,7 @@ class SameCommand:
     def has_finished(self, run: int) -> bool:
         """Record that the job of this run ended with exit code 0 and return whether this can be detected later.
 
-        Raises OSError.
+        Raises OSError if the checkpoint folder cannot be read or written.
         """
         returned = finished_training.read_returned(self.storage)
         if self.files is None or returned is None or returned.commit.run != run:

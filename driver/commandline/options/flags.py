@@ -652,7 +652,11 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse a command line without its program name. ``--help`` and ``--help-all`` exit. Raises Invalid."""
+    """Parse a command line without its program name. ``--help`` and ``--help-all`` exit.
+
+    Raises:
+        Invalid: a flag is unknown, or its value is missing or invalid.
+    """
     known = parser()
     own, command = known.split(arguments)
     options = Options()

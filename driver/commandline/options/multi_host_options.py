@@ -108,7 +108,11 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
 
 
 def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None:
-    """Return the selection of pods, or None if hosts are not pods. Raises Invalid."""
+    """Return the selection of pods, or None if hosts are not pods.
+
+    Raises:
+        Invalid: a Kubernetes flag was given without ``--kubernetes``, or no selector or job name was given.
+    """
     if not options.kubernetes:
         if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
             raise Invalid(
@@ -134,7 +138,11 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
 
 
 def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | None:
-    """Return endpoints and credentials of etcd, or None without etcd. Raises Invalid."""
+    """Return endpoints and credentials of etcd, or None without etcd.
+
+    Raises:
+        Invalid: an endpoint or a TLS file is invalid, a user has no password, or ``--etcd`` is missing.
+    """
     files = (options.etcd_cert, options.etcd_key, options.etcd_ca)
     if options.etcd is None:
         if options.etcd_user is not None or any(file is not None for file in files):
@@ -164,8 +172,9 @@ def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | No
 def tls_files(
     cert: str | None, key: str | None, ca: str | None, *, prefix: str = "--tls"
 ) -> TlsFiles | None:
-    """Return the paths of certificate, key and CA certificate, or None without TLS. For etcd, a CA certificate alone is
-    sufficient. Raises Invalid.
+    """Return the absolute paths of certificate, key and CA certificate, or None without TLS.
+
+    For etcd, a CA certificate alone is sufficient. Raises Invalid if one of the three is missing or cannot be used.
     """
     given = {f"{prefix}-cert": cert, f"{prefix}-key": key, f"{prefix}-ca": ca}
     missing = [flag for flag, path in given.items() if path is None]

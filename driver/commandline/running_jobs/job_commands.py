@@ -138,8 +138,10 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command on a running job. Return its exit code, which is 1 if the job refuses or cannot be reached. Raises
-    Invalid.
+    """Run a command on a running job. Return its exit code, which is 1 if the job refuses or cannot be reached.
+
+    Raises:
+        Invalid: an argument or a flag is invalid, or no job or several jobs match.
     """
     verb = VERBS[name]
     parser = command_parser(name)
@@ -182,7 +184,7 @@ def _is_job(word: str) -> bool:
 
 
 def found_job(arguments: Sequence[str], environ: Mapping[str, str]) -> JobAddress:
-    """Return the job that flags of ``status`` select. Raises Invalid."""
+    """Return the job that flags of ``status`` select. Raises Invalid if no running job matches, or several do."""
     options = CommandOptions()
     command_parser("status").parse_args(arguments, namespace=options)
     return _found(options.job_name or "", options, environ)

@@ -57,7 +57,11 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run ``elasticrun doctor`` and return its exit code, which is 1 if a check failed. Raises Invalid."""
+    """Run ``elasticrun doctor`` and return its exit code, which is 1 if a check failed.
+
+    Raises:
+        Invalid: a flag or an entry of ``-H`` is invalid.
+    """
     options = DoctorOptions()
     parser().parse_args(arguments, namespace=options)
     this_host = ThisHost()

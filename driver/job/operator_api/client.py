@@ -124,7 +124,11 @@ def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) 
 
 
 class JobClient:
-    """One authenticated connection of an operator to a driver. Raises JobUnreachable."""
+    """An authenticated connection of an operator to a driver.
+
+    Raises:
+        JobUnreachable: the driver does not respond, or it rejects the key.
+    """
 
     def __init__(self, job: JobAddress) -> None:
         self.job = job
@@ -151,7 +155,11 @@ class JobClient:
             raise _unreachable(job, f"refuses: {_worded(error)}", error, CONNECT_S) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
-        """Send a request of this kind to the driver, and return its answer. Raises JobUnreachable."""
+        """Send a request of this kind to the driver, and return its answer.
+
+        Raises:
+            JobUnreachable: the connection failed, or no answer arrived within `ANSWER_S` seconds.
+        """
         request: Request = kind(next(self._numbers), *arguments)
         try:
             self._client.send(encoded(request))

@@ -131,7 +131,7 @@ class OperatorService:
             self._log("warning", why)
 
     async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen on another address. Raises OSError."""
+        """Listen on another address, and return it. Raises OSError if it cannot be bound."""
         server: ControlServer[str] = ControlServer(
             secret=self.job.key, log=self._log, callers=OPERATORS, tls=tls
         )

@@ -83,7 +83,11 @@ def checked_folder(folder: Path) -> Path:
 
 
 def records(environ: Mapping[str, str]) -> list[JobRecord]:
-    """Return the records of running jobs, oldest first. Removes records of killed drivers. Raises Invalid."""
+    """Return the records of running jobs, oldest first. Removes records of killed drivers.
+
+    Raises:
+        Invalid: the folder of the records is not accessible or belongs to another user.
+    """
     folder = runtime_folder(environ)
     try:
         if not folder.exists():

@@ -229,8 +229,14 @@ class PageVisit(asyncio.Protocol):
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Connections wait until `PageServer.open` is called. Raises
-    Invalid.
+    """Return a socket that listens at the address. Connections wait until `PageServer.open` is called.
+
+    Args:
+        address: name or numeric address. Empty means all interfaces.
+        port: port number. 0 lets the system choose one.
+
+    Raises:
+        Invalid: the address cannot be bound.
     """
     try:
         family, kind, number, _, where = socket.getaddrinfo(

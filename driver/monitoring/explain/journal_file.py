@@ -60,7 +60,7 @@ class JournalReading:
 
 
 def read_journal(path: Path) -> JournalReading:
-    """Read a journal to its end. Raises Invalid."""
+    """Read a journal to its end. Raises Invalid if it cannot be read or is not a journal."""
     with JournalEntries(path) as found:
         for _ in found:
             pass
@@ -70,7 +70,8 @@ def read_journal(path: Path) -> JournalReading:
 class JournalEntries:
     """Iterator over the entries of a journal with their actions. Actions are recomputed if an archive omits them.
 
-    Must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first entry.
+    Must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first entry, if
+    the file cannot be read or is not a journal.
     """
 
     def __init__(self, path: Path) -> None:

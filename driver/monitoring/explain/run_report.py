@@ -52,10 +52,13 @@ class RunReport(ViewReader):
         self._reported.report(report.rank, report.metrics, report.at)
 
     def write(self) -> bool:
-        """Write the report page. Raises Invalid.
+        """Write the report page.
 
         Returns:
             False if there is nothing to report, because the start was refused. An earlier report is then kept.
+
+        Raises:
+            Invalid: the file exists and is not a report, or cannot be written.
         """
         if self._story.began is None:
             return False
@@ -86,7 +89,11 @@ def check_replaceable(file: Path, beginning: str) -> None:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a file atomically. Only an earlier file of the same kind is replaced. Raises Invalid."""
+    """Write a file atomically. Only an earlier file of the same kind is replaced.
+
+    Raises:
+        Invalid: the file exists and is of another kind, or cannot be written.
+    """
     check_replaceable(file, text[: len(BEGINNING)])
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:

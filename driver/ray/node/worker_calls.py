@@ -64,7 +64,7 @@ class WorkerCalls:
         self._serving: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Listen on the socket. Raises OSError."""
+        """Listen on the socket, which only this user can access. Raises OSError if it cannot be bound."""
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         os.chmod(self._path, 0o600)
 
@@ -77,10 +77,12 @@ class WorkerCalls:
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call a worker, and return its answer. Calls to the same worker run one after the other.
+        """Call a worker, and return its pickled answer. Calls to the same worker run one after the other.
 
-        A call that exceeds ``timeout_s`` seconds continues in the worker, and the next call waits for its end. Raises
-        CallFailed.
+        A call that exceeds ``timeout_s`` seconds continues in the worker, and the next call waits for its end.
+
+        Raises:
+            CallFailed: the call is too large, no worker of this rank runs here, or the worker did not respond in time.
         """
         if len(blob) > FRAME_LIMIT:
             raise CallFailed(
@@ -152,7 +154,7 @@ class WorkerCalls:
 
 
 def _rank_of(line: bytes) -> int:
-    """Parse the rank in the first line that a worker sends. Raises ValueError."""
+    """Parse the rank in the first line that a worker sends. Raises ValueError if the line has no valid rank."""
     hello = json.loads(line)
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:

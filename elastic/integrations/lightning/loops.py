@@ -114,7 +114,11 @@ class ElasticFitLoop(Trained):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def setup_data(self) -> None:
-        """Set up data as Lightning does, but with a loader whose position belongs to the job. Raises Invalid."""
+        """Set up data as Lightning does, but with a loader whose position belongs to the job.
+
+        Raises:
+            Invalid: the trainer reloads its dataloaders, uses ``dataloader_iter``, or has several train dataloaders.
+        """
         if self._combined_loader is not None:
             return
         trainer = self.trainer

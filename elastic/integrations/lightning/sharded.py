@@ -66,7 +66,11 @@ class ShardedSteps:
         loop.automatic_optimization = made
 
     def loader_of(self, dataloader: Any, order: Mapping[str, Any]) -> DataLoader:
-        """Return a loader with the batch size of ``dataloader`` per shard. Raises Invalid."""
+        """Return a loader with the batch size of ``dataloader`` per shard.
+
+        Raises:
+            Invalid: the dataloader has other Shards, or no batch size.
+        """
         if isinstance(dataloader, DataLoader):
             if dataloader.shards is not self.shards:
                 raise Invalid(
@@ -90,7 +94,15 @@ class ShardedSteps:
         forward: Callable[[Any], Any],
         backward: Backward,
     ) -> torch.Tensor:
-        """Run all of this rank's shards, and return the mean of all shards' losses. Raises Invalid, PeerLost."""
+        """Run all of this rank's shards.
+
+        Returns:
+            Mean of the losses of all shards of all ranks, a float32 scalar on the CPU.
+
+        Raises:
+            Invalid: ``training_step`` returned no tensor.
+            PeerLost: a rank was lost.
+        """
         loader, losses = trainer.fit_loop.loader, []
         for batch in self.shards.over(batches):
             results = trainer.fit_loop.epoch_loop.logged

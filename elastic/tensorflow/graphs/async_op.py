@@ -173,8 +173,10 @@ class AsyncCall:
         _at.from_address(done + _MANAGER).value = None  # marks the source as moved from
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return views of TensorFlow's memory, which is kept until the last of them is freed. Raises
-        UnsupportedType.
+        """Return views of TensorFlow's memory, which is kept until the last view is freed.
+
+        Raises:
+            UnsupportedType: torch has no dtype for one of the tensors.
         """
         lib, found = self._lib, []
         for number in range(lib.TF_NumInputs(self._context)):

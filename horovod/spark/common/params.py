@@ -129,7 +129,7 @@ class EstimatorParams(Params):
         return self._set(**kwargs)
 
     def _check_params(self) -> None:
-        """Check the parameters before anything is written or started. Raises Invalid."""
+        """Raise Invalid for the first invalid parameter, before anything is written or started."""
         value = {name: self.getOrDefault(getattr(self, name)) for name in OF_ESTIMATORS}
         for name, instead in REFUSED.items():
             if value[name]:
@@ -169,7 +169,7 @@ ModelParams.setLabelColoumns = ModelParams.setLabelColumns  # alias with Horovod
 
 
 def check_validation(given: Any) -> None:
-    """Check the share or the column of the validation rows. Raises Invalid."""
+    """Raise Invalid unless the value is None, a share of the rows (0 <= share < 1) or the name of a column."""
     if given is None or (isinstance(given, str) and given):
         return
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given < 1:

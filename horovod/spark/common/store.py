@@ -254,7 +254,7 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def normalize_path(cls, path: str) -> str:
-        """Return the path below ``/dbfs``. Raises ValueError."""
+        """Return the path below ``/dbfs``. Raises Invalid, a ValueError, if the path is not in DBFS."""
         rest = cls._rest(path)
         if rest is None:
             raise Invalid(f"{path!r} is not in DBFS: pass dbfs:/... or /dbfs/...")

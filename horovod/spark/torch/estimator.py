@@ -122,7 +122,11 @@ class TorchEstimator(HorovodEstimator):
         self._shared()  # checks the numbers of losses and metrics
 
     def _shared(self) -> dict[str, Any]:
-        """Return the arguments of the training that depend on the number of labels. Raises Invalid."""
+        """Return the arguments of the training that depend on the number of labels.
+
+        Raises:
+            Invalid: a list has a length other than the number of labels.
+        """
         labels = len(self.getLabelCols())
         given: dict[str, list[Any]] = {
             "losses": _listed(self.getLoss()),

@@ -76,7 +76,11 @@ class TfDataServiceConfig:
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
-        """Create a configuration from the result of `to_dict`, which may have been stored as JSON. Raises Invalid."""
+        """Create a configuration from the result of `to_dict`, which may have been stored as JSON.
+
+        Raises:
+            Invalid: a key is missing, or a value has the wrong type.
+        """
         try:
             made = {**config, "key": bytes.fromhex(config["key"])}
             return msgspec.convert(made, TfDataServiceConfig)
@@ -90,7 +94,11 @@ class TfDataServiceConfig:
             ) from None
 
     def write(self, filename: str | os.PathLike[str]) -> None:
-        """Write the configuration as JSON, atomically and readable only for this user. Raises Invalid."""
+        """Write the configuration as JSON, atomically and readable only for this user.
+
+        Raises:
+            Invalid: the file cannot be written.
+        """
         path = Path(filename)
         try:
             handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
@@ -342,7 +350,7 @@ def _bypass_proxies() -> None:
 
 
 def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
-    """Check that a dispatcher can be reached. Raises ConnectionError."""
+    """Raise ConnectionError unless the dispatcher accepts a connection within ``timeout`` seconds."""
     host, _, port = address.partition("://")[2].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()

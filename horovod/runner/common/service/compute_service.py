@@ -109,18 +109,41 @@ class ComputeClient:
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Wait for a dispatcher, and return its address ``grpc://HOST:PORT``. Raises IndexError."""
+        """Wait for a dispatcher, and return its address ``grpc://HOST:PORT``.
+
+        Args:
+            dispatcher_id: number of the dispatcher, from 0.
+            timeout: deadline in seconds.
+
+        Raises:
+            IndexError: the compute job has no dispatcher with this number.
+        """
         self._known(dispatcher_id)
         return self._hear(_dispatcher(dispatcher_id), timeout).decode()
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """Register a worker. ``worker_id`` is its rank in the compute job. Raises IndexError."""
+        """Register a worker with its dispatcher.
+
+        Args:
+            dispatcher_id: number of the dispatcher, from 0.
+            worker_id: rank of the worker in the compute job.
+
+        Raises:
+            IndexError: the compute job has no dispatcher with this number.
+        """
         self._known(dispatcher_id)
         self._call(lambda: self._store.announce(_worker(dispatcher_id, worker_id), 0))
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Wait until all workers of a dispatcher serve. If there is a single dispatcher, it is used for any ID. Raises
-        IndexError."""
+        """Wait until all workers of a dispatcher serve. If there is a single dispatcher, it is used for any ID.
+
+        Args:
+            dispatcher_id: number of the dispatcher, from 0.
+            timeout: deadline per worker, in seconds.
+
+        Raises:
+            IndexError: the compute job has no dispatcher with this number.
+        """
         dispatchers, workers = self._shape()
         if dispatchers == 1:
             dispatcher_id = 0
