@@ -3,9 +3,9 @@ changes.
 
 Interruptions reach user code only in the training thread: at a collective, an optimizer step or synchronize, at
 ``commit()`` and ``check_host_updates()``. An exception of the script is not recovered from: it ends this process, and
-the driver decides about the other workers. `runtime.departure` handles it in a worker that was asked to leave. A script
-can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered from,
-because the same code would submit the same tensors again.
+the driver decides about the other workers. In a worker that was asked to leave, `runtime.departure` handles the
+exception. A script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is
+not recovered from, because the same code would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ AGAIN = (
 
 
 def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Decorate a training function whose first argument is a State and return what the function returns.
+    """Decorate a training function whose first argument is a State, so that it survives changes of the world.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
-    the current one (after a planned change).
+    the current state (after a planned change). Its result is returned.
 
     ``sys.exit`` in the function removes this worker from the job. The other workers continue immediately.
 
-    A script may train again, with another such function or another fit() of a trainer, once the first has returned on
-    all workers. That training is not elastic, which is logged.
+    After the function has returned on all workers, the script may call another such function or another ``fit()`` of a
+    trainer. That training is not elastic, and a log line says so.
 
     Raises:
         StateMismatch: this worker's state does not match that of the other workers.
-        Exception: any exception of the function.
+        Exception: the function raised it.
 
     Example::
 
@@ -260,8 +260,10 @@ def _train_in_worlds(
 
 
 def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -> None:
-    """Return to the last commit at the end of a world. If ``alone``, return to the current state, which this worker
-    has saved.
+    """Return to the last commit at the end of a world.
+
+    Args:
+        alone: whether to return to the current state, which this worker has saved.
     """
     rt.training.interrupted()
     rt.training.drain()
@@ -271,7 +273,7 @@ def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -
 
 
 def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) -> Value:
-    """Run a later training function of the job in the job's last world, which no worker can leave or join."""
+    """Run a later training function of the job in the job's last world, whose membership is fixed."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
@@ -311,13 +313,16 @@ def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
 
 
 def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -> None:
-    """Wait for a world and send the state to its members that lack it. Raise PeerLost if a rank was lost.
+    """Wait for a world and send the state to its members that lack it.
 
     Args:
         rt: the runtime.
         state: the state.
         others: layout of the optimizers that are not in the state.
         first: whether this is the first world of the training.
+
+    Raises:
+        PeerLost: a rank was lost.
     """
     if rt.alone:
         if first:

@@ -44,7 +44,9 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def value_of(variable: Any) -> torch.Tensor:
-    """Convert a variable or tensor that numpy can read to a CPU tensor, as a view if possible."""
+    """Convert a variable or tensor that numpy can read to a CPU tensor of the same shape and dtype, as a view if
+    possible.
+    """
     held = getattr(variable, "value", None)
     # Keras has a property, TensorFlow a method.
     value = variable if held is None or callable(held) else held

@@ -1,4 +1,4 @@
-"""Gradients of collectives. As in Horovod, the loss of a rank is its share of the average loss.
+"""Collectives that autograd differentiates. As in Horovod, the loss of a rank is its share of the average loss.
 
 The backward pass runs collectives among the same ranks and is itself differentiable. Their names are derived from the
 names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched
@@ -157,7 +157,10 @@ def _average(
 
     Args:
         how: name of the collective, and its members.
-        gradients: gradients of any shapes.
+        gradients: tensors of any shapes and of a floating-point or complex dtype.
+
+    Returns:
+        New tensors of the same shapes and dtypes, in the same order.
     """
     parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     averages = allreduce(*how, Op.AVERAGE, 1.0, 1.0, *parts)

@@ -1,8 +1,9 @@
 """Broadcast parameters, optimizer state and Python objects from one rank to all.
 
-Tensors are packed into a few large broadcasts. Objects are pickled: they come from this job's own workers. All
-functions are collective, among the ranks of ``process_set`` if given. ``root_rank`` is always a world rank.
-Layouts are compared first: if they differ, every rank raises and nothing has changed.
+Tensors are packed into a few large broadcasts. Objects are pickled, which is safe because all senders are workers of
+this job. All functions are collective, among the ranks of ``process_set`` if given. ``root_rank`` is always a world
+rank. The ranks compare layouts before any transfer. If layouts differ, every rank raises an error and no tensor is
+changed.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ Parameters = (
 def broadcast_parameters(
     params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite all tensors with those of rank ``root_rank``, in place, in packed broadcasts of up to 64 MiB.
+    """Overwrite tensors in place with those of rank ``root_rank``, in packed broadcasts of up to 64 MiB.
 
     Args:
-        params: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors; with the
-            same names, shapes and dtypes on every rank, of any dtype. Entries that are None are skipped.
-        root_rank: a world rank, with a ``process_set`` too.
+        params: a ``state_dict()``, (name, tensor) pairs as from ``named_parameters()``, or a list of tensors of any
+            shapes and dtypes. Names, shapes and dtypes are the same on every rank. Entries that are None are skipped.
+        root_rank: rank in the world, also if ``process_set`` is given.
         process_set: only its ranks call this function and take part.
 
     Raises:
-        ValueError: on every rank, if names, shapes or dtypes differ between ranks; nothing has changed then.
-        Invalid: (a ValueError) for a module instead of its ``state_dict()``.
-        TypeError: for an entry that is not a tensor: use `broadcast_object` for it.
-        PeerLost: when the world breaks.
+        ValueError: names, shapes or dtypes differ between ranks. Raised on every rank, before any tensor is changed.
+        Invalid: (a ValueError) ``params`` is a module instead of its ``state_dict()``.
+        TypeError: an entry is not a tensor. Use `broadcast_object` for such entries.
+        PeerLost: a worker was lost.
 
     Example::
 
@@ -95,24 +96,24 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy the options and the state of the optimizer from rank ``root_rank``, without taking a step.
+    """Copy options and state of an optimizer from rank ``root_rank`` to all ranks, without taking a step.
 
-    State entries that this rank lacks are allocated, those that the root lacks are dropped. Existing tensors are
-    overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero
-    gradient, as with Horovod.
+    State entries that this rank lacks are allocated, and entries that the root lacks are dropped. Existing tensors are
+    overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,
+    as with Horovod.
 
     Args:
         optimizer: any torch optimizer except LBFGS, or a `DistributedOptimizer`, over the same parameters on every
         rank.
-        root_rank: a world rank, with a ``process_set`` too.
+        root_rank: rank in the world, also if ``process_set`` is given.
         model: ignored; accepted for compatibility with Horovod.
         process_set: only its ranks call this function and take part.
 
     Raises:
-        ValueError: for LBFGS, and with ``zero=1`` for an optimizer that has stepped; on every rank, if the parameters
-            differ in number, shape or dtype.
-        TypeError: if ``optimizer`` is not an optimizer.
-        PeerLost: when the world breaks.
+        ValueError: the optimizer is LBFGS, or was created with ``zero=1`` and has stepped. Raised on every rank if the
+            parameters differ in number, shape or dtype.
+        TypeError: ``optimizer`` is not a torch optimizer.
+        PeerLost: a worker was lost.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -164,17 +165,17 @@ def broadcast_object(
     """Broadcast a Python object from one rank to all.
 
     Args:
-        obj: pickled on ``root_rank``: objects that the script defines are pickled by name, all others with cloudpickle.
-            Ignored on other ranks.
-        root_rank: a world rank, with a ``process_set`` too.
+        obj: any picklable object; ignored on ranks other than ``root_rank``. Objects that the script defines are
+            pickled by name, all other objects with cloudpickle.
+        root_rank: rank in the world, also if ``process_set`` is given.
         name, process_set: as in `elastic.api.ops`.
 
     Returns:
-        ``obj`` itself on ``root_rank``, a copy on the others.
+        ``obj`` itself on ``root_rank``, and a copy of it on all other ranks.
 
     Raises:
-        PeerLost: when the world breaks.
-        Exception: on ``root_rank``, any exception of pickle.
+        PeerLost: a worker was lost.
+        Exception: ``obj`` cannot be pickled. Raised on ``root_rank``.
 
     Example::
 
@@ -186,7 +187,9 @@ def broadcast_object(
 def broadcast_object_among(
     obj: Any, root_rank: int, name: str | None, members: tuple[int, ...] | None
 ) -> Any:
-    """Like `broadcast_object`, among the ranks ``members``, or all ranks of the world for None."""
+    """Broadcast an object like `broadcast_object`, among the ranks ``members``, or among all ranks if ``members`` is
+    None.
+    """
 
     def broadcast_from_root(tensor: torch.Tensor, suffix: str) -> None:
         child = _child(name, suffix)
@@ -207,18 +210,18 @@ def broadcast_object_among(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather Python objects from all ranks on every rank.
+    """Gather a Python object from each rank on every rank.
 
     Args:
-        obj: pickled as by `broadcast_object`. Its size may differ between ranks.
+        obj: any picklable object, pickled as by `broadcast_object`. Its size may differ between ranks.
         name, process_set: as in `elastic.api.ops`.
 
     Returns:
         A list of copies, in rank order.
 
     Raises:
-        PeerLost: when the world breaks.
-        Exception: any exception of pickle.
+        PeerLost: a worker was lost.
+        Exception: ``obj`` cannot be pickled.
     """
     blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
     length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
@@ -307,8 +310,9 @@ def _adopt(
 
 
 def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    """Overwrite tensors in place with those of the root, several per broadcast. Shapes and dtypes are the same on
-    all ranks.
+    """Overwrite tensors in place with those of the root, with several tensors per broadcast.
+
+    Shapes and dtypes are the same on all ranks.
     """
     chunk: list[torch.Tensor] = []
     chunk_bytes = 0

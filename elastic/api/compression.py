@@ -40,7 +40,7 @@ class _CastCompressor:
 
 
 class FP16Compressor(_CastCompressor):
-    """Sends floating-point tensors as float16, which has 11 significant bits. Sums above 65504 overflow."""
+    """Sends floating-point tensors as float16, which has 11 significant bits. Sums above 65504 overflow to infinity."""
 
     dtype = torch.float16
 

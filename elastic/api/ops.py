@@ -1,28 +1,28 @@
-"""Collectives for user code, with Horovod's names, signatures and defaults. `submission` does the work.
+"""Collectives for user code, with Horovod's names, signatures and defaults.
 
-All functions take CPU or CUDA tensors, contiguous or not. Reductions take uint8, int8, int16, int32, int64,
-float16, bfloat16, float32 and float64. All other collectives take every dtype. Shapes and dtypes are the same
-on all ranks, unless a function says otherwise.
+All functions accept CPU and CUDA tensors, contiguous or not. Reductions accept uint8, int8, int16, int32, int64,
+float16, bfloat16, float32 and float64. All other collectives accept every dtype. Shapes and dtypes are the same on all
+ranks, unless a function says otherwise.
 
 Common arguments:
 
-    name: identifies the call: ranks may submit different names in different orders. A name must be unique among the
-        calls in flight. Calls without a name are matched by their order among those of one kind.
+    name: identifies the call, so ranks may submit their calls in different orders. A name must be unique among the
+        calls in flight. Calls without a name are matched by their order among the calls of the same collective.
     op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
     average: deprecated; True is ``op=Average``, False is ``op=Sum``.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only. Integers are scaled in float64 and truncated.
-    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods, to send fewer bytes.
-    process_set: only its ranks call the function and take part. Default: all ranks.
+    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods, which sends fewer bytes.
+    process_set: the ranks that call the function (default: all ranks of the world).
 
-Forms of a collective: ``X`` waits and is differentiable; ``X_`` works in place. ``X_async`` returns a handle,
-an integer for `poll` and `synchronize`. ``grouped_X`` takes several tensors on one device, which are reduced
-together or not at all.
+Forms of a collective: ``X`` waits and is differentiable. ``X_`` writes the result into its argument. ``X_async``
+returns a handle, an integer for `poll` and `synchronize`. ``grouped_X`` accepts several tensors on one device and
+processes all of them or none.
 
-All raise, before anything is sent: TypeError and ValueError for invalid arguments, `UnsupportedType` (both) for
-a dtype that can't be reduced, `NotInitialized` before ``init()``. From the call, or from `synchronize` for an
-``_async`` form: `TensorMismatch` on every rank, with ranks and shapes, if the ranks pass mismatched tensors.
-`PeerLost` when the world breaks, which ``elastic.run`` handles.
+Before anything is sent, all functions raise TypeError or ValueError for invalid arguments, `UnsupportedType` (a
+subclass of both) for a dtype that cannot be reduced, and `NotInitialized` before ``init()``. The call, or `synchronize`
+for an ``_async`` form, raises `TensorMismatch` on every rank if the ranks pass mismatched tensors, and `PeerLost` if a
+worker was lost, which ``elastic.run`` handles.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def allreduce_async(
     """Start an `allreduce`. Not differentiable, like all ``_async`` forms.
 
     Returns:
-        A handle: `synchronize` waits, and returns the new tensor.
+        A handle for `synchronize`, which waits and returns the new tensor.
 
     Example::
 
         handle = hvd.allreduce_async(tensor, name="norm", op=hvd.Sum)
-        ...  # computes meanwhile
+        ...  # other computation
         total = hvd.synchronize(handle)
     """
     scales = (prescale_factor, postscale_factor)
@@ -252,7 +252,7 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start a reduction of a sparse tensor: its entries are gathered and summed.
+    """Start a reduction of a sparse tensor, whose entries are gathered from all ranks and summed.
 
     Args:
         tensor: sparse COO, of the same shape and dtype on all ranks. The number of entries may differ.
@@ -264,7 +264,7 @@ def sparse_allreduce_async(
         A function that waits and returns the coalesced sparse tensor.
 
     Raises:
-        ValueError: if the tensor is dense, or for another ``op``.
+        ValueError: the tensor is dense, or ``op`` is neither Average nor Sum.
         TypeError, PeerLost: see the module.
     """
     members, reduction = resolve(process_set), as_op(op, None)
@@ -308,7 +308,7 @@ def allgather(
         A new tensor of shape ``[sum of all rows, ...]`` and the same dtype.
 
     Raises:
-        TensorMismatch: on every rank, if dtypes or the other dimensions differ.
+        TensorMismatch: dtypes, or dimensions other than the first, differ between ranks. Raised on every rank.
         PeerLost: see the module.
 
     Example::
@@ -353,15 +353,16 @@ def broadcast(
     """Broadcast a tensor from one rank to all. Differentiable.
 
     Args:
-        tensor: tensor of the same shape and dtype on all ranks; any dtype. Its values matter on ``root_rank`` only.
-        root_rank: a world rank, with a ``process_set`` too.
+        tensor: tensor of any dtype, with the same shape and dtype on all ranks. Its values are used on ``root_rank``
+            only.
+        root_rank: rank in the world, also if ``process_set`` is given.
         name, process_set: see the module.
 
     Returns:
-        A new tensor with the values of ``root_rank``.
+        A new tensor with the values of ``root_rank``, and the shape and dtype of ``tensor``.
 
     Raises:
-        ValueError: if ``root_rank`` does not exist, or is not in the process set.
+        ValueError: ``root_rank`` does not exist, or is not in the process set.
         TensorMismatch, PeerLost: see the module.
 
     Example::
@@ -422,7 +423,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send rows to each rank, and receive rows from each. Differentiable.
+    """Send some rows of a tensor to each rank, and receive rows from each rank. Differentiable.
 
     Args:
         tensor: tensor of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
@@ -435,7 +436,8 @@ def alltoall(
         number of rows from each rank: an int32 tensor on the CPU, of shape ``[size]``.
 
     Raises:
-        ValueError: unless there is one split per rank, none negative, with a sum of at most the number of rows.
+        ValueError: ``splits`` does not have one entry per rank, has a negative entry, or has a sum above the number of
+            rows.
         TensorMismatch, PeerLost: see the module.
 
     Example::
@@ -478,11 +480,12 @@ def reducescatter(
         name, compression, process_set, prescale_factor, postscale_factor: see the module.
 
     Returns:
-        This rank's rows of the result: ``rows // size`` of them, and one more on the first ``rows % size`` ranks.
+        This rank's rows of the result, with the dtype of ``tensor``: ``rows // size`` rows, and one more on each of the
+        first ``rows % size`` ranks.
 
     Raises:
-        Unsupported: (a ValueError) for another ``op``.
-        ValueError: for a tensor without dimensions.
+        Unsupported: (a ValueError) ``op`` is neither Average nor Sum.
+        ValueError: ``tensor`` has no dimensions.
         UnsupportedType, TensorMismatch, PeerLost: see the module.
     """
     return grouped_reducescatter(
@@ -557,7 +560,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def as_op(op: int | None, average: bool | None) -> Op:
-    """Return the reduction that ``op`` or the deprecated ``average`` selects. Also used for other frameworks.
+    """Return the reduction that ``op`` or the deprecated ``average`` selects.
 
     Raises:
         ValueError: both are given, or ``op`` is not a reduction.

@@ -93,8 +93,9 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalized(torch.autograd.Function):
-    """Autograd function. Returns the normalized input, and the mean, variance and number of values per channel over
-    all ranks.
+    """Autograd function that returns the normalized input.
+
+    It also returns the mean, the variance and the number of values per channel over all ranks.
     """
 
     @staticmethod
@@ -154,8 +155,9 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean, the biased variance and the number of values per channel, over all ranks.
 
-    Computed in float32, or in float64 for float64 inputs. Differences from the mean are computed locally, and the
-    sums of the ranks are combined in float64, so a mean that is large compared to the deviation loses no precision.
+    All three have the shape ``[channels]`` and are computed in float32, or in float64 for float64 inputs. Differences
+    from the mean are computed locally, and the sums of the ranks are combined in float64, so a mean that is large
+    compared to the deviation loses no precision.
     """
     wide = torch.float32 if input.dtype in _HALF else input.dtype
     others = [dim for dim in range(input.dim()) if dim != 1]

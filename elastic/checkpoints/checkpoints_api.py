@@ -1,4 +1,4 @@
-"""`elastic.Checkpoints`, by which a script chooses which commits become durable. Acts."""
+"""`elastic.Checkpoints`, by which a script chooses which commits become durable."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from elastic.runtime import lifecycle
 class Checkpoints:
     """Durable commits of the running training, for scripts that choose when checkpoints are written.
 
-    The folder is set by the job: ``--checkpoint-dir`` or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every
-    manual``, checkpoints are written only on `save` and at the end of the training. Without a folder, `save` does
-    nothing and `newest` is None, so a script need not check for one.
+    The job sets the folder: ``--checkpoint-dir`` or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every manual``,
+    checkpoints are written only on `save` and at the end of the training. Without a folder, `save` does nothing and
+    `newest` is None, so a script need not check for one.
 
         checkpoints = elastic.Checkpoints()
 
@@ -43,10 +43,10 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """ID of the newest commit that this rank knows to be durable, such as ``g3c450``, as in ``elasticrun
-        checkpoints``.
+        """Return the ID of the newest commit that this rank knows to be durable, or None.
 
-        None if no checkpoint was written since this worker started training.
+        An ID such as ``g3c450`` is also shown by ``elasticrun checkpoints``. The result is None if no checkpoint was
+        written since this worker started training.
         """
         rt = lifecycle.active()
         if rt is None or rt.commits.durable is None:

@@ -1,4 +1,4 @@
-"""Data loading that counts each sample once per epoch in the commits. Names are imported at first use."""
+"""Data loading in which commits contain each sample once per epoch. Names are imported at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DataLoader whose position belongs to the job: each sample counts once per epoch in the commits.
+"""A DataLoader whose position is part of the job's state, so commits contain each sample once per epoch.
 
 torch's own DataLoader loads the samples. This module adds two things: the samples of a batch are determined by the
 job's position (see `positions`), and progress is counted where batches are handed out and optimizers step (see
@@ -32,7 +32,7 @@ World = tuple[int, int, int]  # rank, size and generation
 
 
 class GivenShards(Protocol):
-    """The part of `elastic.Shards` that a loader uses."""
+    """Interface of `elastic.Shards` that a loader needs."""
 
     count: int
     exact: bool
@@ -52,33 +52,35 @@ loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this 
 
 
 class DataLoader:
-    """Iterate over this rank's batches of an epoch, from the job's position on. Put the loader in the state.
+    """Iterable of this rank's batches of an epoch, from the job's position on. Put the loader in the state.
 
     ``loader = elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then
     ``TorchState(model=..., optimizer=..., loader=loader)``.
 
     Args:
-        dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable: a stream, which every rank reads whole.
+        dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable. Every rank reads the whole stream of an
+            iterable dataset.
         batch_size: samples per rank and step, or None if a sample of the dataset is already a batch.
-        global_batch_size: alternative to ``batch_size``: samples per step over all ranks, for any number of ranks.
-        shuffle, seed: the order of torch's ``DistributedSampler``.
-        sampler, batch_sampler: any sampler that draws for the whole job and is deterministic given the seeds of torch,
-            random and numpy.
-        drop_last: end an epoch before an incomplete step.
-        sample_seeds: True seeds the loading of each sample (see `SeededDataset`), False seeds nothing. By default, only
-            loaders with exact ``shards`` seed: per batch, or per sample of a stream.
-        shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world;
-            ``for step in loader: for batch in shards.over(step): ...`` iterates over this rank's. A plain number
-            assigns shards to ranks in blocks.
+        global_batch_size: alternative to ``batch_size``: number of samples per step over all ranks, for any number of
+            ranks.
+        shuffle, seed: determine the order of the samples, as in torch's ``DistributedSampler``.
+        sampler, batch_sampler: sampler of the whole job's indices, deterministic for given seeds of torch, random and
+            numpy.
+        drop_last: whether to omit an incomplete last step of an epoch.
+        sample_seeds: True seeds the random generators before each sample is loaded (see `SeededDataset`), False never
+            seeds them. By default, only loaders with exact ``shards`` seed them, per batch, or per sample of a stream.
+        shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world; ``for step
+            in loader: for batch in shards.over(step): ...`` iterates over the batches of this rank's shards. A plain
+            number assigns shards to ranks in blocks.
         options: all other arguments of torch's DataLoader.
 
     After a recovery or a ``break``, iteration resumes at the same position. At the end of an epoch, the next epoch
-    becomes the current one. A loader that is not in a state starts each iteration from the beginning.
+    becomes current. A loader that is not in a state starts each iteration from the beginning.
 
     Attributes:
         weight: weight of the current batch. The average over ranks of a batch mean times ``weight`` is the mean over
-            the whole
-            step. 1.0 except in the last steps of an epoch; 0.0 if this rank has no sample and was given a placeholder.
+            the whole step. The weight is 1.0 except in the last steps of an epoch, and 0.0 if this rank has no sample
+            and received a placeholder.
         shard: number of the current batch's shard.
         ahead: number of batches that the loop fetches before it trains on the current one; 0 by default.
 
@@ -151,7 +153,7 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 0."""
+        """Number of the current epoch, from 0."""
         return self._progress.position.epoch
 
     @property
@@ -166,7 +168,7 @@ class DataLoader:
 
     @property
     def in_state(self) -> bool:
-        """Return whether the loader is part of a state. Commits of the state contain the position of the loader."""
+        """Whether the loader is part of a state, whose commits contain the position of the loader."""
         return self._in_state
 
     @property
@@ -195,12 +197,16 @@ class DataLoader:
         self._progress.settle()
 
     def __len__(self) -> int:
-        """Number of steps of a whole epoch in the current world. Raises TypeError for a stream."""
+        """Return the number of steps of a whole epoch in the current world. Raises TypeError if the dataset is a
+        stream.
+        """
         return self._dealing().steps(self._length())
 
     @property
     def remaining(self) -> int:
-        """Number of steps left in the current epoch in the current world. Raises TypeError for a stream."""
+        """Return the number of steps left in the epoch in the current world. Raises TypeError if the dataset is a
+        stream.
+        """
         return self._dealing().steps(max(0, self._length() - self.position.consumed))
 
     def __iter__(self) -> Iterator[Any]:
@@ -291,8 +297,8 @@ class DataLoader:
         """Record optimizer steps.
 
         Returns:
-            Whether the first step since this loader was created is imminent, that is, batches of this pass have
-            produced gradients.
+            Whether batches of this iteration have produced gradients, but no optimizer step followed since the loader
+            was created.
         """
         count, progress = optimizer_steps.count(), self._progress
         if count != self._count:
@@ -317,7 +323,7 @@ class DataLoader:
         self._gradients.count()
 
     def _begin(self, world: World, again: bool) -> Iterator[Loaded]:
-        """Divide the rest of the epoch among the ranks of the current world, and start to load this rank's part.
+        """Divide the remaining samples of the epoch among the ranks of the world, and start to load this rank's part.
 
         Args:
             world: the current world.
@@ -386,7 +392,7 @@ class DataLoader:
 
 
 class LoaderIterator(Iterator[Any]):
-    """One pass over the rest of an epoch. It follows changes of the loader's position and of the world."""
+    """Iterator over the remaining batches of an epoch. It follows changes of the loader's position and of the world."""
 
     def __init__(self, loader: DataLoader, number: int) -> None:
         self._loader = loader
@@ -427,8 +433,8 @@ class LoaderIterator(Iterator[Any]):
 
 
 class StepShards(Iterator[Any]):
-    """The shards of this rank in one step, with one batch per shard. Batches are loaded on demand. Iterate over all of
-    them.
+    """The shards of this rank in one step, with one batch per shard. Batches are loaded on demand. A script iterates
+    over all of them.
 
     Args:
         held: numbers of the shards. A rank without shards has an empty list.
@@ -473,8 +479,9 @@ class StepShards(Iterator[Any]):
         return batch
 
     def take(self) -> tuple[Any, bool]:
-        """Return the next batch, and whether loading it changed this process's random generators. If so, they must
-        be seeded.
+        """Return the next batch, and whether loading it changed this process's random generators.
+
+        If so, the caller must seed them.
         """
         seeded = self._loader._source.seeded
         if seeded is None or self._loader.num_workers > 0:

@@ -1,4 +1,4 @@
-"""Divides the samples of an epoch among the workers of the world, again whenever the world changes.
+"""Division of an epoch's samples among the workers of the world, repeated whenever the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
 order, one per rank. The samples that all workers have finished are therefore always a prefix of the order. The length
@@ -21,17 +21,24 @@ from elastic.runtime import lifecycle
 
 
 class ElasticSampler(Sampler[int]):
-    """A sampler that counts each sample once per epoch in the committed history, except repeats that fill the last
-    round.
+    """Sampler that counts each sample once per epoch in the committed history, except repeats that fill the last round.
 
     `elastic.data.DataLoader` needs no repeats and no ``record_batch``.
 
     Call ``record_batch`` after each batch, ``set_epoch`` at the *end* of each epoch (it clears the progress), and put
-    the sampler in the state. Raises Invalid if ``dataset`` is empty or has no length.
+    the sampler in the state.
+
+    Args:
+        dataset: sized dataset whose indices are sampled.
+        shuffle: whether to shuffle the indices in each epoch.
+        seed: seed of the order, the same on all ranks.
 
     Attributes, as in Horovod: ``dataset``, ``shuffle``, ``seed``, ``epoch``, ``num_replicas``, ``rank``,
     ``remaining_indices`` (unfinished samples, in order), ``num_samples`` (of this rank, repeats included),
     ``total_size`` (of all ranks), ``processed_num`` (samples that all ranks together have finished in this epoch).
+
+    Raises:
+        Invalid: ``dataset`` is empty or has no length.
 
     Example::
 
@@ -72,8 +79,12 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch with its own order and no progress. Call this method at the end of each epoch. At the
-        start of a loop, the call would discard the progress.
+        """Start an epoch with its own order and no progress.
+
+        Call this method at the end of each epoch. At the start of a loop, the call would discard the progress.
+
+        Args:
+            epoch: number of the epoch, from 0. It determines the order, together with the seed.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -102,7 +113,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num = min(self.processed_num + size * self.num_replicas, len(self.dataset))
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """Return epochs and the IDs that this rank has finished since the last call. For tests (ELASTIC_DIGESTS=1)."""
+        """Return the IDs of samples that this rank has finished since the last call, by epoch. For tests."""
         trained, self._trained = self._trained, {}
         return sorted(trained.items())
 

@@ -1,4 +1,4 @@
-"""Loads the assigned samples with torch's DataLoader: by index, or as parts of a stream."""
+"""Sources of assigned samples, which torch's DataLoader loads by index or as parts of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Source(Protocol):
     """Interface by which a loader reads a dataset.
 
     Attributes:
-        seeded: loads samples under seeds, if set.
+        seeded: dataset that seeds the random generators before each sample, or None.
     """
 
     seeded: SeededDataset | None
@@ -36,16 +36,16 @@ class Source(Protocol):
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
     ) -> Iterator[Loaded]:
-        """Yield the parts ``mine`` of all steps from a position on, in order.
+        """Yield the loaded parts ``mine`` of all steps from a position on, in order.
 
         A part without samples gets a placeholder that must not count.
         """
 
     def ids(self, epoch: int, places: range) -> list[int]:
-        """Return the IDs of the samples at these positions of the epoch's order."""
+        """Return the IDs of the samples at the given positions of the epoch's order."""
 
     def load(self, epoch: int, dealing: SamplePartition, step: range, part: int) -> Any:
-        """Load any part of a step in this process, with the same result as `begin`."""
+        """Load one part of a step in this process, with the same result as `begin`."""
 
 
 class IndexedSource:

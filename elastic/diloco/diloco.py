@@ -1,11 +1,11 @@
-"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps on its own, then all average the
-changes of their parameters.
+"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps on its own. Then all workers
+average the changes of their parameters.
 
-Every rank holds the *outer* parameters, which are bitwise equal on all ranks. The model has the *inner* parameters,
-which are each worker's own, or equal within an island, between two merges. A merge averages ``outer - inner`` of one
-fragment into a buffer, lets the outer optimizer step with it as the gradient, and mixes the result into the inner
-parameters. A lost worker breaks at most the collective, which has written only that buffer: the merge is then repeated
-in the next world.
+Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
+parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -
+inner`` of one fragment into a buffer, lets the outer optimizer step with it as the gradient, and mixes the result into
+the inner parameters. A lost worker breaks at most the collective, which has written only to that buffer, so the merge
+is repeated in the next world.
 
 In an island, DistributedDataParallel averages gradients in every step. Its leader exchanges the pseudo-gradients with
 the other leaders, and broadcasts the mean in the island.
@@ -50,7 +50,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DiLoCo:
-    """DiLoCo (arXiv:2311.08105), streaming with ``fragments`` and ``delay`` (arXiv:2501.18512).
+    """Optimizer of the DiLoCo algorithm (arXiv:2311.08105); with ``fragments`` and ``delay``, of Streaming DiLoCo
+    (arXiv:2501.18512).
 
     Put it in a `TorchState` instead of the model and the inner optimizer, and call `step` after each inner step::
 
@@ -62,14 +63,14 @@ class DiLoCo:
         state.commit()
 
     Args:
-        model: its parameters with ``requires_grad`` are averaged. All others and buffers are each worker's own. With
-            islands: a DistributedDataParallel over `elastic.island_group`.
-        inner_optimizer: steps the model's parameters; any torch optimizer.
-        outer_optimizer: a new torch optimizer of the model's trained parameters, which this object points to the
+        model: model whose parameters with ``requires_grad`` are averaged. All other parameters and the buffers are not.
+            With islands, a DistributedDataParallel over `elastic.island_group`.
+        inner_optimizer: any torch optimizer of the model's parameters.
+        outer_optimizer: new torch optimizer of the model's trained parameters. DiLoCo replaces them in it with the
             outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
-        every: inner steps of a round, the same on all workers.
-        fragments: parts of the parameters, sent one at a time, spread over the round.
-        delay: inner steps between sending a fragment and merging its mean, so that the collective overlaps
+        every: number of inner steps per round, the same on all workers.
+        fragments: number of parts of the parameters, which are sent one at a time over the round.
+        delay: number of inner steps between sending a fragment and merging its mean, so that the collective overlaps
             training.
         mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. It is the mixing
             factor alpha of arXiv:2501.18512, whose figure 8 compares 0 with 0.5 for several delays, and whose
@@ -80,10 +81,11 @@ class DiLoCo:
 
     Attributes:
         replica: the DistributedDataParallel that was given as the model, or None.
-        bytes_sent: payload of this worker's pseudo-gradients so far, 0 unless it leads its island.
+        bytes_sent: total size of the pseudo-gradients that this worker has sent, in bytes. 0 unless it leads its
+            island.
 
     Raises:
-        Invalid: an argument is invalid.
+        Invalid: a number is out of range, an optimizer does not match the model, or the model is sharded.
     """
 
     def __init__(
@@ -178,12 +180,12 @@ class DiLoCo:
 
     @property
     def own_steps(self) -> int:
-        """Number of inner steps that this worker's inner parameters contain: those of its island."""
+        """Number of inner steps that this worker's inner parameters contain: the number of its island's steps."""
         return self.rounds.own_steps
 
     @property
     def merged(self) -> list[int]:
-        """For each fragment, the number of its merges."""
+        """Number of merges of each fragment."""
         return self.rounds.merged
 
     @property
@@ -266,7 +268,7 @@ class DiLoCo:
         return None
 
     def _take_merges(self, root: int, missing: tuple[int, ...]) -> None:
-        """If the last collective failed on this rank, adopt the outer parameters of a rank on which it completed.
+        """Adopt the outer parameters of a rank on which the last collective completed, if it failed on this rank.
         Collective.
         """
         mine = [each.detach() for each in self.outer], self.outer_optimizer.state_dict()
@@ -281,8 +283,10 @@ class DiLoCo:
             self.adopt(fragment)
 
     def _take_inner(self, root: int, kept: bool) -> None:
-        """Adopt the inner state of a worker of this island, which joining workers and workers whose last step was
-        interrupted lack. Collective in the island."""
+        """Adopt the inner state of another worker of this island. Collective in the island.
+
+        Joining workers lack this state, and so do workers whose last step was interrupted.
+        """
         assert self._group is not None
         mine = self.own_state() if self._group.islands.rank == root else None
         name, members = f"diloco.inner.{root}", self._group.islands.members
@@ -315,7 +319,7 @@ class DiLoCo:
         return [float(row[:1].view(torch.float64)) for row in rows]
 
     def _send(self, fragment: int, leaders: tuple[int, ...], weight: float | None) -> None:
-        """Start the mean of a fragment's pseudo-gradients, on a leader."""
+        """Start averaging a fragment's pseudo-gradients among the leaders of the islands. Called on a leader."""
         with torch.no_grad():
             flat = self._change(self.parts[fragment])
             if self._format is not None:
@@ -358,7 +362,7 @@ class DiLoCo:
             code: format of the packed elements.
 
         Returns:
-            the packed values, see `quantization.pack`.
+            A 1-dimensional uint8 tensor, see `quantization.pack`.
         """
         wanted = change.float() + self._residuals[fragment]
         packed = quantization.pack(wanted, code)
@@ -367,7 +371,7 @@ class DiLoCo:
         return packed
 
     def _received(self, fragment: int) -> torch.Tensor:
-        """Wait for the mean that was started last, on a leader."""
+        """Wait for the mean that was started last, and return it. Called on a leader."""
         started, self._in_flight = self._in_flight, []
         mean, *totals = [
             buffer if handle < 0 else submission.synchronize(handle) for handle, buffer in started
@@ -382,7 +386,7 @@ class DiLoCo:
         return mean
 
     def _shared(self, fragment: int, root: int) -> torch.Tensor:
-        """Receive the mean from the leader."""
+        """Receive the mean of a fragment from the leader of this island."""
         assert self._group is not None
         mean = self._mean
         if mean is None:
@@ -405,8 +409,8 @@ class DiLoCo:
         """Step the outer optimizer with the mean pseudo-gradients of one fragment, and mix the result into the model.
 
         Args:
-            fragment: its number.
-            mean: 1-dimensional, floating point.
+            fragment: number of the fragment.
+            mean: mean pseudo-gradients, a 1-dimensional floating-point tensor.
         """
         part, start = self.parts[fragment], 0
         for outer in self.outer:
@@ -441,7 +445,8 @@ class DiLoCo:
     # ---- for its handler -------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Agree with the ranks of a new world, and complete a merge that the previous world left pending. Collective.
+        """Synchronize the counters with the ranks of a new world, and complete a merge that the previous world left
+        pending. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -450,7 +455,7 @@ class DiLoCo:
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
     def take_shared(self, values: dict[str, Any]) -> None:
-        """Set the numbers that `Rounds.shared` of another rank has returned."""
+        """Set the counters that `Rounds.shared` of another rank has returned."""
         self.rounds.take_shared(values)
         self._in_flight = []
 
@@ -493,11 +498,11 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Local SGD. Each worker takes ``every`` steps on its own. Then all workers continue from the mean of their
-    parameters.
+    """Optimizer of Local SGD: each worker takes ``every`` steps on its own, then all workers continue from the mean of
+    their parameters.
 
-    It is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's entries
-    are not part of a commit.
+    This is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's
+    entries are not part of a commit.
 
     Example::
 
@@ -550,7 +555,7 @@ def _first(gathered: tuple[list[torch.Tensor], list[int]]) -> torch.Tensor:
 
 
 def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise Invalid for an inner optimizer that averages gradients, or has parameters that are not the model's."""
+    """Raise Invalid if the inner optimizer averages gradients, or has parameters that are not the model's."""
     if optimizer is None:
         return
     if hasattr(optimizer, "skip_synchronize"):

@@ -1,4 +1,4 @@
-"""The process group of this worker's island, for DistributedDataParallel inside of DiLoCo."""
+"""Process group of this worker's island, for DistributedDataParallel inside of DiLoCo."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class IslandGroup(ElasticProcessGroup):
         return False
 
     def share(self, tensor: torch.Tensor, root: int) -> None:
-        """Broadcast in place from a rank of the world.
+        """Broadcast a tensor in place from a rank of the world.
 
         Raises:
             PeerLost: a rank was lost.
@@ -81,9 +81,9 @@ def island_group() -> IslandGroup:
     collective over all ranks, and takes place before ``elastic.run``.
 
     Raises:
-        NotInitialized: before ``init()``.
-        Invalid: the first call is in the function under ``elastic.run``, which a joining worker has not reached when
-            the others exchange their islands.
+        NotInitialized: ``init()`` was not called.
+        Invalid: the first call is in the function under ``elastic.run``. A joining worker has not reached this call
+            when the other workers exchange their islands.
     """
     global _group
     if _group is None or _group not in _known.pg_map:

@@ -2,9 +2,9 @@
 
 A step computes every shard once. A rank computes the shards assigned to it in the current world (`assignment`), in
 ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
-buffers listen for the start and end of a step. Communicates only in `Shards.mean`, in steps that verify shards
-(`verifier`), and about every fourth step, to exchange the speeds of the ranks, by which `load_balancing` decides how
-many shards each of them has.
+buffers listen for the start and end of a step. Ranks communicate only in `Shards.mean`, in steps that verify shards
+(`verifier`), and about every fourth step, when they exchange their speeds, from which `load_balancing` decides how many
+shards each rank has.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPEEDS = "speeds of the ranks"
 
 
 class Shards:
-    """The global batch of a step as ``count`` micro-batches, the shards; every world computes all of them.
+    """Division of a step's global batch into ``count`` micro-batches (shards), all of which every world computes.
 
         shards = elastic.Shards(8, seed=1)
         optimizer = elastic.DistributedOptimizer(optimizer, model.named_parameters(), shards=shards)
@@ -53,20 +53,20 @@ class Shards:
         optimizer.step()                                # gradients are the mean over all shards
 
     With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run,
-    whichever workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which
-    is faster if a rank has several shards. The global batch is still the same.
+    regardless of the workers that join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of
+    ranks, which is faster if a rank has several shards. The global batch is still the same.
 
-    ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the present
+    ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the current
     step. Ranks beyond ``count`` compute nothing but take part in every step as warm spares.
 
-    With ``by_speed``, a slow rank computes fewer shards than the others: their numbers follow measured times, and
-    change only at commits. Otherwise, they differ by at most one. The results are the same.
+    With ``by_speed``, a slow rank computes fewer shards than a fast rank, by measured times. The assignment changes
+    only at commits. Otherwise, the numbers of shards differ by at most one. The results are the same.
 
-    ``verify`` is the share of the shards that two ranks compute, such as 1/64. If their gradients differ, the others
-    compute the shard, too, and the worker that was wrong leaves the job: see docs/verification.md. In a step with such
-    shards, the loop runs more often; see `verifying`. Copies of two older commits of the state are kept in host memory,
-    to which the job returns then: ``verify_window`` is the least number of steps to repeat (default: eight steps with
-    checks), and 0 keeps no copies.
+    ``verify`` is the share of the shards that two ranks compute, such as 1/64. If their gradients differ, other ranks
+    compute the shard too, and the worker with the wrong result leaves the job: see docs/verification.md. In a step with
+    such shards, the loop runs more often; see `verifying`. The job then returns to one of two older commits of the
+    state, whose copies are kept in host memory. ``verify_window`` is the least number of steps to repeat (default:
+    eight steps with checks). With 0, no copies are kept.
 
     Raises:
         Invalid: ``count``, ``seed`` or ``verify_window`` is not a whole number in range, or ``verify`` not a number
@@ -145,7 +145,9 @@ class Shards:
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the numbers of this rank's shards, for one step. Code after a number belongs to that shard."""
+        """Iterate over the numbers of this rank's shards, for one step. Computation after a number belongs to that
+        shard.
+        """
         for shard in self.begin_step():
             self.begin_shard(shard)
             yield shard
@@ -157,13 +159,14 @@ class Shards:
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of one step, in the order of its shards.
 
-        Takes only as many elements from ``batches`` as needed.
+        Only as many elements of ``batches`` are read as needed.
 
         Args:
             batches: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
                 shard of `held`.
 
-        Raises Invalid if there are too few, or for unsuitable objects.
+        Raises:
+            Invalid: ``batches`` has too few elements, or is a loader instead of a step.
         """
         batch_checks.check(batches, self, self._committed, verified=bool(self.verify))
         coming = iter(batches)
@@ -190,18 +193,16 @@ class Shards:
 
     @property
     def verifying(self) -> bool:
-        """Whether the current pass of the loop serves only for a comparison: it computes a shard of another rank, or
-        one of this rank's own again.
+        """Whether the current iteration only verifies a shard: it computes a shard of another rank, or repeats one of
+        this rank's own shards.
 
-        The loss of such a pass belongs to no step, so `mean` and `means` omit it.
+        `mean` and `means` omit the loss of such an iteration, because it belongs to no step.
         """
         return self._verifier.shard is not None
 
     @property
     def window(self) -> int:
-        """Number of steps for which the gradients of a rank are doubted before the rank is found to be wrong. 0
-        means none.
-        """
+        """Number of steps before the detection of a wrong rank whose gradients count as unreliable. 0 means none."""
         if self.verify_window is not None or not self.verify:
             return self.verify_window or 0
         return verification.window(self._step().held, self.verify)
@@ -213,16 +214,17 @@ class Shards:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """This rank's shards in the current world. If the script reads this attribute before each commit, they do
-        not change in this world.
+        """Numbers of this rank's shards in the current world.
+
+        If the script reads this attribute before each commit, the shards do not change in this world.
         """
         self._fetched = self._fetched or self._present is None
         return self.assigned
 
     @property
     def assigned(self) -> tuple[int, ...]:
-        """This rank's shards. Unlike reading `held`, reading this attribute does not keep the division beyond the
-        next commit.
+        """Numbers of this rank's shards. Unlike `held`, reading this attribute does not fix the shards beyond the next
+        commit.
         """
         step = self._step()
         return step.held[step.rank]
@@ -244,7 +246,9 @@ class Shards:
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
-        """Start a step, for loaders with their own loop. Call `begin_shard` for each shard, then `end_step`."""
+        """Start a step, for frameworks with their own loop, and return this rank's shards. Call `begin_shard` for each
+        shard, then `end_step`.
+        """
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
             raise Invalid(
@@ -268,7 +272,9 @@ class Shards:
         return step.held[step.rank]
 
     def begin_shard(self, shard: int) -> None:
-        """Start a shard, which lasts until the next shard or the end of the step. Sets the random generators."""
+        """Start a shard, which lasts until the next shard or the end of the step, and seed the random generators for
+        it.
+        """
         step = self._under_way()
         own = step.merges
         if self._done == len(own) or own[self._done].shard != shard:
@@ -349,8 +355,8 @@ class Shards:
         return self._present
 
     def _check_threads(self) -> None:
-        """Check the number of threads. It is the only setting that scripts change during a run and that is cheap to
-        check.
+        """Raise Invalid if the script has changed the number of threads, the one setting that is cheap to check in each
+        step.
         """
         threads = torch.get_num_threads()
         if self._thread_count is None or not self.exact:
@@ -380,7 +386,7 @@ class Shards:
         balancer.exchanged(seconds, all(bool(each[1]) for each in found))
 
     def committed(self) -> None:
-        """Adopt a new division after a commit. All ranks make this commit after the same step."""
+        """Adopt a new assignment of shards to ranks after a commit, which all ranks make after the same step."""
         if self._balancer is None:
             return
         if self._balancer[2].committed(self._fetched) and self._step().rank == 0:
@@ -394,19 +400,22 @@ class Shards:
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """Return the mean over all shards of one number per shard, such as a loss. Bitwise equal in every world. See
-        `means`.
+        """Return the mean over all shards of one number per shard, such as a loss. Bitwise equal in every world.
+
+        See `means` for the errors.
         """
         return self.means(value=values)["value"]
 
     def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
-        """Return the means of several numbers, sent in one message: ``shards.means(loss=losses, right=hits)["right"]``.
+        """Return the means of several named numbers, which are sent in one message: ``shards.means(loss=losses,
+        right=hits)["right"]``.
 
         Collective: every rank calls it with the same names, after the loop over the step's shards. Sums are computed in
-        float64, along the tree.
+        float64, in an order that does not depend on the world.
 
         Args:
-            named: for each name, the numbers of this rank's shards in their order. An empty list on a spare.
+            named: for each name, one number per shard of this rank, in the order of the shards. An empty list on a rank
+                without shards.
 
         Raises:
             Invalid: called within the loop, or the numbers do not match the shards.
@@ -489,7 +498,7 @@ class Shards:
         return list(self._served)
 
     def check_workers(self, least: int) -> None:
-        """Raise Invalid if every possible world is so large that some workers would compute nothing."""
+        """Raise Invalid if even the smallest possible world has more workers than shards."""
         if self.count < least:
             raise Invalid(
                 f"Shards({self.count}) has fewer shards than --min-np {least}, so some workers would compute"
@@ -500,7 +509,7 @@ class Shards:
         """After each step, set the buffers of ``model``, such as BatchNorm's running statistics, to those of shard 0.
 
         A gradient scaler is watched so that it also works on a rank without shards. A state with shards watches its
-        members.
+        models.
 
         Raises:
             Invalid: the module exchanges statistics or gradients with other ranks.
@@ -628,7 +637,11 @@ class Shards:
     # ---- commits -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of a commit. Raises Invalid in the middle of a step, since only a part could be saved."""
+        """Return the values of a commit.
+
+        Raises:
+            Invalid: called in the middle of a step, whose gradients are incomplete.
+        """
         if self._present is not None:
             raise Invalid(
                 f"the state was saved in the middle of step {self.step}: call commit() and check_host_updates()"
@@ -649,7 +662,9 @@ class Shards:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the saved step. Raises StateMismatch if the run was divided into other shards."""
+        """Restore the saved step. Raises StateMismatch if the commit was made with another ``count``, ``seed`` or
+        ``exact``.
+        """
         for name in ("count", "seed", "exact"):
             own = getattr(self, name)
             if saved[name] != own:
@@ -686,7 +701,7 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # all Shards objects of this 
 
 
 def _weakly(method: Callable[[], Result]) -> Callable[[], Result]:
-    """Return a function that calls a bound method and does not keep its object alive.
+    """Wrap a bound method in a function that does not keep the method's object alive.
 
     A reference cycle would leave dropped shards in use until the garbage collector runs.
     """
@@ -707,8 +722,9 @@ def in_use() -> bool:
 
 
 def _why_no_collective() -> str:
-    """Return why no collective is possible within a loop over shards: ranks have different numbers of shards, so not
-    all ranks would call the collective.
+    """Return the reason why no collective is possible within a loop over shards.
+
+    Ranks have different numbers of shards, so not all ranks would call the collective.
     """
     for shards in _all:
         if shards.looping():

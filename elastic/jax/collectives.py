@@ -1,4 +1,4 @@
-"""Collectives on trees of JAX's arrays: now, or each time a compiled function runs.
+"""Collectives on trees of JAX arrays, called directly or from compiled functions.
 
 The leaves of a tree are arrays of JAX, or arrays and numbers that ``jnp.asarray`` converts. All ranks pass trees of the
 same structure, shapes and dtypes. Results are arrays of JAX on the device of the leaves. On the CPU, leaves are not
@@ -8,9 +8,9 @@ In a function compiled by ``jax.jit``, collectives run in the order in which the
 to the host and back, so on a GPU call them outside of compiled functions. They can't run inside ``jax.vmap`` or a
 function that ``jax.grad`` differentiates.
 
-All raise: TypeError for a leaf that is no array or number, `UnsupportedType` for a dtype that can't be sent or reduced,
-`Invalid` where JAX can't run a collective, `TensorMismatch` on every rank for mismatched trees, `NotInitialized` before
-``init()``, and `PeerLost` when the world breaks, which ``elastic.run`` handles.
+All functions raise TypeError for a leaf that is not an array or a number, `UnsupportedType` for a dtype that can't be
+sent or reduced, `Invalid` where JAX can't run a collective, `TensorMismatch` on every rank for mismatched trees,
+`NotInitialized` before ``init()``, and `PeerLost` if a worker was lost, which ``elastic.run`` handles.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ def broadcast(
 ) -> Any:
     """Return the tree of rank ``root_rank`` on every rank. PRNG keys are sent too.
 
-    A `JaxState` sends its trees itself. Scripts without one call this before the first step.
+    A `JaxState` broadcasts its trees itself. Call this function before the first step in scripts without a `JaxState`.
 
     Args:
         tree: tree of leaves of any dtype that torch has.
-        root_rank: a rank of the world.
-        process_set: only its ranks call this function.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        process_set: the ranks that call this function.
 
     Returns:
         A tree of the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: on every rank, if structures, shapes or dtypes differ between ranks.
+        ValueError: structures, shapes or dtypes differ between ranks. Raised on every rank.
         TypeError, UnsupportedType, PeerLost: see the module.
     """
     return _apply(
@@ -112,7 +112,7 @@ def allgather(
         A tree of the same structure.
 
     Raises:
-        Invalid: in a compiled function, where the shape of the result is unknown.
+        Invalid: called in a compiled function, where the shape of the result is unknown.
         TypeError, UnsupportedType, TensorMismatch, PeerLost: see the module.
     """
     if any(map(arrays.is_traced, jax.tree.leaves(tree))):
@@ -128,7 +128,9 @@ def allgather(
 
 
 def _apply(compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tree: Any) -> Any:
-    """Replace the leaves of a tree by the results of ``compute``, now or each time a compiled function runs."""
+    """Replace the leaves of a tree by the results of ``compute``. In a compiled function, this is done each time it
+    runs.
+    """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree

@@ -1,4 +1,4 @@
-"""Collectives in functions that JAX compiles: each runs when the function runs, through ``io_callback``."""
+"""Collectives in functions that JAX compiles. Each collective runs when the function runs, through ``io_callback``."""
 
 from __future__ import annotations
 

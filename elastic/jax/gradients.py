@@ -1,4 +1,4 @@
-"""An optimizer of optax that averages gradients over all workers."""
+"""Optimizer of optax that averages gradients over all workers."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ from elastic.state.handlers.part import Part
 
 
 class TreePart(Part):
-    """Handler of a `Tree` in a state. Arrays are committed as tensors, numbers and strings as values. All other
-    leaves stay.
+    """Handler of a `Tree` in a state.
+
+    Arrays are committed as tensors, numbers and strings as values. All other leaves remain unchanged.
     """
 
     value: Tree
@@ -78,7 +79,7 @@ class TreePart(Part):
         self.snapshot.complete()
 
     def look(self) -> Flat:
-        """Return the live tree, flattened.
+        """Return the current tree, flattened.
 
         Raises:
             Invalid: the tree has another layout than before, which a joining worker could not have, or an array was
@@ -172,8 +173,8 @@ class JaxState(HandledState):
     new arrays with exactly the committed bits, on the same device.
 
     Args:
-        rng: True: also commit and restore this worker's random generators (numpy, random, torch). JAX has none: keep
-            PRNG keys in the state, also as ``rng=jax.random.key(0)``.
+        rng: whether to commit and restore this worker's random generators (numpy, random, torch). JAX has no global
+            generator, so keep PRNG keys in the state, also as ``rng=jax.random.key(0)``.
         **kwargs: the trees and other values, available as attributes.
 
     Raises:

@@ -18,8 +18,8 @@ Given = ParamSpec("Given")
 def run(func: Callable[Given, Value]) -> Callable[Given, Value]:
     """Decorate a function that trains with JAX. Its first argument is a state. See `elastic.run`.
 
-    In addition to `elastic.run`, an error of a collective inside a compiled function is raised with its own type. JAX
-    would report the error as a JaxRuntimeError.
+    In addition to `elastic.run`, errors of collectives inside compiled functions keep their type. JAX would replace
+    them with a JaxRuntimeError.
     """
     return run_loop.run(unwrapping(func))
 

@@ -1,4 +1,4 @@
-"""Modes of JAX in which several processes form one JAX program: refused in elastic jobs."""
+"""Modes of JAX in which several processes form one JAX program, which elastic jobs reject."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_not_distributed() -> None:
 
 
 def refuse_initialize() -> None:
-    """Let ``jax.distributed.initialize`` raise NotElastic in the workers of an elastic job."""
+    """Patch ``jax.distributed.initialize`` so that it raises NotElastic in the workers of an elastic job."""
     initialize = jax.distributed.initialize
     if hasattr(initialize, "__wrapped__"):
         return

@@ -42,15 +42,18 @@ def broadcast_variables(
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcast rank ``root_rank``'s model and optimizer to all ranks.
+    """Callback that broadcasts rank ``root_rank``'s model and optimizer to all ranks.
 
-    The model is broadcast before the first batch if its weights exist by then. Both are broadcast after it, when
-    all variables exist.
+    The model is broadcast before the first batch if its weights exist by then. Model and optimizer are broadcast after
+    the first batch, when all variables exist.
 
     Args:
+        root_rank: rank in the world that sends.
+        device: ignored.
         local_variables: one or several variables of the model that are not broadcast.
 
-    Raises Invalid (a ValueError) if one of them is not a variable.
+    Raises:
+        Invalid: (a ValueError) ``local_variables`` contains something other than a variable.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -97,7 +100,9 @@ def _is_variable(value: Any) -> bool:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average the metrics of an epoch over all ranks, in place. Put it before callbacks that read metrics."""
+    """Callback that averages the metrics of an epoch over all ranks, in place. Put it before callbacks that read
+    metrics.
+    """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -115,16 +120,16 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Set the learning rate to ``initial_lr`` times a multiplier, per epoch or per batch.
+    """Callback that sets the learning rate to ``initial_lr`` times a multiplier, per epoch or per batch.
 
     Args:
         initial_lr: the learning rate to multiply.
         multiplier: a number, or a function of the epoch. With ``staircase=False``, the epoch is fractional.
         start_epoch: first epoch in which the schedule applies.
         end_epoch: epoch before which the schedule ends. None means never.
-        staircase: adjust the rate once per epoch; otherwise at every batch.
-        momentum_correction: with SGD, scale the momentum with the learning rate for the batch in which the rate changes
-            (Goyal et al. 2017, https://arxiv.org/abs/1706.02677).
+        staircase: whether to adjust the rate once per epoch instead of at every batch.
+        momentum_correction: whether to scale the momentum of SGD with the learning rate for the batch in which the rate
+            changes (Goyal et al. 2017, https://arxiv.org/abs/1706.02677).
         steps_per_epoch: number of steps per epoch of this rank; by default Keras's value.
     """
 
@@ -200,11 +205,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Increase the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs (Goyal et al. 2017).
+    """Callback that increases the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs (Goyal
+    et al. 2017).
 
     Args:
         initial_lr: the learning rate after the warm-up, usually a single worker's rate times ``hvd.size()``.
-        warmup_epochs: duration of the warm-up.
+        warmup_epochs: duration of the warm-up, in epochs.
         momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
         verbose: 1 prints the final learning rate.
     """
@@ -243,7 +249,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """``keras.callbacks.ModelCheckpoint`` that saves only the best model, or its weights.
+    """A ``keras.callbacks.ModelCheckpoint`` that saves only the best model, or only its weights.
 
     Set ``filepath`` to change the file, best.keras or best.weights.h5 by default.
     """
@@ -272,8 +278,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _Position(keras.callbacks.Callback):
-    """Callback that keeps part of the position in a state. A commit at the same moment includes this part, in any
-    order of the callbacks.
+    """Callback that maintains part of the position in a state.
+
+    A commit at the same moment includes this part, in any order of the callbacks.
     """
 
     def __init__(self, state: ObjectState) -> None:
@@ -311,10 +318,13 @@ def _kept_with(state: ObjectState) -> list[_Position]:
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commit the state every ``batches_per_commit`` batches and at the end of each epoch.
+    """Callback that commits the state every ``batches_per_commit`` batches and at the end of each epoch.
 
     After the last batch of an epoch it commits only at the end of the epoch, so that no worker resumes in an epoch
-    without batches left. Raises Invalid for ``batches_per_commit`` below 1.
+    without remaining batches.
+
+    Raises:
+        Invalid: ``batches_per_commit`` is less than 1.
     """
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
@@ -356,13 +366,13 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class _EndOfEpoch:
-    """A true value for ``model.stop_training`` that ends an epoch but not the training."""
+    """Value for ``model.stop_training`` that is true and ends the epoch, but not the training."""
 
 
 class UpdateBatchStateCallback(_Position):
     """Callback that maintains ``state.batch``, the number of completed batches of this epoch.
 
-    An epoch that was interrupted is resumed, so fewer batches are trained in it. The data set decides which ones.
+    An interrupted epoch resumes with its remaining number of batches. The data set decides which batches these are.
     ``fit(dataset.skip(state.batch), ...)`` would skip the completed batches in every epoch.
     """
 
@@ -421,7 +431,7 @@ def _end_epoch_of_data() -> None:
     """End the epoch of the data set after an epoch that was stopped.
 
     Keras 3 treats an epoch that was stopped as the last one and leaves its data in the middle: a ``PyDataset`` would
-    refuse to begin the next epoch. Only the calling ``fit`` has a reference to the iterator.
+    refuse to begin the next epoch. The iterator is available only in the frame of the calling ``fit``.
     """
     iterator = _of_fit("epoch_iterator")
     if iterator is None:
@@ -437,7 +447,7 @@ def _end_epoch_of_data() -> None:
 
 
 def _of_fit(name: str) -> Any:
-    """Return a local variable of the ``fit`` that calls this callback, or None."""
+    """Return a local variable of the ``fit`` call that runs this callback, or None."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get(name) if frame.f_code.co_name == "fit" else None

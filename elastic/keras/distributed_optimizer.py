@@ -41,19 +41,20 @@ def DistributedOptimizer(
     Args:
         optimizer: optimizer of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.
         compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
-        sparse_as_dense: reduce gradients of embeddings as dense ones (TensorFlow; other backends always do).
-        gradient_predivide_factor: Average divides by it before the sum and multiplies by it after.
+        sparse_as_dense: whether to reduce sparse gradients as dense tensors on TensorFlow. Other backends always do.
+        gradient_predivide_factor: Average divides gradients by this factor before the sum and multiplies by it
+            afterwards.
         op: Average, Sum or Adasum.
         backward_passes_per_step: number of steps whose gradients are accumulated on each rank before they are reduced
             and applied: Keras's own ``gradient_accumulation_steps``.
-        average_aggregated_gradients: divide accumulated gradients by their number; otherwise apply their sum.
+        average_aggregated_gradients: whether to divide accumulated gradients by their number.
         num_groups, groups, name: ignored, since all gradients are reduced together.
         process_set: the ranks that reduce among themselves. On other ranks the optimizer works as before.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        scale_local_gradients: whether to divide gradients of local variables by the number of ranks.
         device_dense, device_sparse: ignored.
 
     Raises:
-        Invalid: (a ValueError) for invalid arguments.
+        Invalid: (a ValueError) an argument is invalid.
 
     Example::
 
@@ -137,8 +138,8 @@ def load_model(
 
 
 def _of_backend(compression: Any) -> Any:
-    """Return the backend's own compression class that corresponds to ``compression``, because each framework casts
-    its own tensors.
+    """Return the backend's own compression class that corresponds to ``compression``, because each framework casts its
+    own tensors.
     """
     own: Any = TorchCompression
     if tensors.backend() == "tensorflow":

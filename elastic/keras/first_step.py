@@ -1,4 +1,4 @@
-"""Tracing of the first training step of a joining worker, which takes TensorFlow far longer than running it.
+"""Tracing of the first training step of a joining worker, which is far slower in TensorFlow than running the step.
 
 A training worker sends the shapes and dtypes of its batches through the driver (`StepInput`). A joining worker traces
 the step for such batches before it reports ready, so that no worker waits for it. Batches of other shapes are traced
@@ -24,7 +24,7 @@ _watched: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def watch(model: keras.Model) -> None:
-    """Start reporting the batches that the model is trained on."""
+    """Report the shapes and dtypes of the batches on which the model is trained."""
     if not LEGACY and tensors.backend() == "tensorflow":
         _watched.add(model)
         _trace_by_train_function()

@@ -1,6 +1,6 @@
-"""Optimizers of legacy Keras that reduce gradients over all ranks before applying them.
+"""Optimizers of legacy Keras that reduce gradients over all ranks before they apply them.
 
-For ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy``.
+They support ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReducesLegacyGradients:
         return passes.apply_gradients(lambda: apply(made, *args, **kwargs), self, made)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
-        """Reduce gradients. Loss scales call this method of legacy Keras before they check for finite values.
+        """Reduce gradients and return them. Loss scale optimizers call this method before they check for finite values.
 
         Thus all ranks skip a step, or no rank does.
         """

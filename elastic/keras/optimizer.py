@@ -102,7 +102,7 @@ def inside(optimizer: Any) -> Any:
 
 
 def kinds() -> list[type]:
-    """Return the optimizer base classes of this process's Keras."""
+    """Return the optimizer base classes of the installed Keras."""
     found: list[type] = [keras.optimizers.Optimizer]
     return [*found, keras.optimizers.legacy.Optimizer] if LEGACY else found
 
@@ -149,7 +149,7 @@ def accumulated(optimizer: Any) -> list[Any]:
 
 
 def check(optimizer: object) -> None:
-    """Raise Invalid if the object cannot be distributed."""
+    """Raise Invalid if the object is not an optimizer that can be distributed."""
     if not is_optimizer(optimizer):
         raise Invalid(
             f"{type(optimizer).__name__} is not an optimizer of {_THIS}: pass an optimizer of this Keras."

@@ -38,16 +38,16 @@ def DistributedOptimizer(
     Args:
         optimizer: optimizer of Keras (see `elastic.keras.distributed_optimizer.DistributedOptimizer`), or a
             ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` then reduces.
-        name, use_locking: of the wrapper of an optimizer of TensorFlow 1.
+        name, use_locking: arguments of the wrapper of a TensorFlow 1 optimizer.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
             `elastic.optimizer.framework_options.GradientOptions`.
         backward_passes_per_step: number of passes whose gradients are accumulated on each rank before the reduction.
-        average_aggregated_gradients: divide accumulated gradients by their number; otherwise apply their sum.
+        average_aggregated_gradients: whether to divide accumulated gradients by their number.
         num_groups, groups: ignored, since all gradients are reduced together.
         device_dense, device_sparse: ignored.
 
     Raises:
-        Invalid: (a ValueError) for invalid arguments, or an object that is not an optimizer.
+        Invalid: (a ValueError) an argument is invalid, or ``optimizer`` is not an optimizer.
     """
     given = dict(locals())
     del given["use_locking"]

@@ -20,10 +20,10 @@ class KerasState(HandledState):
     Commits, restores and broadcasts all weights, the state of the optimizer, and the values.
 
     Args:
-        model: built: with an Input, or called once.
-        optimizer: the model's own by default. It is built here if necessary.
+        model: built Keras model, that is, with an Input or called once.
+        optimizer: Keras optimizer (default: the model's own). It is built if necessary.
         backend: ignored.
-        rng: also commit and restore this worker's random generators (torch, numpy, random).
+        rng: whether to commit and restore this worker's random generators (torch, numpy, random).
         **kwargs: values of the state, available as attributes.
 
     Raises:

@@ -19,7 +19,7 @@ if keras.backend.backend() == "tensorflow":
 
 
 def backend() -> str:
-    """Return the name of the backend. Raises Invalid if it cannot train."""
+    """Return the name of Keras's backend. Raises Invalid if the backend cannot train."""
     found: str = keras.backend.backend()
     if found not in BACKENDS:
         raise Invalid(
@@ -34,7 +34,7 @@ def apply(
 ) -> list[Any]:
     """Apply ``compute`` to tensors of torch or JAX. Results have the same shapes and dtypes.
 
-    ``compute`` runs now, or, in a step compiled by JAX, each time that step runs. For TensorFlow see
+    ``compute`` runs immediately, or, in a step compiled by JAX, each time that step runs. For TensorFlow see
     `elastic.tensorflow.bridge`.
     """
     if backend() == "jax":

@@ -1,7 +1,7 @@
 """Collectives on numbers, arrays and tensors, for example for metrics. Results are tensors of Keras's backend.
 
-On TensorFlow they may be called in a ``tf.function``, where they return symbolic tensors. A step compiled by JAX may
-call those whose result has the shape of their argument.
+On TensorFlow, these functions may be called in a ``tf.function``, where they return symbolic tensors. A step compiled
+by JAX may call the functions whose result has the shape of their argument.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduce a number, an array or a tensor over all ranks; Average by default.
+    """Reduce a number, an array or a tensor over all ranks (default: Average).
 
     ``compression`` is ignored, because values are small.
 

@@ -40,14 +40,14 @@ def launch(
     """Call ``func(*args, **kwargs)`` on every worker and return the values by rank of the last world.
 
     The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds. ``min_np``,
-    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle. Hosts
-    that do not share this one's TMPDIR receive up to 512 KiB of it over the job's own connections. ``env`` replaces
-    the environment that workers inherit (default: this process's). ``on_report`` is called here with a `Report` for
-    each `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If the callback raises, the
-    first exception is logged, and the job continues.
+    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle. Hosts that do
+    not share this host's TMPDIR receive up to 512 KiB of pickled data over the job's own connections. ``env`` replaces
+    the environment that workers inherit (default: this process's). ``on_report`` is called in this process with a
+    `Report` for each `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If the callback
+    raises, the first exception is logged, and the job continues.
 
     Raises:
-        Invalid: (a ValueError) for bad arguments, before anything is started.
+        Invalid: (a ValueError) an argument is invalid. Raised before anything is started.
         TypeError: there is no such option.
         JobFailed: the job failed, after all output of the workers was forwarded.
 
@@ -87,7 +87,7 @@ def launch(
 
 
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
-    """Return the values by rank. Raises JobFailed if a value is missing, because later values would shift."""
+    """Return the unpickled values by rank. Raises JobFailed if a value is missing, because later values would shift."""
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
@@ -99,7 +99,7 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
 
 
 def run_apart(work: Callable[[], Any]) -> Any:
-    """Run ``work`` in this thread, or in another one if this thread already runs an event loop (a notebook)."""
+    """Call ``work`` in this thread, or in another thread if this one already runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

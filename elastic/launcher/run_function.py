@@ -87,7 +87,11 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
 
 
 def main(path: str = "") -> None:
-    """Run the pickled call. Raises Invalid if no file is given."""
+    """Run the pickled call in the file ``path``, or in the file that ELASTIC_CALL names.
+
+    Raises:
+        Invalid: no file is given.
+    """
     from elastic.runtime import lifecycle
 
     function, args, kwargs = cloudpickle.loads(_call(path, os.environ))

@@ -1,4 +1,4 @@
-"""`Job`: control a running job from Python, as with ``elasticrun status``, ``scale``, ``drain`` and similar."""
+"""`Job`, which controls a running job from Python, like ``elasticrun status``, ``scale``, ``drain`` and similar."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Job:
     No connection is kept open between calls. Each call returns within half a minute.
 
     Raises:
-        Invalid: the job does not exist.
-        RequestRefused: (an ElasticError) the job refuses the request; the message gives the reason.
-        ElasticError: the driver can't be reached.
+        Invalid: no such job exists, or several do and none was selected.
+        RequestRefused: (an ElasticError) the job refused the request. The message gives the reason.
+        ElasticError: the driver cannot be reached.
     """
 
     def __init__(
@@ -35,9 +35,14 @@ class Job:
         ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
-        """Select the job.
+        """Select the job without connecting to it.
 
         Args:
+            name: name of the job, or process ID of its driver as text.
+            journal: path of the job's journal.
+            etcd: etcd endpoints, ``HOST:PORT`` separated by commas.
+            secret_file: path of the job's secret.
+            ray: whether ``name`` is a detached job on Ray.
             flags: further flags of ``elasticrun status``, for example for TLS.
         """
         given = {"--job": name, "--journal": journal, "--etcd": etcd, "--secret-file": secret_file}
@@ -50,36 +55,44 @@ class Job:
         self._found: Any = found
 
     def status(self) -> dict[str, Any]:
-        """Return the contents of the live page: ``set``, ``rows`` and ``add``. See docs/commands.md."""
+        """Return the contents of the live page as a dict with the keys ``set``, ``rows`` and ``add``. See
+        docs/commands.md.
+        """
         from elastic.driver.job.operator_api.messages import AskStatus
 
         state: dict[str, Any] = json.loads(self._ask(AskStatus)[1])
         return state
 
     def scale(self, workers: int) -> str:
-        """Set the number of workers. Returns the expected outcome immediately. See `status`."""
+        """Request another number of workers, and return the expected outcome immediately. `status` shows the actual
+        number.
+        """
         from elastic.driver.job.operator_api.messages import AskScale
 
         return self._ask(AskScale, workers)[0]
 
     def drain(self, host: str, *, off: bool = False) -> str:
-        """Move the workers off a host if enough workers stay elsewhere, and start no workers on the host.
+        """Remove the workers of a host if enough workers remain on other hosts, and start no workers on the host.
 
         Args:
-            off: allow workers on the host again.
+            off: whether to end the drain, so that the host may have workers again.
         """
         from elastic.driver.job.operator_api.messages import AskDrain
 
         return self._ask(AskDrain, host, off)[0]
 
     def remove(self, worker: int | str) -> str:
-        """Remove a worker, given as rank or ``"host:slot"``, at its next commit."""
+        """Remove a worker at its next commit.
+
+        Args:
+            worker: rank, or ``"host:slot"``.
+        """
         from elastic.driver.job.operator_api.messages import AskRemove
 
         return self._ask(AskRemove, str(worker))[0]
 
     def stacks(self, worker: int | str | None = None) -> dict[str, str]:
-        """Return the Python stacks of all threads of one worker, or of the first eight ranks, by ``"host:slot#start"``.
+        """Return the Python stacks of all threads of one worker, or of the first eight ranks.
 
         The stack of the thread that called ``init()`` starts with ``Training thread``.
         """
@@ -90,8 +103,14 @@ class Job:
         return stacks
 
     def logs(self, worker: int | str | None = None) -> list[tuple[float, str, str, str]]:
-        """Return the last 500 lines. Each line has the time in seconds since 1970, the level or stream, the worker,
-        and the text. The worker is empty for lines of the driver.
+        """Return the last 500 lines of the job's log and output.
+
+        Args:
+            worker: rank or ``"host:slot"`` whose lines to return. None means all workers and the driver.
+
+        Returns:
+            For each line, the time in seconds since 1970, the level or stream, the worker, and the text. The worker is
+            empty for lines of the driver.
         """
         from elastic.driver.job.operator_api.messages import AskLogs
 

@@ -1,4 +1,4 @@
-"""`goodput`: how the time of this worker was spent."""
+"""`goodput`, which reports how this worker has spent its time."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Goodput:
 
 
 def goodput() -> Goodput:
-    """Return how this worker's time was spent.
+    """Return the times that this worker has spent on training, recoveries and other activities.
 
-    ``elastic.goodput().goodput`` is the share spent on training that was not lost. Takes microseconds and no
+    ``elastic.goodput().goodput`` is the share spent on training that was not lost. The call needs microseconds and no
     communication. ``elasticrun --summary`` prints the same for all workers when the job ends.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`report`: send metrics of the script to the process that started the job. `report_queue` decides."""
+"""`report`, which sends metrics of the script to the process that started the job."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def report(metrics: Mapping[str, Any]) -> None:
     """Send metrics to the driver: ``elastic.report({"loss": loss, "step": state.step})``.
 
     Values are None, bool, int, float, str, and lists and dicts of them. A tensor or an array of one element is
-    converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives them, in
-    the order in which this worker reported them, and the last report of each rank is kept. Reports do not influence
+    converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives the metrics
+    in the order in which this worker reported them, and the last report of each rank is kept. Reports do not influence
     the job.
 
-    Never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent later.
-    The log shows how many older ones were dropped. Without a driver it does nothing.
+    The call never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent
+    later. The log shows how many older reports were dropped. Without a driver, the call has no effect.
 
     Raises:
         NotInitialized: ``init()`` was not called.
@@ -40,7 +40,7 @@ def report(metrics: Mapping[str, Any]) -> None:
 
 
 class Reporting:
-    """Sends the reports of one worker. ``send`` must not raise. Thread-safe."""
+    """Sender of the reports of one worker. ``send`` must not raise. Thread-safe."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send

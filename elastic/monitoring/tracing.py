@@ -1,4 +1,4 @@
-"""Transfers this worker's records to the timeline: to the driver, or to a file if there is no driver.
+"""Transfer of this worker's timeline records to the driver, or to a file if there is no driver.
 
 With a driver, the driver requests records and the link thread sends them; `trace_sending` decides. Without one, each
 rank has its own file and thread, because no process could merge them: rank 0 writes the requested file, other ranks
@@ -33,7 +33,7 @@ Send = Callable[[Message], None]
 
 
 class TraceSession(Protocol):
-    """Interface of the destination of records. There is one per process."""
+    """Interface of the destination of timeline records. A process has one destination."""
 
     def begin(self, place: Place) -> None:
         """Start HOROVOD_TIMELINE once the place is known.
@@ -58,7 +58,12 @@ class TraceSession(Protocol):
 
 
 class TracingThroughDriver:
-    """Sends records to the driver. ``send`` must not raise. ``poke`` wakes the link thread, which calls ``due``."""
+    """Destination that sends records to the driver.
+
+    Args:
+        send: sends a message; must not raise.
+        poke: wakes the link thread, which calls ``due``.
+    """
 
     def __init__(self, env: Environment, send: Send, poke: Callable[[], None]) -> None:
         self._env = env
@@ -161,7 +166,7 @@ class TracingThroughDriver:
 
 
 class TracingToFile:
-    """Writes records to a file of this rank, if there is no driver."""
+    """Destination that writes records to a file of this rank, if there is no driver."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -254,14 +259,14 @@ class _Writing:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a timeline to this file from now on. ``mark_cycles`` adds an instant for every cycle of negotiation.
 
-    One file contains all workers of the job, so one rank's call is enough; if several ranks call, the first one
-    determines the file. Under ``elasticrun`` the path is on the driver's host. A relative one is relative to this
-    worker's folder. Returns when the file exists. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
+    One file contains all workers of the job, so one rank's call is enough. If several ranks call, the first call
+    determines the file. Under ``elasticrun`` the path is on the driver's host. A relative path is relative to this
+    worker's folder. The call returns when the file exists. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
 
     Raises:
         NotInitialized: (a ValueError) ``init()`` was not called.
         Invalid: (a ValueError) the file cannot be written.
-        DriverLost: the driver does not answer.
+        DriverLost: the driver does not respond.
     """
     tracing = context.current().tracing
     if not isinstance(file_path, str | os.PathLike) or not os.fspath(file_path):
@@ -270,13 +275,13 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the timeline that this script has started or found running. Its file is complete on return.
+    """End the running timeline. Its file is complete on return.
 
-    It ends for all workers at the first call. Later calls have no effect.
+    The first call of any worker ends the timeline of all workers. Later calls have no effect.
 
     Raises:
         NotInitialized: (a ValueError) ``init()`` was not called.
-        DriverLost: the driver does not answer.
+        DriverLost: the driver does not respond.
     """
     context.current().tracing.stop()
 

@@ -18,12 +18,12 @@ def view(array: Array, write: bool = False) -> torch.Tensor:
     """Return a tensor over the array's own memory, on its device. Waits for pending computations of MXNet.
 
     Args:
-        array: dense, of a dtype that DLPack and torch support: float16, float32, float64, (u)int8, int32, int64.
-        write: also wait for pending reads. Required if the tensor is written to.
+        array: dense array of float16, float32, float64, int8, uint8, int32 or int64.
+        write: whether to wait for pending reads, which is required before the tensor is written to.
 
     Raises:
-        TypeError: not an NDArray.
-        UnsupportedType: a sparse array, or another dtype.
+        TypeError: ``array`` is not an NDArray.
+        UnsupportedType: the array is sparse, or has another dtype.
     """
     if not isinstance(array, mx.nd.NDArray):
         raise TypeError(f"expected an mxnet.nd.NDArray, got {type(array).__name__}")

@@ -11,8 +11,9 @@ from elastic.mxnet.bridge import Array
 
 
 class ToHalf:
-    """Sends float32 and float64 as float16, with 11 significant bits. Sums above 65504 overflow. Other dtypes are
-    unchanged.
+    """Compressor that sends float32 and float64 as float16, with 11 significant bits.
+
+    Sums above 65504 overflow to infinity. Other dtypes are unchanged.
     """
 
     @staticmethod

@@ -5,13 +5,13 @@ MXNet's engine and return when the result is available. They have no gradients, 
 
 These arguments are common to all functions:
 
-    name: identifies the call, so that ranks may submit different names in different orders. Unnamed calls are matched
-        by their order among those of one kind.
+    name: identifies the call, so ranks may submit their calls in different orders. Calls without a name are matched by
+        their order among the calls of the same collective.
     op: Average (default), Sum, Min, Max, Product or Adasum.
     average: deprecated; True means Average, False means Sum.
     priority: ignored, since each call is complete when it returns.
     prescale_factor, postscale_factor: the array is multiplied by them before and after the reduction.
-    process_set: only its ranks call and take part. All ranks by default.
+    process_set: the ranks that call the function (default: all ranks of the world).
 
 All functions raise the errors of torch's collectives (see `elastic.api.ops`), and TypeError for other objects.
 """
@@ -107,7 +107,7 @@ def allgather(
     """Concatenate all ranks' arrays along dimension 0, in rank order.
 
     Args:
-        tensor: tensor of shape ``[rows, ...]``. ``rows`` may differ between ranks.
+        tensor: array of shape ``[rows, ...]``. ``rows`` may differ between ranks.
 
     Returns:
         A new array of shape ``[sum of all rows, ...]`` and the same dtype.
@@ -162,8 +162,8 @@ def alltoall(
     """Send ``splits[r]`` rows of the array to each rank r, and return the rows received.
 
     Args:
-        tensor: tensor of shape ``[rows, ...]``.
-        splits: one number per rank; by default all ranks get the same number of rows.
+        tensor: array of shape ``[rows, ...]``.
+        splits: number of rows for each rank, in rank order (default: the same number for all ranks).
 
     Returns:
         The received rows, in rank order; with ``splits`` also an int32 array with the number of rows from each rank.

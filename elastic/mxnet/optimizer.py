@@ -31,12 +31,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     Args:
         optimizer: an optimizer of MXNet. Do not use it directly afterwards.
-        gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
+        gradient_predivide_factor: factor by which gradients are divided before the sum and multiplied afterwards.
         num_groups: ignored, since everything that MXNet updates at once is reduced in one call.
-        process_set: the ranks that reduce among themselves. Other ranks keep their own gradients.
+        process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
 
     Raises:
-        Invalid: not an optimizer of MXNet, or a factor that is not positive.
+        Invalid: ``optimizer`` is not an optimizer of MXNet, or the factor is not positive.
 
     Example::
 
@@ -135,15 +135,15 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         params: ``net.collect_params()``, a dict, or a list of parameters, which is sorted by name.
         optimizer, optimizer_params: as for Gluon's trainer. A `DistributedOptimizer` is unwrapped, with a warning.
         compression: `Compression.none`, `Compression.fp16`, or a class with the same two methods.
-        gradient_predivide_factor: gradients are divided by it before the sum and multiplied by it after.
-        prefix: prefix of the collective's name. Must differ if a program has several trainers.
+        gradient_predivide_factor: factor by which gradients are divided before the sum and multiplied afterwards.
+        prefix: prefix of the collective's name. If a program has several trainers, each needs its own prefix.
         num_groups: number of calls for the gradients; one by default.
-        process_set: the ranks that reduce among themselves. Other ranks keep their own gradients.
+        process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
 
     Raises:
-        Invalid: a factor that is not positive, or a compression without the two methods; in ``step()`` a parameter that
-            is on several devices.
-        PeerLost: in ``step()`` and ``allreduce_grads()``, if the world breaks.
+        Invalid: the factor is not positive, or the compression lacks one of the two methods. Raised by ``step()`` if a
+            parameter is on several devices.
+        PeerLost: a worker was lost. Raised by ``step()`` and ``allreduce_grads()``.
 
     Example::
 
@@ -180,7 +180,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @property
     def _scale(self) -> float:
-        """Factor of gradients in Gluon, without 1 / batch size. Computed in each step, because the world may change."""
+        """Scale of gradients in Gluon, without 1 / batch size. Computed in each step, because the world may change."""
         return self._own_scale / ranks(self._process_set)
 
     @_scale.setter

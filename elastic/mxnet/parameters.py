@@ -21,20 +21,20 @@ def broadcast_parameters(
     root_rank: int = 0,
     prefix: str | None = None,
 ) -> None:
-    """Overwrite parameters with those of rank ``root_rank``, in place. They are sent packed.
+    """Overwrite parameters in place with those of rank ``root_rank``, in packed broadcasts.
 
     A parameter whose shape is not known yet is broadcast separately when MXNet initializes it.
 
     Args:
         params: ``Block.collect_params()``, a part of ``Module.get_params()``, or any dict of names and parameters
             or arrays: the same names, shapes and dtypes on every rank.
-        root_rank: a rank of the world.
-        prefix: put before the names. Must differ between calls that run at the same time.
+        root_rank: rank in the world.
+        prefix: prefix of the collectives' names. Calls that run at the same time need different prefixes.
 
     Raises:
-        ValueError: ``params`` is not a dict; on every rank, if names, shapes or dtypes differ between ranks.
+        ValueError: ``params`` is not a dict. Raised on every rank if names, shapes or dtypes differ between ranks.
         Invalid: (a ValueError) a parameter is on several devices.
-        PeerLost: the world broke.
+        PeerLost: a worker was lost.
 
     Example::
 

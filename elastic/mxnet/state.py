@@ -125,9 +125,9 @@ class MXNetState(HandledState):
     Commits, restores and broadcasts all parameters, the state of the optimizer, and the values.
 
     Args:
-        net: initialized, and called once if the shapes of its parameters are inferred from data.
-        trainer: `DistributedTrainer`, or Gluon's own.
-        rng: also commit and restore this worker's random generators (torch, numpy, random; not MXNet's).
+        net: initialized Gluon block, called once if the shapes of its parameters are inferred from data.
+        trainer: `DistributedTrainer`, or a trainer of Gluon.
+        rng: whether to commit and restore this worker's random generators (torch, numpy, random; not MXNet's).
         **kwargs: values of the state, available as attributes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Process sets: subsets of ranks that run collectives among themselves. `process_set_table` decides.
+"""Process sets, which are subsets of ranks that run collectives among themselves.
 
 All ranks, members or not, register and remove the same sets in the same order: in ``init()``, or later if that is
 enabled (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use a set.
@@ -39,12 +39,13 @@ _dynamic = False
 
 
 class ProcessSet:
-    """A set of ranks. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
+    """Set of ranks for collectives. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to
+    collectives.
 
     ``ranks_or_comm`` is a list of ranks in any order.
 
     Raises:
-        Invalid: (a ValueError) for anything else; MPI communicators are not supported.
+        Invalid: (a ValueError) ``ranks_or_comm`` is not a list of ranks. MPI communicators are not supported.
     """
 
     mpi_comm = None
@@ -63,7 +64,7 @@ class ProcessSet:
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
-        """Return how many of its ranks exist in the current world, or None if the set is not registered."""
+        """Number of the set's ranks that exist in the current world, or None if the set is not registered."""
         if not self._entry.number:
             return None
         return len(present(self._entry.ranks, context.current().place.size))
@@ -237,7 +238,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
     Raises:
         Invalid: (a ValueError) dynamic process sets are not enabled (``init(process_sets="dynamic")``), a rank does not
-            exist in this job, or the set is already registered; on every rank, if the ranks ask for different sets.
+            exist in this job, or the set is already registered. Raised on every rank if the ranks request different
+            sets.
     """
     rt = context.current()
     _need_dynamic("added")
@@ -251,11 +253,12 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set, which can then no longer be used. Collective over all ranks of the world.
 
-    Returns whether it was registered, or False for ``global_process_set``, which cannot be removed.
+    Returns:
+        Whether the set was registered, or False for ``global_process_set``, which cannot be removed.
 
     Raises:
-        Invalid: (a ValueError) dynamic process sets are not enabled (see `add_process_set`); on every rank, if the
-            ranks ask for different sets.
+        Invalid: (a ValueError) dynamic process sets are not enabled (see `add_process_set`). Raised on every rank if
+            the ranks request different sets.
     """
     rt = context.current()
     if not isinstance(process_set, ProcessSet):
@@ -347,7 +350,8 @@ def _found(ranks: Ranks) -> ProcessSet:
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
     """Send rank 0's sets to members that lack the newest commit, before any message that refers to one.
 
-    Collective among rank 0 and ``lacking``. Returns immediately on other ranks. Returns sentences for users.
+    Collective among rank 0 and ``lacking``. Returns immediately on other ranks. The result is a list of sentences for
+    the log.
     """
     rank = rt.place.rank
     news: list[str] = []
@@ -387,9 +391,7 @@ def unregister_all() -> None:
 
 
 def require_global(process_set: object) -> None:
-    """Raise Invalid (a ValueError) for a set other than the global one. For functions that are defined only on the
-    whole world.
-    """
+    """Raise Invalid (a ValueError) unless the set is the global one, which some functions require."""
     if process_set is not global_process_set and process_set is not None:
         raise Invalid(
             "this call requires a process set of all workers: omit process_set, or pass global_process_set"

@@ -1,7 +1,7 @@
 """Submits collectives and waits for them: checks arguments, claims a handle, and passes them to the engine under the
 guard.
 
-All arguments are checked before anything is sent. `engine` compares what the ranks submitted; `reductions` and
+All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
 
 In all ``start_*`` functions, ``pick`` creates the user's result from the computed one, and ``soon`` is True if the
@@ -86,7 +86,7 @@ def start_allreduce(
     """Start an allreduce.
 
     Args:
-        into: where the results go. See `reductions.allreduce`.
+        into: tensors that receive the results. See `reductions.allreduce`.
     """
     _need_tensors(ALLREDUCE, tensors)
     reductions.check(ALLREDUCE, tensors, op, (prescale, postscale) != (1.0, 1.0))
@@ -194,12 +194,15 @@ def start_alltoall(
 
 
 def barrier(members: Members = None) -> None:
-    """Return once every member has called it."""
+    """Wait until every member has called this function."""
     synchronize(_submit(BARRIER, None, (), None, members, soon=True))
 
 
 def start_join() -> int:
-    """From here on, contribute zeros on this rank. Once all ranks have joined, the result is the last rank to join."""
+    """Contribute zeros on this rank from now on, until all ranks have joined. Returns a handle.
+
+    The result of the handle is the last rank to join.
+    """
     return _submit(JOIN, JOIN, (), None, None, soon=False)
 
 
@@ -212,7 +215,7 @@ def join_noted(handle: int) -> bool:
 
 
 def agree(kind: str, name: str, payload: str) -> list[str]:
-    """Return every rank's ``payload`` in rank order, once all ranks have called this with the same kind and name."""
+    """Return every rank's ``payload`` in rank order, after all ranks have made this call with this kind and name."""
     handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)
     answers: list[str] = synchronize(handle)
     return answers
@@ -280,8 +283,10 @@ def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
-    """Return the number of rows for each rank. Raises ValueError for invalid values. The caller checks how many
-    there are.
+    """Return the number of rows for each rank, or None. The caller checks the number of entries.
+
+    Raises:
+        ValueError: an entry is negative, or the sum exceeds ``rows``.
     """
     if splits is None:
         return None
@@ -308,15 +313,23 @@ def _need_rows(kind: str, tensors: Tensors) -> None:
 
 
 def poll(handle: int) -> bool:
-    """Return whether `synchronize` would return or raise at once. Raises ValueError if the handle is not in flight."""
+    """Return whether `synchronize` would return or raise immediately.
+
+    Raises:
+        ValueError: the handle is not in flight.
+    """
     return _handles.done(handle, context.current())
 
 
 def synchronize(handle: int) -> Any:
     """Wait for a collective and return its result. Return None for a handle that was already synchronized.
 
-    Raises TensorMismatch if the ranks' tensors do not match, and PeerLost if the world broke meanwhile or the handle
-    belongs to an earlier world.
+    Args:
+        handle: handle that an ``_async`` function returned.
+
+    Raises:
+        TensorMismatch: the ranks' tensors do not match.
+        PeerLost: a worker was lost, or the handle belongs to an earlier world.
     """
     rt = context.current()
     found = _handles.find(handle, rt)

@@ -1,9 +1,8 @@
-"""`join`: this rank has no more data and contributes zeros to reductions until all ranks have joined. Acts.
+"""`join`, by which a rank without more data contributes zeros to reductions until all ranks have joined.
 
 The engine handles named collectives. Gradients of a DistributedOptimizer are not negotiated in every step, so this
 module handles them: a joined rank contributes zeros to the first buffer of every plan, and once more when plans are
-agreed (see `gradients/plan_agreement.py`). A step of ranks with data needs no additional message, whether a rank has
-joined or not.
+agreed (see `gradients/plan_agreement.py`). A step of ranks with data needs no additional message.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def _is_divided() -> bool:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data. When all ranks have joined, return the last rank to join.
+    """Wait, on a rank without more data, until all ranks have joined. Return the last rank to join.
 
-    Until then it contributes zeros to the other ranks' allreduces (an average is still divided by the number of all
-    ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers do
-    not change. Other collectives of the other ranks raise TensorMismatch there. Blocks until all ranks have joined.
+    Until then, this rank contributes zeros to the other ranks' allreduces (an average is still divided by the number of
+    all ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers
+    do not change. Other collectives raise TensorMismatch on the ranks that call them.
 
     Args:
         device: ignored. Zeros are created on the device of the other ranks' tensors.

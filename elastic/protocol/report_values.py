@@ -56,7 +56,9 @@ def packed(metrics: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(worker: Worker, reported: Reported) -> Report:
-    """Decode a report. Raises ValueError if it is invalid: any holder of the job's secret may send anything."""
+    """Decode a report. Raises ValueError if it is invalid, which is possible because any holder of the secret can send
+    one.
+    """
     try:
         metrics = _dict(_decoder.decode(reported.metrics), ())
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:

@@ -22,7 +22,7 @@ LEAST_S = 1.0  # minimum of placement_timeout
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """Number of workers that a job requests, their resources and their placement.
+    """Workers that a job on Ray requests: their number, resources and placement.
 
     ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
     """

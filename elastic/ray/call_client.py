@@ -16,7 +16,7 @@ RELEASED_S = 30.0  # seconds for the other ranks to end the call after the reque
 
 
 class CallClient:
-    """Calls the persistent workers of one executor. Not thread-safe."""
+    """Client that calls the persistent workers of one executor. Not thread-safe."""
 
     def __init__(self, follower: DriverClient, size: int) -> None:
         self._follower = follower
@@ -25,8 +25,7 @@ class CallClient:
         self._handed_out: list[list[Any]] = []
 
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call the workers. Return the values by rank. Raises a worker's exception, `RaisedOnWorker`, or JobFailed if a
-        worker is lost.
+        """Call the workers, and return the values by rank.
 
         If one rank fails, other ranks may be waiting for it in a collective. They are released, so that the error is
         raised promptly and all ranks are available for the next call.
@@ -34,6 +33,11 @@ class CallClient:
         Args:
             word: the pickled request.
             ranks: ranks to call. None means all.
+
+        Raises:
+            JobFailed: a worker was lost.
+            RaisedOnWorker: the function raised an exception that cannot be raised here.
+            Exception: the function raised it on a worker.
         """
         refs = self._begin(word, ranks)
         answers: dict[Any, bytes] = {}

@@ -1,4 +1,4 @@
-"""Requests to persistent workers, and their answers: pickled at one end, opened only at the other.
+"""Requests to persistent workers and their answers. Each is pickled by its sender and unpickled only by its receiver.
 
 A worker answers every request, in order. `REGROUP` takes effect immediately, even during a call. The worker abandons
 its world, so collectives that other ranks never join raise an error, and then forms a new world with the other ranks.
@@ -72,7 +72,7 @@ class CallFailure:
 
 
 def call(kind: str, *parts: Any) -> bytes:
-    """Pickle a request to a worker. Raises Invalid if it is too large, and errors of pickling."""
+    """Pickle a request to a worker. Raises Invalid if it is too large, and the errors of pickle."""
     word: bytes = cloudpickle.dumps((kind, parts))
     if len(word) > FRAME_LIMIT:
         raise Invalid(
@@ -83,7 +83,7 @@ def call(kind: str, *parts: Any) -> bytes:
 
 
 def answered(value: Any) -> bytes:
-    """Pickle the answer of a successful call. Raises Invalid if it is too large, and errors of pickling."""
+    """Pickle the answer of a successful call. Raises Invalid if it is too large, and the errors of pickle."""
     answer: bytes = _VALUE + cloudpickle.dumps(value)
     if len(answer) > FRAME_LIMIT:
         raise Invalid(
@@ -126,8 +126,12 @@ def lost(why: str) -> bytes:
 
 
 def opened(answer: bytes) -> Any:
-    """Return the value in an answer. Raises the call's exception, `RaisedOnWorker`, or JobFailed if the worker has
-    ended.
+    """Return the value in an answer.
+
+    Raises:
+        JobFailed: the worker has ended.
+        RaisedOnWorker: the function raised an exception that cannot be raised here.
+        Exception: the function raised it on the worker.
     """
     failure = failure_in(answer)
     if failure is not None:

@@ -77,7 +77,7 @@ class Ended:
     """Outcome of a job on Ray.
 
     Args:
-        invalid: whether the job was not started. The reason then says what to change.
+        invalid: whether the job was rejected before it started. The reason then contains the remedy.
     """
 
     code: int
@@ -88,8 +88,9 @@ class Ended:
 
 
 class DriverActor:
-    """Actor with the driver of a job. A detached actor begins its job immediately, and continues it when Ray has
-    restarted the actor.
+    """Ray actor that runs the driver of a job.
+
+    A detached actor begins its job immediately, and continues it after Ray has restarted the actor.
     """
 
     def __init__(self, spec: DriverSpec) -> None:

@@ -53,7 +53,7 @@ def connect() -> None:
 
 
 def with_group(wanted: WorkerRequest) -> WorkerRequest:
-    """Return the arguments with the caller's own placement group filled in, if requested and present."""
+    """Return the request with the placement group of the caller, if one is requested and the caller is in one."""
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(
@@ -69,7 +69,7 @@ def with_group(wanted: WorkerRequest) -> WorkerRequest:
 
 
 class DriverClient:
-    """Access of a caller to one driver actor. Not thread-safe."""
+    """Client of one driver actor. Not thread-safe."""
 
     def __init__(
         self, actor: Any, *, on_output: OnOutput | None = None, on_report: OnReport | None = None
@@ -244,7 +244,7 @@ class DriverClient:
             pass
 
     def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
-        """Return the value of a call of the actor. Raises the call's exception, and JobFailed."""
+        """Return the value of a call of the actor. Raises the exception of the call, or JobFailed if the actor died."""
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:

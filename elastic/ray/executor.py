@@ -60,22 +60,23 @@ def run(
     ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
     uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
 
-    ``on_report`` receives workers' `elastic.report` calls, ``on_output`` their output and the log ("stdout" or
-    "stderr", bytes; whole lines up to 64 KiB). Both are called in this thread. ``detached`` names a job that
-    survives its caller, with a driver that Ray restarts. `attach` follows it. Times are in seconds.
+    ``on_report`` receives the `elastic.report` calls of workers. ``on_output`` receives their output and the log, as
+    the stream ("stdout" or "stderr") and bytes of whole lines up to 64 KiB. Both are called in this thread.
+    ``detached`` names a job that survives its caller, with a driver that Ray restarts. `attach` follows it. Times are
+    in seconds.
 
     Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. The same
     call resumes from the newest one, unless ``fresh``.
 
     Raises:
-        Invalid: (a ValueError) an argument is invalid, before anything is started; or the cluster has no resources for
-            the workers within ``placement_timeout``.
+        Invalid: (a ValueError) an argument is invalid, or the cluster has no resources for the workers within
+            ``placement_timeout`` seconds. Raised before anything is started.
         JobFailed: the job failed.
 
     Args:
-        placement_group: place workers in its bundles; by default in those of the caller's group (as in a trial of
-            Ray Tune), except the first one, otherwise in groups that the job creates. ``env`` is added to the
-            workers' environment. Its variables of `elasticrun` and OpenTelemetry also apply to the driver.
+        placement_group: placement group for the workers (default: the caller's group without its first bundle, as in a
+            trial of Ray Tune; otherwise the job creates groups). ``env`` is added to the workers' environment. Its
+            variables of `elasticrun` and OpenTelemetry also apply to the driver.
     """
     with Executor(
         num_workers,
@@ -110,10 +111,10 @@ def attach(
 ) -> Result:
     """Follow a job started with ``detached=job``, and wait for its end. Ctrl-C only stops following.
 
-    The outcome is available once; afterwards the name is free.
+    The outcome can be read once. Afterwards, the name can be used again.
 
     Raises:
-        Invalid: there is no such job.
+        Invalid: no detached job has this name.
         JobFailed: the job failed.
     """
     driver_client = _following()
@@ -137,9 +138,9 @@ def stop(job: str) -> bool:
 class Executor:
     """Workers on a Ray cluster that call one function after another. The arguments are those of `run`.
 
-    Without ``min_workers`` and ``max_workers``, `start` starts the workers once, and they stay until `shutdown`: they
-    keep an instance of ``executable_cls``, and `run` and `execute` call functions in them. An elastic executor keeps
-    its resources, and each `run` has new workers.
+    Without ``min_workers`` and ``max_workers``, `start` starts the workers, which run until `shutdown`. Each has an
+    instance of ``executable_cls``, and `run` and `execute` call functions in them. An elastic executor keeps its
+    resources, and each `run` starts new workers.
     """
 
     @accepts(RAY)
@@ -159,13 +160,13 @@ class Executor:
         placement_timeout: float = PLACEMENT_S,
         **options: Unpack[RayOptions],
     ) -> None:
-        """Check the arguments. Starts nothing.
+        """Check the arguments without starting anything. They are those of `run`, and:
 
         Args:
             num_hosts: the exact number of nodes, each with the same number of workers.
 
         Raises:
-            Invalid: an argument is invalid.
+            Invalid: an argument is out of range or contradicts another argument.
         """
         self._wanted = arguments.wanted(
             num_workers,
@@ -272,7 +273,7 @@ class Executor:
             self._call(call_results.MAKE, executable_cls, tuple(args or ()), dict(kwargs or {}))
 
     def shutdown(self) -> None:
-        """End the workers and release the resources. No effect a second time, or before `start`."""
+        """End the workers and release the resources. Idempotent."""
         follower, self._follower = self._follower, None
         if follower is not None:
             follower.close()
@@ -303,8 +304,10 @@ class Executor:
         return self.run_once(pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker, and return Ray references to the values immediately. Only
-        for an executor that is not elastic.
+        """Call ``fn(*args, **kwargs)`` on every worker, and return Ray references to the values immediately.
+
+        Raises:
+            Invalid: the executor is elastic.
         """
         self._need_start("run_remote", fn)
         self._need_static("run_remote")
@@ -365,7 +368,7 @@ def _result(ended: Any) -> Result:
 
 
 def _following() -> Any:
-    """Return the module that needs Ray, which is imported only when it is used."""
+    """Import and return the module that needs Ray."""
     try:
         import ray  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Output and reports of a driver for its followers, in order. Beyond a limit, the oldest are dropped.
+"""Buffer of a driver's output and reports for its followers, in order. Beyond a limit, the oldest items are dropped.
 
 Several threads add items. Followers fetch items in the event loop, each from its own position.
 """

@@ -1,4 +1,4 @@
-"""Decides which world a persistent worker joins next, if calls fail on some ranks. Pure. See `served_world`.
+"""Choice of the world that a persistent worker joins next, if calls fail on some ranks. Pure. See `served_world`.
 
 The request to regroup reaches the ranks at different times. Until then, a function that calls ``init()`` may rendezvous
 with ranks that have already received the request. Ranks therefore exchange the number of the request that they act on.
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 
 class Regroupings:
-    """Regrouping state of one rank. The reading thread counts requests, and the calling thread runs the rest.
+    """State of one rank's regrouping. The reading thread calls `tell`, and the calling thread calls the other methods.
 
-    The caller holds a lock.
+    The caller must hold a lock.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ LENGTH = struct.Struct("!I")
 
 
 class CallWorld(Protocol):
-    """The part of a persistent worker's runtime that calls use. `served_world` implements it."""
+    """Interface of a persistent worker's runtime that calls use. `served_world` implements it."""
 
     @property
     def rank(self) -> int: ...

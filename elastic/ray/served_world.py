@@ -140,7 +140,7 @@ class ServedRuntime(WorkerRuntime):
 
 
 def join() -> ServedRuntime:
-    """Join the job that this process was started for, and its first world. Raises the errors of ``init()``."""
+    """Join the job that this process was started for, and its first world. Raises the same errors as ``init()``."""
     env = environment.read()
     if env.driver is None:
         raise Invalid(

@@ -15,13 +15,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job of this process. Without ``elasticrun``, create a world of size 1. Idempotent.
 
     Args:
-        comm: a list of all ranks, which has no effect. A subset of the ranks is not supported.
+        comm: list of all ranks, as in Horovod. It has no effect, and a subset of the ranks is not supported.
         process_sets: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic", which enables
             `add_process_set` and `remove_process_set`.
 
     Raises:
-        DriverLost, JobFailed: if there is no job to join.
-        Invalid: (a ValueError) for unsupported arguments.
+        DriverLost, JobFailed: the driver cannot be reached, or the job has ended.
+        Invalid: (a ValueError) ``comm`` is not a list of all ranks, or ``process_sets`` is invalid.
 
     If a world is already training, a joining worker returns immediately, with a provisional size and a rank other than
     0. Both become final when it enters ``elastic.run``.
@@ -88,12 +88,18 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Mark work during which the other workers wait for this worker, such as an evaluation or a checkpoint on one rank.
+    """Context manager for work during which the other workers wait, such as an evaluation or checkpoint on one rank.
 
     In this context the worker is never treated as stuck. The log periodically reports the worker and the name of the
     phase. A stopped or unreachable process is still killed. If the world breaks in the meantime, the other workers wait
     for at most ``--elastic-timeout``. The context sends one message at its start and one at its end, and may be nested.
     It has no effect outside the training thread or without a driver.
+
+    Args:
+        name: name of the phase in the log.
+
+    Raises:
+        Invalid: ``name`` is empty or not a string.
     """
     if not isinstance(name, str) or not name:
         raise Invalid(f"long_phase got {name!r}: pass a name, as in long_phase('evaluate')")
@@ -120,32 +126,44 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return the number of workers in the world."""
+    """Return the number of workers in the world. Raises NotInitialized before ``init()``."""
     return lifecycle.place().size
 
 
 def local_rank() -> int:
-    """Return this worker's slot on its host. The slot does not change with the world, so it can select the GPU."""
+    """Return this worker's slot on its host. The slot does not change with the world, so it can select the GPU.
+
+    Raises:
+        NotInitialized: ``init()`` was not called.
+    """
     return lifecycle.place().local_rank
 
 
 def local_size() -> int:
-    """Return the number of workers of the world on this host."""
+    """Return the number of workers of the world on this host. Raises NotInitialized before ``init()``."""
     return lifecycle.place().local_size
 
 
 def cross_rank() -> int:
-    """Return the index of this host among the hosts that have a worker with this local rank."""
+    """Return the index of this host among the hosts that have a worker with this local rank.
+
+    Raises:
+        NotInitialized: ``init()`` was not called.
+    """
     return lifecycle.place().cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a worker with this local rank."""
+    """Return the number of hosts that have a worker with this local rank. Raises NotInitialized before ``init()``."""
     return lifecycle.place().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has as many workers as this host (size == local_size * cross_size)."""
+    """Return whether every host has as many workers as this host (size == local_size * cross_size).
+
+    Raises:
+        NotInitialized: ``init()`` was not called.
+    """
     place = lifecycle.place()
     return place.size == place.local_size * place.cross_size
 

@@ -1,7 +1,8 @@
 """The state of a training function: values that are committed, restored, and sent to workers that lack them.
 
 `State` is the interface that scripts may subclass, `ObjectState` holds Python values. `torch_state` adds models and
-optimizers. Works without ``init()`` and without a driver, as in a world of size 1. Never communicates with the driver.
+optimizers. Works without ``init()`` and without a driver, as in a world of size 1. This module never communicates with
+the driver.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ CLOSE = 0.7  # similarity of a misspelled name to an option: copys to copies, bu
 
 
 class State:
-    """Base of all states. A subclass implements ``save``, ``restore`` and ``sync``, and may handle changes in
-    ``reset``.
+    """Base class of all states. A subclass implements ``save``, ``restore`` and ``sync``, and may override ``reset`` to
+    handle a change of the world.
 
-    ``bcast_object`` (object -> rank 0's object) and ``get_rank`` default to the runtime's.
+    ``bcast_object`` broadcasts an object from rank 0 and ``get_rank`` returns the rank. By default, the runtime
+    provides both.
     """
 
     _whole = True
@@ -68,11 +70,11 @@ class State:
         return None
 
     def commit(self) -> None:
-        """Make the present state the one to restore after a failure, then check whether the world changes.
+        """Save the current state for the recovery from a failure, then check whether the world changes.
 
         Raises:
-            Invalid: a value can't be copied.
-            WorldChanging, PeerLost: to unwind to ``elastic.run``.
+            Invalid: a value cannot be copied.
+            WorldChanging, PeerLost: the world changes, or a worker was lost. ``elastic.run`` handles both.
         """
         rt = lifecycle.active()
         if rt is None:
@@ -110,10 +112,10 @@ class State:
         self.check_host_updates()
 
     def _skip_commit(self) -> None:
-        """Count a commit of which no copy is made, as on all ranks."""
+        """Count a commit that is not copied on any rank."""
 
     def commit_rest(self) -> None:
-        """At the end of training, commit the steps of which ``--commit-budget`` has made no copy.
+        """Commit, at the end of training, the last steps that ``--commit-budget`` has not copied.
 
         Raises:
             PeerLost: a rank was lost.
@@ -147,10 +149,10 @@ class State:
         """Assign shards to ranks by their measured speeds, for the steps after a commit."""
 
     def check_host_updates(self) -> None:
-        """Check whether the world changes, without saving.
+        """Check whether the world changes, without saving the state.
 
         Raises:
-            WorldChanging, PeerLost: to unwind to ``elastic.run``.
+            WorldChanging, PeerLost: the world changes, or a worker was lost. ``elastic.run`` handles both.
             Invalid: called in the loop over a step's shards.
         """
         if why := context.refusal():
@@ -164,24 +166,24 @@ class State:
             rt.commits.check()
 
     def save(self) -> None:
-        """Keep a copy of the present state."""
+        """Save a copy of the current state."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Set the state to the copy that `save` has made."""
+        """Restore the state from the copy that `save` made."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the state equal to rank 0's on all ranks, and save it."""
+        """Copy rank 0's state to all ranks, and save it."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Handle a change of the world. Called before the callbacks."""
+        """Handle a change of the world. Called before the callbacks of `register_reset_callbacks`."""
 
     # ---- what the run loop calls -----------------------------------------------------------------
 
     def on_reset(self) -> None:
-        """Handle a change of the world: discard old notifications, reset, call the callbacks."""
+        """Handle a change of the world: discard earlier notifications, call `reset`, then call the callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
         if self._reset_callbacks:
@@ -190,15 +192,15 @@ class State:
                     callback()
 
     def calls_back(self) -> bool:
-        """Return whether there are callbacks, which may have changed the committed values."""
+        """Return whether callbacks are registered, which may have changed the committed values."""
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
-        """Record a change of the hosts. The next check reads the record. Callable from any thread."""
+        """Record a change of the hosts for the next `check_host_updates`. Thread-safe."""
         self._host_messages.put((timestamp, update_res))
 
     def is_sharded(self) -> bool:
-        """Return whether each rank holds a part of the state, so that all commit and restore together."""
+        """Return whether each rank holds a part of the state, so that commit and restore are collective."""
         return False
 
     def held_shards(self) -> ShardsHeld | None:
@@ -206,18 +208,21 @@ class State:
         return None
 
     def capture_shards(self) -> None:
-        """Start training with a sharded state as it is, in the world of ``init()``."""
+        """Take the first snapshot of a sharded state at the start of training, in the world of ``init()``."""
 
     def keep_older(self, commit: Commit) -> None:
         """Keep a second copy of the newest commit if one is due. See `elastic.exact.kept_commits`."""
 
     def kept_commits(self) -> list[KeptCommit]:
-        """Return the older commits of which there are copies, oldest first."""
+        """Return the older commits that still have copies, oldest first."""
         return []
 
     def go_back(self, commit: Commit, *, restores: bool) -> None:
-        """Drop copies of commits that are newer than ``commit``. With ``restores``, restore ``commit`` as the newest
-        commit.
+        """Drop copies of commits that are newer than ``commit``.
+
+        Args:
+            commit: commit to return to.
+            restores: whether to restore ``commit`` as the newest commit.
         """
 
     def finish_commit(self) -> None:
@@ -228,8 +233,8 @@ class State:
         """
 
     def reconcile(self) -> None:
-        """Complete what the previous world has left unfinished. Collective; called before each call of the function
-        under ``elastic.run``.
+        """Complete transfers that the previous world has left unfinished. Collective; called before each call of the
+        function under ``elastic.run``.
 
         Raises:
             PeerLost: a rank was lost.
@@ -240,7 +245,7 @@ class State:
         there.
 
         Args:
-            reset: called once this worker's own values are those of the commit.
+            reset: called after this worker's own values are restored from the commit.
             met: the shards that the ranks hold. See `elastic.state.fully_sharded.sharded_commits.WorldInventory`.
 
         Returns:
@@ -254,7 +259,7 @@ class State:
         raise NotImplementedError
 
     def report_commit(self) -> None:
-        """Report the digest of the newest commit to the driver, if it compares them (ELASTIC_DIGESTS=1)."""
+        """Report the digest of the newest commit to the driver if the driver compares digests (ELASTIC_DIGESTS=1)."""
         rt = lifecycle.active()
         if rt is not None and rt.env.digest_commits:
             asked = rt.env.digest_tensors
@@ -272,7 +277,7 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """Return the lines that must agree on all workers, or an empty result if nothing is compared."""
+        """Return the layout of the state, as lines that must agree on all workers. Empty if nothing is compared."""
         return ""
 
     def _options(self) -> list[str]:
@@ -286,10 +291,16 @@ class State:
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
     ) -> int:
-        """Send the state of rank ``root`` of the group to the other ranks. Return the number of bytes copied. Does not
-        save.
+        """Send the state of rank ``root`` of the group to the other ranks, without saving it.
 
-        ``group`` is a CPU group. ``group_on`` creates a group of the same ranks on a GPU.
+        Args:
+            group: CPU group of the ranks that take part.
+            root: rank in the group that sends.
+            expected_equal: whether the receivers hold the same commit. If so, a warning names parameters that differ.
+            group_on: creates a group of the same ranks on a GPU.
+
+        Returns:
+            The number of bytes copied.
         """
         return 0
 
@@ -317,13 +328,11 @@ class State:
         return {}
 
     def _trained(self) -> list[tuple[int, list[int]]]:
-        """Return the epochs, and for each the ids of the samples that this rank has trained on since the last call."""
+        """Return the IDs of the samples that this rank has trained on since the last call, by epoch."""
         return []
 
     def valid(self) -> bool:
-        """Return whether the last save is complete. A save that raised midway is incomplete until another save
-        succeeds.
-        """
+        """Whether the last save is complete. A save that raised an exception remains incomplete until the next save."""
         return self._whole
 
     @contextlib.contextmanager
@@ -341,7 +350,7 @@ class State:
 
 
 class ObjectState(State):
-    """Python values as attributes: ``ObjectState(epoch=0, batch=0)``. Committed and restored as deep copies.
+    """State of Python values as attributes, as in ``ObjectState(epoch=0, batch=0)``. Values are deep-copied.
 
     The keywords define the state. Attributes set later are not part of it.
 
@@ -385,7 +394,7 @@ class ObjectState(State):
         self._restore_values()
 
     def sync(self) -> None:
-        """Copy the present values of rank 0 to all ranks, and commit them."""
+        """Copy the current values of rank 0 to all ranks, and commit them."""
         if custom_broadcast(self):
             self._take_over(self._bcast_object(self._values()))
         else:
@@ -406,8 +415,8 @@ class ObjectState(State):
         """Send the values of rank ``root`` to the other ranks.
 
         Raises:
-            StateMismatch: on a receiver that can't read the values.
-            Invalid: on a root that can't pickle the values.
+            StateMismatch: a receiver cannot read the values. Raised on this receiver.
+            Invalid: the root cannot pickle the values. Raised on the root.
         """
         moved, values = state_transfer.transfer(group, root, {}, self._values(), self.layout())
         if group.rank != root:
@@ -418,7 +427,7 @@ class ObjectState(State):
         return HeldCommit(self.layout(), self._saved_state, {}, None)
 
     def _parts(self) -> Mapping[str, Any]:
-        """Return the parts that have tensors, by name."""
+        """Return the parts of the state that contain tensors, by name."""
         return {}
 
     def _take_random(self, saved: dict[str, Any]) -> None:
@@ -456,14 +465,14 @@ def hold(state: ObjectState) -> HeldCommit:
     """Keep the newest commit unchanged until it is released.
 
     Raises:
-        Invalid: the state contains values that can't be written.
+        Invalid: the state contains values that cannot be written to a checkpoint.
         DeviceLost: the accelerator failed.
     """
     return state._hold()
 
 
 def options_of(state: State) -> list[str]:
-    """Return the lines of options that must be equal on all workers of a world, but may differ from a checkpoint."""
+    """Return the options of the state, as lines, that must be equal on all workers but may differ from a checkpoint."""
     return state._options()
 
 
@@ -474,7 +483,7 @@ def prepare_hold(state: ObjectState) -> None:
 
 
 def parts_of(state: ObjectState) -> Mapping[str, Any]:
-    """Return the parts that have tensors, by name."""
+    """Return the parts of the state that contain tensors, by name."""
     return state._parts()
 
 
@@ -484,12 +493,14 @@ def names_of(state: ObjectState) -> list[str]:
 
 
 def take_values(state: ObjectState, values: dict[str, Any]) -> None:
-    """Set the present values without saving them."""
+    """Set the current values of the state without saving them."""
     state._take_over(values)
 
 
 def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
-    """Set the random generators to the commit of another process of the same rank, if the state has generators."""
+    """Restore the random generators from a commit of another process of the same rank, if the state contains
+    generators.
+    """
     state._take_random(saved)
 
 
@@ -550,14 +561,14 @@ def custom_broadcast(state: State) -> bool:
 
 
 def has_custom_sync(state: State) -> bool:
-    """Return whether the script's own code synchronizes the state, so that all workers must call it together."""
+    """Return whether the script's own code synchronizes the state, so that all workers must call ``sync`` together."""
     ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())
 
 
 def overridden(state: State) -> list[str]:
-    """Return which of ``save`` and ``restore`` a script's subclass overrides."""
+    """Return the names of the methods ``save`` and ``restore`` that a script's subclass overrides."""
     methods = {name: getattr(type(state), name) for name in ("save", "restore")}
     return [name for name, each in methods.items() if not each.__module__.startswith("elastic.")]
 

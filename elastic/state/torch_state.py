@@ -23,13 +23,13 @@ class TorchState(HandledState):
     ``commit`` is a collective. ``least_shards`` is the smallest number of shards that memory allows; with it, each
     world has as many replicas of the model as its ranks allow (HSDP). See docs/sharded.md.
 
-    ``save`` copies changed values into host buffers that are allocated once. ``restore`` sets exactly the committed
-    bits in place, drops optimizer entries created since, and clears gradients. The training mode of modules is
-    committed too: if a commit follows ``model.eval()``, call ``model.train()`` before each step that may follow a
-    restore.
+    ``save`` copies changed values into host buffers that are allocated once. ``restore`` restores the committed bits
+    exactly and in place, drops optimizer entries created after the commit, and clears gradients. The training mode of
+    modules is committed too: if a commit follows ``model.eval()``, call ``model.train()`` before each step that may
+    follow a restore.
 
     Raises:
-        Invalid: a value can't be copied, or looks like a misspelled option.
+        Invalid: a value cannot be copied, or looks like a misspelled option.
 
     Example::
 
