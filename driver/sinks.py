@@ -47,5 +47,8 @@ class Sink(Protocol):
     def cause(self, worker: Worker) -> ExitCause:
         """Return the reason for the exit, as far as the worker has reported it."""
 
+    def training_thread(self, worker: Worker) -> int | None:
+        """Return the native ID of the worker's training thread, or None before its ``init()``."""
+
     def drop(self, worker: Worker) -> None:
         """Discard a worker after its exit and the end of its streams."""

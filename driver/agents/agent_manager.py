@@ -156,8 +156,8 @@ class AgentManager:
         for host, local in by_host.items():
             self.order(host, Probe(local))
 
-    def dump(self, worker: Worker) -> None:
-        self.order(worker.host, Dump(worker))
+    def dump(self, worker: Worker, *, all_threads: bool) -> None:
+        self.order(worker.host, Dump(worker, all_threads))
 
     def give_up(self, host: str, why: str) -> None:
         self._handle(pool_events.GiveUpOrdered(host, why))

@@ -52,6 +52,9 @@ class ForwardingSink:
     def cause(self, worker: Worker) -> ExitCause:
         return self._tails.cause(worker)
 
+    def training_thread(self, worker: Worker) -> int | None:
+        return self._tails.training_thread(worker)
+
     def drop(self, worker: Worker) -> None:
         self._tails.drop(worker)
 

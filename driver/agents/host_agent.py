@@ -224,8 +224,8 @@ class HostAgent:
                 self._agent.kill(worker)
             case Probe(workers):
                 self._agent.probe(workers)
-            case Dump(worker):
-                self._agent.dump(worker)
+            case Dump(worker, all_threads):
+                self._agent.dump(worker, all_threads=all_threads)
             case Drop(worker):
                 self._server.disconnect(worker)
             case Tell(workers, forwarded):

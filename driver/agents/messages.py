@@ -158,7 +158,10 @@ class Probe(AgentMessage):
 
 
 class Dump(AgentMessage):
+    """Order to an agent: make a worker write the stack of its training thread, or of all its threads."""
+
     worker: Worker
+    all_threads: bool = False
 
 
 class Drop(AgentMessage):

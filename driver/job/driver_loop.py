@@ -254,9 +254,9 @@ class Driver:
         """Handle an operator's request. Must be called in the event loop's thread while the job runs."""
         self._post(event)
 
-    def dump(self, worker: Worker) -> None:
+    def dump(self, worker: Worker, *, all_threads: bool) -> None:
         """Request the stacks of a worker on behalf of an operator."""
-        self._launcher.dump(worker)
+        self._launcher.dump(worker, all_threads=all_threads)
 
     async def run(self) -> int:
         """Run the whole job. Return its exit code once no worker is left.
@@ -553,7 +553,7 @@ class Driver:
             case events.GiveUpHost(host, reason):
                 self._launcher.give_up(host, str(reason))
             case events.DumpStacks(worker, reason):
-                self._launcher.dump(worker)
+                self._launcher.dump(worker, all_threads=False)
                 return ("info", f"the stacks of {worker} follow: {brief(reason)}")
             case events.BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, str(reason)))

@@ -39,8 +39,13 @@ class Launcher(Protocol):
     def probe(self, workers: Sequence[Worker]) -> None:
         """Inspect these processes. A WorkerProbed is reported for each. Unknown workers are ignored."""
 
-    def dump(self, worker: Worker) -> None:
-        """Make the worker write the stacks of its threads, if possible. Unknown workers are ignored."""
+    def dump(self, worker: Worker, *, all_threads: bool) -> None:
+        """Make a worker write the stack of its training thread, if possible. Unknown workers are ignored.
+
+        Args:
+            worker: the worker.
+            all_threads: whether its other threads write their stacks too.
+        """
 
     def give_up(self, host: str, why: str) -> None:
         """Declare an unresponsive host lost. `HostLost` is then reported.

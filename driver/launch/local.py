@@ -85,8 +85,8 @@ class LocalLauncher:
     def probe(self, workers: Sequence[Worker]) -> None:
         self.agent.probe(workers)
 
-    def dump(self, worker: Worker) -> None:
-        self.agent.dump(worker)
+    def dump(self, worker: Worker, *, all_threads: bool) -> None:
+        self.agent.dump(worker, all_threads=all_threads)
 
     def give_up(self, host: str, why: str) -> None:
         """Do nothing, because this machine always responds."""

@@ -1,8 +1,8 @@
 """Extracts the script's frames and the blocking call from the stacks of a worker. Pure: no I/O, no clock.
 
-The input is written by Python's faulthandler, except for the header of the training thread:
+The frames are written by Python's faulthandler, and the header by `header_of`:
 
-    Training thread 0x00007f0a (most recent call first):
+    Training thread 4711 [python] (most recent call first):
       File ".../torch/autograd/graph.py", line 979 in _engine_run_backward
       File "train.py", line 15 in train
 """
@@ -12,11 +12,20 @@ from __future__ import annotations
 import re
 
 from elastic.protocol.uncaught.folded_traceback import SCRIPT, library_of
+from elastic.protocol.uncaught.sending import StackOf
 
 TRAINING = "Training thread"
 INNERMOST = 8  # maximum number of frames that are shown if none belongs to the script
-_HEADER = re.compile(r"(Training thread|Current thread|Thread) 0x[0-9a-f]+")
+STACK = "Stack (most recent call first):"  # header that Python writes if it writes one thread
+# A script may have installed its own handler, which writes all threads.
+_HEADER = re.compile(r"(Training thread|Current thread|Thread) (0x)?[0-9a-f]+ |" + re.escape(STACK))
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+def header_of(stack: StackOf) -> str:
+    """Return the header of a thread's stack."""
+    noun = TRAINING if stack.training else "Thread"
+    return f"{noun} {stack.thread} [{stack.name}] (most recent call first):"
 
 
 def training_stack(text: str) -> str:

@@ -138,6 +138,10 @@ class Output:
         """Return the reason for a worker's exit, as reported by the worker. See `elastic.driver.sinks.Sink.cause`."""
         return self._tails.cause(worker)
 
+    def training_thread(self, worker: Worker) -> int | None:
+        """Return a worker's training thread. See `elastic.driver.sinks.Sink.training_thread`."""
+        return self._tails.training_thread(worker)
+
     def drop(self, worker: Worker) -> None:
         """Discard the state of a worker. See `elastic.driver.sinks.Sink.drop`."""
         self._show_stacks(worker)

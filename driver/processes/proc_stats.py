@@ -36,6 +36,22 @@ class Stat:
 
 
 @dataclass(frozen=True)
+class ThreadStatus:
+    """Content of /proc/PID/task/TID/status.
+
+    Args:
+        pending: signals that were sent to this thread and that it has not received, as bits.
+        blocked: signals that it cannot receive now, as bits. A handler blocks its own signal while it runs.
+    """
+
+    id: int
+    name: str
+    state: str
+    pending: int
+    blocked: int
+
+
+@dataclass(frozen=True)
 class ProcSample:
     """Resources used by a process and its whole session.
 
@@ -78,6 +94,21 @@ def parse_status(text: bytes) -> tuple[int, int]:
     """Return the pid of the tracer (0 without a tracer) and the handled signals as bits."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"TracerPid", b"0")), int(fields.get(b"SigCgt", b"0"), 16)
+
+
+def parse_thread(text: bytes) -> ThreadStatus:
+    """Parse /proc/PID/task/TID/status. Raises ValueError."""
+    fields = dict(line.partition(b":")[::2] for line in text.splitlines())
+    try:
+        return ThreadStatus(
+            int(fields[b"Pid"]),
+            fields[b"Name"].strip().decode(errors="replace"),
+            fields[b"State"].strip()[:1].decode(),
+            int(fields[b"SigPnd"], 16),
+            int(fields[b"SigBlk"], 16),
+        )
+    except KeyError as error:
+        raise ValueError(f"{text[:80]!r} is not the status of a thread") from error
 
 
 def parse_io(text: bytes) -> int:
@@ -193,6 +224,23 @@ def traced(pid: int) -> bool:
 def handles(pid: int, number: int) -> bool:
     """Return whether a process handles this signal, which would otherwise end it."""
     return bool(_status(pid)[1] >> (number - 1) & 1)
+
+
+def thread_of(pid: int, thread: int) -> ThreadStatus | None:
+    """Return the status of a thread, or None if it does not exist."""
+    try:
+        return parse_thread(_read(f"/proc/{pid}/task/{thread}/status"))
+    except (OSError, ValueError):
+        return None
+
+
+def threads_of(pid: int) -> list[ThreadStatus]:
+    """Return all threads of a process. The list is empty if the process does not exist."""
+    try:
+        found = [thread_of(pid, int(name)) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+    return [thread for thread in found if thread is not None]
 
 
 def frozen(pid: int) -> bool:

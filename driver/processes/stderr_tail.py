@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import msgspec
 
 from elastic.driver.events import ExitCause
-from elastic.driver.monitoring.stacks import TRAINING
+from elastic.driver.monitoring.stacks import STACK, header_of
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
-from elastic.protocol.uncaught.sending import LostDriver, TrainingThread, Uncaught
+from elastic.protocol.uncaught.sending import LostDriver, StackOf, TrainingThread, Uncaught
 
 TAIL_LIMIT = 20 * 1024  # number of bytes kept from the end of a worker's stderr
 LINE_LIMIT = 1024 * 1024  # maximum size of an exception as JSON, in bytes
-THREADS = (b"Thread", b"Current thread")  # beginnings of a thread's stack
 KNOWN_LIMIT = 256  # maximum number of exceptions of one job that are not shown again
 NAMED = 16  # maximum number of rank ranges in a line
 
@@ -31,11 +30,12 @@ class DiagnosticLines:
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
-        self._training: dict[Worker, bytes] = {}  # training thread as named in the worker's stacks
+        self._training: dict[Worker, int] = {}  # native ID of the training thread
+        self._next: dict[Worker, StackOf] = {}  # thread that may write its stack next
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
-        """Add a chunk. Return the reports that are now complete, and the lines of stacks, without line ends. The
-        training thread is marked in the stacks.
+        """Add a chunk. Return the reports that are now complete, and the lines of stacks, without line ends. Each
+        stack has the header of its thread. Threads without Python code write no stack.
         """
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
@@ -45,28 +45,34 @@ class DiagnosticLines:
         for line in lines:
             match _decoded(line):
                 case TrainingThread(thread):
-                    self._training[worker] = b" 0x%016x" % thread
+                    self._training[worker] = thread
+                case StackOf() as stack:
+                    self._next[worker] = stack
                 case Uncaught() | LostDriver() as report:
                     found.append(report)
                 case bytes():
-                    found.append(self._named(worker, line))
+                    found.append(self._headed(worker, line))
         return found
 
-    def _named(self, worker: Worker, line: bytes) -> bytes:
-        before, name, rest = line.partition(self._training.get(worker, b"\n"))
-        return TRAINING.encode() + name + rest if before in THREADS else line
+    def _headed(self, worker: Worker, line: bytes) -> bytes:
+        if line != STACK.encode() or worker not in self._next:
+            return line
+        return header_of(self._next.pop(worker)).encode()
+
+    def training_thread(self, worker: Worker) -> int | None:
+        """Return the native ID of a worker's training thread, or None before ``init()``."""
+        return self._training.get(worker)
 
     def drop(self, worker: Worker) -> None:
-        self._partial.pop(worker, None)
-        self._training.pop(worker, None)
+        for state in (self._partial, self._training, self._next):
+            state.pop(worker, None)
 
 
-_messages: msgspec.json.Decoder[Uncaught | LostDriver | TrainingThread] = msgspec.json.Decoder(
-    Uncaught | LostDriver | TrainingThread
-)
+_Message = Uncaught | LostDriver | TrainingThread | StackOf
+_messages: msgspec.json.Decoder[_Message] = msgspec.json.Decoder(_Message)
 
 
-def _decoded(line: bytes) -> Uncaught | LostDriver | TrainingThread | bytes:
+def _decoded(line: bytes) -> _Message | bytes:
     if not line.startswith(b"{"):
         return line
     try:
@@ -103,6 +109,9 @@ class StderrTails:
 
     def cause(self, worker: Worker) -> ExitCause:
         return self._causes.get(worker, ExitCause.UNKNOWN)
+
+    def training_thread(self, worker: Worker) -> int | None:
+        return self._diagnostics.training_thread(worker)
 
     def drop(self, worker: Worker) -> None:
         self._tails.pop(worker, None)

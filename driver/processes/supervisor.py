@@ -43,13 +43,15 @@ from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.pipes import Pipe
 from elastic.driver.processes.prepared_processes import PreparedProcesses
 from elastic.driver.processes.spawning import spawn, why_not_started
+from elastic.driver.processes.thread_stacks import STACKS_S, in_order, signal_in_turn
 from elastic.driver.processes.usage import USAGE_S, UsageMeter
+from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink, Stream, Usage
 from elastic.protocol.life_lock import LIFE_LOCK, LifeLock, LifeLocks
 from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
 from elastic.protocol.uncaught.at_start import sitecustomize
-from elastic.protocol.uncaught.sending import DIAGNOSTICS
+from elastic.protocol.uncaught.sending import DIAGNOSTICS, StackOf
 
 LINGER_S = 0.5  # seconds for reading a dead worker's pipes, in case another process holds them
 SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
@@ -104,6 +106,7 @@ class ProcessSupervisor:
         # Whether a measurement is in progress. It runs in a thread, because a GPU's driver may not answer.
         self._measures = False
         self._memory = OutOfMemory()
+        self._dumps: set[asyncio.Task[None]] = set()
         self._born = mmap.mmap(-1, 8)  # memory shared with child processes, for their process IDs
         self._life_locks = LifeLocks()
         self._reaper = OrphanReaper(self._loop, self._groups, log)
@@ -244,8 +247,8 @@ class ProcessSupervisor:
             )
             self._noticed(probed)
 
-    def dump(self, worker: Worker) -> None:
-        """Make a worker write the stacks of its threads, if possible. Unknown workers are ignored."""
+    def dump(self, worker: Worker, *, all_threads: bool) -> None:
+        """Make a worker write its stacks. See `elastic.driver.launch.interface.Launcher.dump`."""
         process = self._processes.get(worker)
         if process is None:
             return
@@ -258,7 +261,41 @@ class ProcessSupervisor:
             why = f"it has not called init(), or handles signal {number} itself"
             self._log("info", f"no stacks of {worker}: {why}")
         else:
-            os.kill(process.pid, number)
+            task = self._loop.create_task(self._write_stacks(process, number, all_threads))
+            self._dumps.add(task)
+            task.add_done_callback(self._dumps.discard)
+
+    async def _write_stacks(self, process: _Process, number: int, all_threads: bool) -> None:
+        async with process.stacks:
+            if process.reported:
+                return
+            worker, pid = process.worker, process.pid
+            for pipe in list(process.pipes):
+                pipe.drain()
+            threads = proc_stats.threads_of(pid)
+            reported = self._sink.training_thread(worker)
+            training = reported if reported in [thread.id for thread in threads] else pid
+
+            def announce(thread: proc_stats.ThreadStatus) -> None:
+                header = StackOf(thread.id, thread.name, thread.id == training)
+                self._sink.feed(worker, "diagnostics", msgspec.json.encode(header) + b"\n")
+
+            chosen = in_order(threads, number, training, all_threads=all_threads)
+            if not chosen:
+                self._log(
+                    "info", f"no stacks of {worker}: its training thread blocks signal {number}"
+                )
+            try:
+                late = await signal_in_turn(pid, chosen, number, announce)
+            except OSError as error:
+                self._log("info", f"no stacks of {worker}: signal {number} cannot be sent: {error}")
+                return
+            if late and not process.reported:
+                count = f"{late} of {counted(len(chosen), 'thread')}"
+                self._log(
+                    "info",
+                    f"stacks of {worker} are incomplete: {count} did not respond within {STACKS_S:g} s",
+                )
 
     def alive(self) -> frozenset[Worker]:
         return frozenset(self._processes) | frozenset(self._held)
@@ -272,6 +309,8 @@ class ProcessSupervisor:
         """Kill all workers, wait for them for at most DEATH_S seconds, read their pipes, and end the orphan reaper."""
         if self._next_look is not None:
             self._next_look.cancel()
+        for task in self._dumps:
+            task.cancel()
         for worker in self.alive():
             self.kill(worker)
         # This blocks, so it happens after the end of the workers, which would compete for the processors.
@@ -500,6 +539,8 @@ class _Process:
         self.stat: proc_stats.Stat | None = None  # state at the last check
         self.hindrance = ""  # reason why the process could not run at that check
         self.frozen_said_at: float | None = None
+        # Only one thread writes its stack at a time, since all write to one pipe.
+        self.stacks = asyncio.Lock()
 
     def status(self) -> tuple[int, str]:
         """Return the exit code, or minus the signal, and the state of the process, without reaping it."""

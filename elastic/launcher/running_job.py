@@ -94,11 +94,14 @@ class Job:
     def stacks(self, worker: int | str | None = None) -> dict[str, str]:
         """Return the Python stacks of all threads of one worker, or of the first eight ranks.
 
-        The stack of the thread that called ``init()`` starts with ``Training thread``.
+        Args:
+            worker: rank, or ``"host:slot"``.
+            all_threads: also return the stacks of the other Python threads, each with a header.
         """
         from elastic.driver.job.operator_api.messages import AskStacks
 
-        data = self._ask(AskStacks, "" if worker is None else str(worker))[1]
+        name = "" if worker is None else str(worker)
+        data = self._ask(AskStacks, name, False, all_threads)[1]
         stacks: dict[str, str] = json.loads(data)
         return stacks
 

@@ -81,7 +81,7 @@ VERBS: dict[str, Verb] = {
     ),
     "stacks": Verb(
         "[JOB] [RANK]",
-        "Show the Python stacks of one worker or of the first eight; script frames come first.",
+        "Show the Python stack of one worker or of the first eight; script frames come first.",
         (0, 1),
         ("all_threads", "log", "json"),
     ),
@@ -105,7 +105,9 @@ class CommandOptions(Options):
 
     json: bool = switch("--json", "Print the result as JSON.")
     watch: bool = switch("--watch", "Refresh until Ctrl-C.")
-    all_threads: bool = switch("--all-threads", "Show all threads and all frames.")
+    all_threads: bool = switch(
+        "--all-threads", "Show all Python threads and all frames (default: the training thread)."
+    )
     log: bool = switch("--log", "Also write the stacks to the job's log.")
     follow: bool = switch("-f --follow", "Follow the log until Ctrl-C or the end of the job.")
     least_lines: int | None = flag(
@@ -300,7 +302,8 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
 
 
 def _stacks(client: JobClient, words: Sequence[str], options: CommandOptions) -> int:
-    answer = client.ask(messages.AskStacks, words[0] if words else "", options.log)
+    name = words[0] if words else ""
+    answer = client.ask(messages.AskStacks, name, options.log, options.all_threads)
     stacks: dict[str, str] = json.loads(answer.data) if answer.data else {}
     if options.json:
         print(json.dumps(stacks))

@@ -66,11 +66,13 @@ class AskStacks(OperatorMessage):
     Args:
         worker: a rank or ``host:slot``. Empty means the members with the lowest ranks.
         log: whether to write the stacks to the job's log too.
+        all_threads: whether to request the stacks of all threads, instead of that of the training thread.
     """
 
     number: int
     worker: str = ""
     log: bool = False
+    all_threads: bool = False
 
 
 class AskLogs(OperatorMessage):

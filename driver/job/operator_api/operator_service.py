@@ -43,6 +43,8 @@ from elastic.protocol.messages import Address, Worker
 ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
 STACKS_S = 3.0  # seconds for stacks to be written
 QUIET_S = 0.25  # seconds without further lines after which stacks are complete
+# The same for all threads of a worker, which write one after another.
+STACKS_ALL_S, QUIET_ALL_S = 5.0, 1.0
 AT_ONCE = 64  # maximum number of concurrent requests
 STOP_CODE = 143  # exit code of a job that was stopped, as after SIGTERM
 
@@ -62,7 +64,7 @@ class SteerableDriver(Protocol):
     """The part of a driver's interface that operators' requests use."""
 
     def tell(self, event: Event) -> None: ...
-    def dump(self, worker: Worker) -> None: ...
+    def dump(self, worker: Worker, *, all_threads: bool) -> None: ...
     def stop(self, reason: str, code: int = 1) -> None: ...
 
 
@@ -199,8 +201,8 @@ class OperatorService:
                 if gone is None:
                     return Told(0, False, self._unknown(name))
                 return await self._decided(requester, lambda n: RemoveRequested(n, gone))
-            case messages.AskStacks(worker=name, log=log):
-                return await self._stacks(name, log=log)
+            case messages.AskStacks(worker=name, log=log, all_threads=all_threads):
+                return await self._stacks(name, log=log, all_threads=all_threads)
             case messages.AskStop(why=why):
                 self._driver.stop(f"requested by {requester}{why and ': '}{why}", STOP_CODE)
                 return Told(0, True, "the job is stopping; repeat the command to stop it at once")
@@ -223,7 +225,7 @@ class OperatorService:
             return Told(0, False, f"no decision within {ANSWER_S:g} s; see elasticrun status")
         return Told(0, answer.done, str(answer.reason))
 
-    async def _stacks(self, name: str, *, log: bool) -> Told:
+    async def _stacks(self, name: str, *, log: bool, all_threads: bool) -> Told:
         assert self._driver is not None
         model = self._page.model
         if name:
@@ -237,15 +239,16 @@ class OperatorService:
             return Told(0, False, "no worker is training")
         for worker in workers:
             model.expect_stack(worker, "requested by an operator", time.time(), asked=True)
-            self._driver.dump(worker)
-        deadline, before, quiet_since = time.monotonic() + STACKS_S, "", time.monotonic()
+            self._driver.dump(worker, all_threads=all_threads)
+        most_s, quiet_s = (STACKS_ALL_S, QUIET_ALL_S) if all_threads else (STACKS_S, QUIET_S)
+        deadline, before, quiet_since = time.monotonic() + most_s, "", time.monotonic()
         while time.monotonic() < deadline:
             await asyncio.sleep(0.05)
             found = {str(worker): self._page.stack_of(worker) for worker in workers}
             now = json.dumps(found)
             if now != before:
                 before, quiet_since = now, time.monotonic()
-            elif all(found.values()) and time.monotonic() - quiet_since >= QUIET_S:
+            elif all(found.values()) and time.monotonic() - quiet_since >= quiet_s:
                 break
         for source, stacks in found.items() if log else ():
             if stacks:

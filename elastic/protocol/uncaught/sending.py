@@ -47,9 +47,23 @@ class LostDriver(msgspec.Struct, frozen=True, tag=True):
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):
-    """ID of the thread that called ``init()``, as in the worker's stacks, which are sent through the same pipe."""
+    """Native ID of the thread that called ``init()``."""
 
     thread: int
+
+
+class StackOf(msgspec.Struct, frozen=True, tag=True):
+    """The agent writes this message before it makes a thread write its stack to the same stream.
+
+    Args:
+        thread: native ID of the thread.
+        name: name of the thread in /proc.
+        training: whether the thread called ``init()``.
+    """
+
+    thread: int
+    name: str
+    training: bool
 
 
 def of(error: BaseException) -> Uncaught:

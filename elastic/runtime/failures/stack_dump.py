@@ -1,7 +1,9 @@
-"""Writes the Python stacks of all threads on a signal of the agent, to the agent or else to stderr. Makes no decisions.
+"""Writes the Python stack of a thread that receives the agent's signal, to the agent or else to stderr. Makes no
+decisions.
 
 The handler is C code that needs no interpreter lock, so it works in a deadlock, in an endless loop, and while a C call
-holds the interpreter. A stopped process cannot respond.
+holds the interpreter. A stopped process cannot respond. The agent sends the signal to each thread whose stack it needs:
+if the handler read the frames of other threads while they run, the process could crash.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def answer() -> None:
     pipe = sending.opened(os.environ)
     with contextlib.suppress(OSError):
         if pipe is not None:
-            os.write(pipe, msgspec.json.encode(TrainingThread(threading.get_ident())) + b"\n")
+            os.write(pipe, msgspec.json.encode(TrainingThread(threading.get_native_id())) + b"\n")
             _file = os.fdopen(pipe, "w")
         # A duplicate descriptor, since scripts and test runners replace sys.stderr and close it. A descriptor that was
         # closed before may have been reused, possibly for a socket of this package.
@@ -42,6 +44,6 @@ def answer() -> None:
             _file = os.fdopen(os.dup(2), "w")
     number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
     if _file is not None:
-        faulthandler.register(number, file=_file, all_threads=True)
+        faulthandler.register(number, file=_file, all_threads=False)
     else:
         signal.signal(number, signal.SIG_IGN)  # the default action would end the process

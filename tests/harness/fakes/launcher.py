@@ -55,7 +55,7 @@ class FakeLauncher:
         """Record the kill; the test reports its result with ``noticed``."""
         self.probed += workers
 
-    def dump(self, worker: Worker) -> None:
+    def dump(self, worker: Worker, *, all_threads: bool) -> None:
         self.dumped.append(worker)
 
     def give_up(self, host: str, why: str) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.processes import orphan_reaper, proc_stats
 from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.output import Output
@@ -313,7 +314,7 @@ def test_a_frozen_cgroup_is_seen_though_its_processes_seem_to_sleep(kind, tmp_pa
             pid = host.start(A, ["sleep", "60"])
             cgroup.freeze(pid)
             assert await host.sees() == WorkerFrozen(A, "its cgroup is frozen")
-            host.launcher.dump(A)
+            host.launcher.dump(A, all_threads=False)
             assert host.log[-1].endswith(wording.PROCESS_CANT_RUN_CANT)
             cgroup.thaw()
             assert await host.sees() == WorkerThawed(A)
@@ -384,31 +385,187 @@ async def test_a_probe_counts_what_a_worker_and_its_children_do(host):
     assert busy.io_bytes >= 2 * 3_000_000
 
 
-WRITES_STACKS = """
-import faulthandler, pathlib, signal, sys, threading, time
-faulthandler.register(signal.SIGRTMIN + 4, all_threads=True)
-def hangs_here():
+# ---- stacks ----------------------------------------------------------------------------------------------------------
+
+BEGINS = """
+import ctypes, pathlib, signal, sys, threading, time
+from elastic.runtime.failures import stack_dump
+
+def begin():
+    stack_dump.answer()
     pathlib.Path(sys.argv[1]).touch()
+
+def waits_for_ever():
+    threading.Event().wait()
+"""
+MAIN_THREAD = f"""{BEGINS}
+def hangs_here():
+    begin()
     time.sleep(60)
+
+threading.Thread(target=waits_for_ever, name="second", daemon=True).start()
 hangs_here()
+"""
+ANOTHER_THREAD = f"""{BEGINS}
+def trains_here():
+    begin()
+    time.sleep(60)
+
+threading.Thread(target=trains_here).start()
+waits_for_ever()
+"""
+BLOCKS = f"""{BEGINS}
+def hangs_here():
+    begin()
+    time.sleep(60)
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGRTMIN + 4}})
+hangs_here()
+"""
+HOLDS_THE_INTERPRETER = f"""{BEGINS}
+def in_c():
+    begin()
+    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock, and libc's sleep() returns after a signal
+
+def again_and_again():
+    while True:
+        in_c()
+
+threading.Thread(target=waits_for_ever, daemon=True).start()
+again_and_again()
+"""
+RECURSES_EVERYWHERE = f"""{BEGINS}
+def deeper(left):
+    return left and 1 + deeper(left - 1)
+
+def generates(left):
+    if left:
+        yield from generates(left - 1)
+    yield left
+
+def works():
+    while True:
+        deeper(400)
+        list(generates(40))
+        exec("[each for each in range(9)]")
+
+sys.setrecursionlimit(5000)
+for _ in range(8):
+    threading.Thread(target=works, daemon=True).start()
+begin()
+works()
 """
 
 
+class Stacks:
+    """The lines of the stacks of worker A."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.lines: list[str] = []
+        host.output._on_lines = self._add
+
+    def _add(self, worker: Worker, name: str, stream: str, lines: list[bytes]) -> None:
+        self.lines += [line.decode() for line in lines if stream == "diagnostics"]
+
+    async def start(self, script: str) -> int:
+        path = self.host.folder / "began"
+        pid = self.host.start(A, [sys.executable, "-c", script, str(path)])
+        await until(path.exists, "a worker that answers")
+        assert pid is not None
+        return pid
+
+    async def written(self, *, all_threads: bool = False) -> dict[str, list[str]]:
+        """Return the functions of each thread, by header, once the worker has written them."""
+        self.lines.clear()
+        self.host.launcher.dump(A, all_threads=all_threads)
+        await until(lambda: not self.host.launcher.agent._dumps, "the end of the stacks")
+        for process in self.host.launcher.agent._processes.values():
+            for pipe in process.pipes:
+                pipe.drain()
+        found: dict[str, list[str]] = {}
+        for line in self.lines:
+            if line.startswith("  "):
+                found[[*found][-1]].append(line.rpartition(" in ")[2])
+            else:
+                found[line] = []
+        return found
+
+
 @conversation
-async def test_stacks_are_written_if_possible_without_ending_a_process(host):
-    host.start(A, [sys.executable, "-c", WRITES_STACKS, str(host.folder / "on")])
+async def test_stacks_when_impossible_then_the_log_says_why_and_no_process_ends(host):
     pid = host.start(B, ["sleep", "60"])
-    await until((host.folder / "on").exists, "a worker that hangs")
-    host.launcher.dump(B)
+    host.launcher.dump(B, all_threads=True)
     assert host.log[-1] == wording.INFO_NO_STACKS_LOCALHOST
-    host.launcher.dump(A)
-    await until(lambda: b"in hangs_here" in host.err, "its stacks")
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: orphan_reaper.state_of(pid)[0] == "T", "a stopped process")
-    host.launcher.dump(B)
+    host.launcher.dump(B, all_threads=False)
     assert host.log[-1].endswith(wording.PROCESS_CANT_RUN_CANT)
-    host.launcher.dump(Worker("elsewhere", 0))
+    host.launcher.dump(Worker("elsewhere", 0), all_threads=False)
+    logged = len(host.log)
+    stacks = Stacks(host)
+    await stacks.start(BLOCKS)
+    assert await stacks.written() == {}
+    assert len(host.log) == logged + 1
     assert host.launcher.alive() == {A, B}
+
+
+@conversation
+async def test_stacks_when_the_main_thread_trains_then_others_write_only_on_request(host):
+    stacks = Stacks(host)
+    pid = await stacks.start(MAIN_THREAD)
+    [(header, frames)] = (await stacks.written()).items()
+    assert header.startswith(f"{TRAINING} {pid} ") and frames == ["hangs_here", "<module>"]
+    (first, frames), (second, others) = (await stacks.written(all_threads=True)).items()
+    assert first == header and frames == ["hangs_here", "<module>"]
+    assert not second.startswith(TRAINING) and "waits_for_ever" in others
+    await until(lambda: b"in hangs_here" in host.err, "its stack in the log")
+
+
+@conversation
+async def test_stacks_when_another_thread_trains_then_it_writes_first(host):
+    stacks = Stacks(host)
+    pid = await stacks.start(ANOTHER_THREAD)
+    [(header, frames)] = (await stacks.written()).items()
+    assert header.startswith(TRAINING) and f" {pid} " not in header and "trains_here" in frames
+    first, main = await stacks.written(all_threads=True)
+    assert first == header and main.startswith(f"Thread {pid} ")
+
+
+@conversation
+async def test_stacks_when_a_c_call_holds_the_interpreter_then_all_threads_write(host):
+    stacks = Stacks(host)
+    await stacks.start(HOLDS_THE_INTERPRETER)
+    [(_, frames)] = (await stacks.written()).items()
+    assert frames[:2] == ["in_c", "again_and_again"]
+    assert len(await stacks.written(all_threads=True)) == 2
+
+
+@conversation
+async def test_stacks_when_two_are_requested_at_once_then_each_is_complete(host):
+    stacks = Stacks(host)
+    pid = await stacks.start(ANOTHER_THREAD)
+    host.launcher.dump(A, all_threads=True)
+    await stacks.written(all_threads=True)
+    headers = [line for line in stacks.lines if not line.startswith("  ")]
+    assert len(headers) == 4 and headers[:2] == headers[2:] and f" {pid} " in headers[1]
+
+
+@pytest.mark.nightly
+def test_stacks_when_all_threads_recurse_then_300_dumps_do_not_end_the_process(tmp_path):
+    @conversation
+    async def talk(host):
+        stacks = Stacks(host)
+        pid = await stacks.start(RECURSES_EVERYWHERE)
+        alone = [await stacks.written() for _ in range(270)]
+        assert {len(found) for found in alone} == {1}
+        every = [await stacks.written(all_threads=True) for _ in range(30)]
+        # On a busy machine, the time limit may end a dump before the last thread.
+        assert max(map(len, every)) == 9
+        assert all(all(found.values()) for found in alone + every)
+        assert lives(pid) and host.launcher.alive() == {A} and host.exits.empty()
+
+    talk(tmp_path)
 
 
 # ---- starts ----------------------------------------------------------------------------------------------------------
@@ -542,6 +699,7 @@ class Sink:
     def finish(self, worker, stream): pass
     def tail(self, worker): return ""
     def cause(self, worker): return ExitCause.UNKNOWN
+    def training_thread(self, worker): return None
     def drop(self, worker): pass
 
 async def main():

@@ -60,6 +60,8 @@ class Screen:
     def cause(self, worker) -> ExitCause:
         return ExitCause.UNKNOWN
 
+    def training_thread(self, worker) -> None: ...
+
     def drop(self, worker) -> None: ...
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import (
+    ThreadStatus,
     is_frozen,
     parse_cgroup,
     parse_end,
@@ -17,6 +18,7 @@ from elastic.driver.processes.proc_stats import (
     parse_mounts,
     parse_stat,
     parse_status,
+    parse_thread,
 )
 from harness.golden import raises
 from harness.waiting import wait_until
@@ -59,6 +61,21 @@ def test_debugger_and_handled_signals_are_recognized():
     text = b"Name:\tpython\nTracerPid:\t77\nSigQ:\t0/7\nSigCgt:\t0000002000000002\n"
     assert parse_status(text) == (77, 1 << 37 | 1 << 1)
     assert parse_status(b"") == (0, 0)
+
+
+def test_status_of_a_thread_is_parsed():
+    text = (
+        b"Name:\ta: b\nState:\tS (sleeping)\nTgid:\t4711\nPid:\t4712\n"
+        b"SigPnd:\t0000002000000000\nShdPnd:\t0000000000000001\nSigBlk:\t0000000000000002\n"
+    )
+    assert parse_thread(text) == ThreadStatus(4712, "a: b", "S", 1 << 37, 2)
+    with raises(ValueError):
+        parse_thread(b"")
+
+
+def test_threads_of_this_process_are_found():
+    [own] = [each for each in proc_stats.threads_of(os.getpid()) if each.id == os.getpid()]
+    assert own == proc_stats.thread_of(os.getpid(), os.getpid())
 
 
 def test_bytes_read_and_written_are_counted():
@@ -118,6 +135,7 @@ def test_missing_process_has_no_state():
     assert proc_stats.stat_of(none).state == proc_stats.GONE
     assert proc_stats.cannot_run(none, None)[0] == ""
     assert not proc_stats.handles(none, signal.SIGINT)
+    assert proc_stats.threads_of(none) == [] and proc_stats.thread_of(none, none) is None
     seen = proc_stats.samples_of({none})[none]
     assert (seen.state, seen.cpu_s, seen.io_bytes, seen.traced) == (proc_stats.GONE, 0.0, 0, False)
 

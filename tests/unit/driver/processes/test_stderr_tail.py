@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from elastic.driver.events import ExitCause
-from elastic.driver.monitoring.stacks import TRAINING
+from elastic.driver.monitoring.stacks import STACK, header_of
 from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
 from elastic.protocol.messages import Worker
-from elastic.protocol.uncaught.sending import LostDriver, TrainingThread, Uncaught
+from elastic.protocol.uncaught.sending import LostDriver, StackOf, TrainingThread, Uncaught
 from harness.golden import recorded
 
 A, B = Worker("h", 0), Worker("h", 1)
@@ -22,8 +22,8 @@ def add(ledger: TracebackLedger, name: str, uncaught: Uncaught) -> str:
     return ledger.add(Worker(f"host{name}", 0), name, uncaught)
 
 
-def encoded(uncaught: Uncaught) -> bytes:
-    return msgspec.json.encode(uncaught) + b"\n"
+def encoded(message: Uncaught | StackOf | TrainingThread) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
 
 
 def test_first_of_many_exceptions_is_shown_and_the_others_share_a_line():
@@ -94,16 +94,37 @@ def test_record_that_arrives_in_pieces_is_reassembled(cut):
     assert found == [b"a line of stacks", BAD, OTHER]
 
 
-def test_training_thread_is_named_in_the_stacks_of_its_worker():
+STACK_LINES = [STACK.encode(), b'  File "train.py", line 3 in step']
+
+
+def written(*lines: bytes) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
+
+
+def test_stack_when_the_agent_names_a_thread_then_its_header_names_it():
     lines = DiagnosticLines()
-    training = msgspec.json.encode(TrainingThread(0x7F0A)) + b"\n"
-    headers = [
-        b"%s 0x%016x (most recent call first):" % each
-        for each in [(b"Thread", 0x7F0B), (b"Thread", 0x7F0A), (b"Current thread", 0x7F0A)]
-    ]
-    found: list = lines.add(A, training + b"\n".join(headers) + b"\n")
-    assert [line.partition(b" 0x")[0] for line in found] == [b"Thread"] + [TRAINING.encode()] * 2
-    assert lines.add(B, headers[1] + b"\n") == [headers[1]]
+    threads = [StackOf(7, "python", True), StackOf(8, "loader", False)]
+    for thread in threads:
+        found = lines.add(A, encoded(thread) + written(*STACK_LINES))
+        assert found == [header_of(thread).encode(), STACK_LINES[1]]
+        recorded("messages", found[0].decode(), thread.thread, thread.name)
+    assert lines.add(B, written(*STACK_LINES)) == STACK_LINES
+
+
+def test_stack_when_a_thread_writes_none_then_its_header_is_omitted():
+    lines, native, python = DiagnosticLines(), StackOf(8, "native", False), StackOf(9, "py", False)
+    found = lines.add(A, encoded(native) + encoded(python) + written(*STACK_LINES))
+    assert found == [header_of(python).encode(), STACK_LINES[1]]
+    assert lines.add(A, written(*STACK_LINES)) == STACK_LINES, "each header once"
+
+
+def test_training_thread_when_reported_then_it_is_known_until_the_worker_is_dropped():
+    tails = StderrTails()
+    assert tails.training_thread(A) is None
+    tails.add(A, "diagnostics", encoded(TrainingThread(7)))
+    assert (tails.training_thread(A), tails.training_thread(B)) == (7, None)
+    tails.drop(A)
+    assert tails.training_thread(A) is None
 
 
 def test_invalid_record_is_an_ordinary_line():

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from unittest.mock import create_autospec
+from unittest.mock import call, create_autospec
 
 import pytest
 
@@ -245,7 +245,7 @@ async def test_stacks_are_those_written_after_the_request(tmp_path, monkeypatch)
     monkeypatch.setattr(operator_service, "STACKS_S", 0.2)
     async with running(tmp_path) as job:
 
-        def dump(worker: Worker) -> None:
+        def dump(worker: Worker, *, all_threads: bool) -> None:
             if worker == A:
                 job.page.printed(worker, "0", "stderr", [b"Thread 1\n", b"  File train.py\n"])
 
@@ -265,7 +265,7 @@ async def test_stacks_are_not_requested_of_members_that_have_exited(tmp_path, mo
         job.page.model.view.note(WorkerExited(A, -9), [again], 20.0)
         answer = await job.ask(messages.AskStacks)
         assert list(json.loads(answer.data)) == ["h:1#1"]
-        assert [call.args for call in job.driver.dump.call_args_list] == [(B,)]
+        assert job.driver.dump.call_args_list == [call(B, all_threads=False)]
 
 
 @pytest.mark.parametrize(
@@ -277,9 +277,12 @@ async def test_stacks_show_the_script_and_are_logged_on_request(
 ):
     monkeypatch.setattr(operator_service, "QUIET_S", 0.0)
     monkeypatch.setattr(operator_service, "STACKS_S", 0.2)
+    monkeypatch.setattr(operator_service, "QUIET_ALL_S", 0.0)
+    monkeypatch.setattr(operator_service, "STACKS_ALL_S", 0.2)
     async with running(tmp_path) as job:
 
-        def dump(worker: Worker) -> None:
+        def dump(worker: Worker, *, all_threads: bool) -> None:
+            assert all_threads == ("--all-threads" in flags)
             text = b'  File "train.py", line 3 in step'
             lines = [
                 b"Thread 0x01 (most recent call first):",

@@ -1,0 +1,101 @@
+"""Makes threads of a worker write their Python stacks, one after another. Decides only their order, in a pure function.
+
+The worker's handler writes the stack of the thread that receives the signal. A thread that runs no Python code writes
+nothing. The handler blocks the signal while it runs. Therefore a thread has finished when the signal is neither
+pending nor blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import platform
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from elastic.driver.processes import proc_stats
+from elastic.driver.processes.proc_stats import ThreadStatus
+
+STACKS_S = 4.0  # seconds for all threads of a worker
+LOOK_S = 0.001  # interval of the checks whether a thread has finished
+UNINTERRUPTIBLE = "D"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_TGKILL = {
+    "x86_64": 234,
+    "aarch64": 131,
+}  # system calls, since glibc has tgkill() only from 2.30 on
+
+
+def in_order(
+    threads: Sequence[ThreadStatus], number: int, first: int, *, all_threads: bool
+) -> list[ThreadStatus]:
+    """Return the threads that can receive a signal, in the order in which it is sent to them. Pure.
+
+    A thread in an uninterruptible system call is last, because the next thread would have to wait for it.
+
+    Args:
+        threads: all threads of a process.
+        number: the signal. Threads that block it are omitted.
+        first: ID of the most important thread.
+        all_threads: whether to return the other threads too.
+    """
+    chosen = [
+        thread
+        for thread in threads
+        if not thread.blocked >> (number - 1) & 1 and (all_threads or thread.id == first)
+    ]
+    return sorted(chosen, key=lambda each: (each.state == UNINTERRUPTIBLE, each.id != first))
+
+
+async def signal_in_turn(
+    pid: int, threads: Sequence[ThreadStatus], number: int, announce: Callable[[ThreadStatus], None]
+) -> int:
+    """Send a signal to threads of a process, to each when the handler of the previous one has returned.
+
+    Args:
+        pid: process ID.
+        threads: the threads.
+        number: the signal.
+        announce: called with each thread before the signal is sent to it.
+
+    Returns:
+        Number of threads that did not finish within STACKS_S seconds. The signal was sent only to the first of these.
+
+    Raises:
+        OSError: the signal cannot be sent.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + STACKS_S
+    for index, thread in enumerate(threads):
+        announce(thread)
+        try:
+            signal_thread(pid, thread.id, number)
+        except ProcessLookupError:
+            continue
+        # The kernel removes a signal from the pending ones shortly before it blocks it, so one check is not sufficient.
+        finished = 0
+        while finished < 2:
+            if loop.time() >= deadline:
+                return len(threads) - index
+            await asyncio.sleep(LOOK_S)
+            status = proc_stats.thread_of(pid, thread.id)
+            busy = status is not None and (status.pending | status.blocked) >> (number - 1) & 1
+            finished = 0 if busy else finished + 1
+    return 0
+
+
+def signal_thread(pid: int, thread: int, number: int) -> None:
+    """Send a signal to one thread of a process.
+
+    Raises:
+        OSError: the signal cannot be sent.
+        ProcessLookupError: the thread does not exist.
+    """
+    ctypes.set_errno(0)
+    code = _TGKILL.get(platform.machine())
+    send = _libc.tgkill if code is None else partial(_libc.syscall, code)
+    if send(pid, thread, number):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
