@@ -108,17 +108,19 @@ def page(command: str, report: Report, found: SoakResults, *, passed: bool) -> s
     lines = [
         "# Soak test",
         "",
+        "Check whether memory, sockets, file descriptors or threads of a job grow during long training under faults.",
+        "",
         f"On {time.strftime('%Y-%m-%d')}, the soak test **{'passed' if passed else 'failed'}** on a machine with"
-        f" {machine}, Python {platform.python_version()}. The following command ran it:",
+        f" {machine}, Python {platform.python_version()}. This command ran the test:",
         "",
         "```",
         command,
         "```",
         "",
-        "A small model trains on workers of one machine with a commit after every step. Faults are injected at random,"
-        " and lost workers are replaced. One worker is exempt from faults, so that its curves cover the whole job.",
+        "The job trains a small model on one machine, with a commit after every step. The test injects faults at random"
+        " times, and lost workers are replaced. One worker is exempt from faults, so its curves cover the whole job.",
         "",
-        "| | |",
+        "| result | value |",
         "|---|---|",
         f"| faults | {len(report.faults)}: {faults} |",
         f"| recoveries after a failure | {_spread(failures)} |",
@@ -128,15 +130,16 @@ def page(command: str, report: Report, found: SoakResults, *, passed: bool) -> s
         f"| time training | {goodput.share:.1%}; with all {goodput.workers} workers {goodput.full_share:.1%} |",
         f"| invariants | {'; '.join(report.broken) or 'all hold'} |",
         f"| all workers back after the last fault | {_seconds(found.back_s)} |",
-        f"| left behind | {', '.join(found.left) or 'nothing'} |",
+        f"| processes and memory segments left behind | {', '.join(found.left) or 'nothing'} |",
         "",
         "## Resource usage",
         "",
-        "The table shows the first, last, least and most usage of the run. *Grew* is the growth over the second half."
-        " It is the median of the slopes between all pairs of samples, each relative to the usual value for that"
-        " world size, because sockets, descriptors and threads vary with the size of the world.",
+        "The columns *first*, *last*, *least* and *most* show the usage during the run. The column *grew* shows the"
+        " growth over the second half of the run, which is the median of the slopes between all pairs of samples. Each"
+        " sample is relative to the usual value for its world size, because sockets, descriptors and threads vary with"
+        " the size of the world.",
         "",
-        "| of | | first | last | least | most | grew | allowed | | |",
+        "| process | resource | first | last | least | most | grew | allowed | result | curve |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows(found.curves)),
         "",
