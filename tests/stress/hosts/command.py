@@ -31,12 +31,12 @@ examples:
   python -m tests.stress hosts --report docs/hosts.md"""
 
 SETTING = f"""\
-Each host is a network namespace of one machine, and all hosts are connected to a switch. Four hosts have an agent and
-one worker each, one has etcd, one the driver, and one a standby driver. A small model trains on the workers with a
+Each host is a network namespace of one machine, and a virtual switch connects all hosts. Four hosts run an agent and
+one worker each. Three more hosts run etcd, the driver and a standby driver. The workers train a small model with a
 commit after every step. The lease is {LEASE_S:g} s, the default.
 
-The switch drops packets with nftables. A slow link has a token bucket at both ends, and a long link has a pair of taps
-that delays every frame."""
+The switch drops packets with nftables. On a slow link, a token bucket at both ends limits the bandwidth. On a link with
+high latency, a pair of taps delays every frame."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -72,7 +72,7 @@ def _cut(bench: HostCluster, name: str, how: str, cut: Callable[[str], float]) -
         job.measure(f"the link of a host is cut {how}", at, survivors=3, mark=CUT)
         at = bench.network.heal(VICTIM)
         job.trains(HOSTS, after=at)
-        job.measure("the link works again", at, survivors=3, mark=Mark(failed=0))
+        job.measure("the link is restored", at, survivors=3, mark=Mark(failed=0))
         return job.finish()
 
 
@@ -108,7 +108,9 @@ def _bad_link(
         job.measure(f"a host's link has {how}", at, survivors=4, mark=UNNOTICED)
         at = kill_worker(job, ANOTHER)
         job.trains(HOSTS, after=at)
-        job.measure("and a worker of another host is killed", at, survivors=3, mark=recovers)
+        job.measure(
+            "a worker of another host is killed during the fault", at, survivors=3, mark=recovers
+        )
         return job.finish()
 
 
@@ -124,7 +126,7 @@ def etcd_killed(bench: HostCluster) -> ScenarioOutcome:
         job.measure(f"etcd is unavailable for {LASTS_S:g} s", at, survivors=4, mark=UNNOTICED)
         at = kill_worker(job, ANOTHER)
         job.trains(HOSTS, after=at)
-        job.measure("a worker is killed after its return", at, survivors=3, mark=RECOVERS)
+        job.measure("a worker is killed after the outage of etcd", at, survivors=3, mark=RECOVERS)
         bench.etcd.kill()
         at = kill_worker(job, ANOTHER)
         time.sleep(AWAY_S)
@@ -147,7 +149,7 @@ def driver_killed(bench: HostCluster) -> ScenarioOutcome:
         stand_by(job)
         followed = job.followed()
         at = job.drivers[0].kill()
-        _adopted(job, "SIGKILL to the driver, with a standby driver", at, followed(at), ADOPTED)
+        _adopted(job, "the driver is killed while a standby driver runs", at, followed(at), ADOPTED)
         return job.finish()
 
 
@@ -172,7 +174,7 @@ def drivers_link_cut(bench: HostCluster) -> ScenarioOutcome:
         adopted_ms = followed(at)
         bench.network.heal(DRIVER)
         code = job.drivers[0].wait()
-        what = f"the driver's link is cut and restored (it ends with code {code})"
+        what = f"the driver's link is cut and restored (the driver exits with code {code})"
         _adopted(job, what, at, adopted_ms, ADOPTED_BY_LEASE)
         return job.finish()
 
@@ -188,7 +190,7 @@ def drivers_blip(bench: HostCluster) -> ScenarioOutcome:
         time.sleep(2 * LEASE_S)
         bench.network.heal(DRIVER)
         job.trains(HOSTS, after=time.monotonic())
-        what = f"the only driver is cut off for {2 * LEASE_S:g} s"
+        what = f"the only driver is disconnected for {2 * LEASE_S:g} s"
         job.measure(what, at, survivors=4, mark=UNNOTICED)
         return job.finish()
 
@@ -201,7 +203,13 @@ def driver_resumed(bench: HostCluster) -> ScenarioOutcome:
         followed = job.followed()
         at = job.drivers[0].kill()
         job.start_driver_by_ssh("--resume")
-        _adopted(job, "SIGKILL to the driver, immediate `--resume`", at, followed(at), ADOPTED)
+        _adopted(
+            job,
+            "the driver is killed and immediately restarted with `--resume`",
+            at,
+            followed(at),
+            ADOPTED,
+        )
         return job.finish()
 
 
@@ -211,7 +219,7 @@ def _adopted(job: HostedJob, what: str, at: float, adopted_ms: float, mark: Mark
     job.measure(what, at, survivors=4, mark=mark, adopted_ms=adopted_ms)
     at = kill_worker(job, ANOTHER)
     job.trains(HOSTS, after=at)
-    job.measure("then a worker is killed", at, survivors=3, mark=RECOVERS)
+    job.measure("a worker is killed after the failover", at, survivors=3, mark=RECOVERS)
 
 
 def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
@@ -225,7 +233,7 @@ def driver_and_worker_killed(bench: HostCluster) -> ScenarioOutcome:
         os.kill(victim, signal.SIGKILL)
         adopted_ms = followed(at)
         job.trains(HOSTS, after=at)
-        what = "SIGKILL to the driver and a worker at the same time"
+        what = "the driver and a worker are killed at the same time"
         job.measure(what, at, survivors=3, mark=ADOPTED_HURT, adopted_ms=adopted_ms)
         return job.finish()
 
@@ -244,7 +252,7 @@ def two_drivers(bench: HostCluster) -> ScenarioOutcome:
         adopted_ms = followed(at)
         acts.signal(signal.SIGCONT)
         code = acts.wait()
-        what = f"the leader of two drivers is stopped and continued (it ends with code {code})"
+        what = f"the leader of two drivers is stopped and continued (the leader exits with code {code})"
         _adopted(job, what, at, adopted_ms, ADOPTED_BY_LEASE)
         return job.finish()
 
@@ -255,11 +263,13 @@ def agent_killed(bench: HostCluster) -> ScenarioOutcome:
         job.start()
         at = job.agents[VICTIM].kill()
         job.trains(REST, after=at)
-        job.measure("SIGKILL to an agent, whose worker ends too", at, survivors=3, mark=RECOVERS)
+        job.measure(
+            "an agent is killed, which also ends its worker", at, survivors=3, mark=RECOVERS
+        )
         at = time.monotonic()
         job.start_agent(VICTIM)
         job.trains(HOSTS, after=at)
-        job.measure("the agent is started again", at, survivors=3, mark=Mark(failed=0))
+        job.measure("the agent is restarted", at, survivors=3, mark=Mark(failed=0))
         return job.finish()
 
 
