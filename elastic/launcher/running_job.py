@@ -91,8 +91,11 @@ class Job:
 
         return self._ask(AskRemove, str(worker))[0]
 
-    def stacks(self, worker: int | str | None = None) -> dict[str, str]:
-        """Return the Python stacks of all threads of one worker, or of the first eight ranks.
+    def stacks(
+        self, worker: int | str | None = None, *, all_threads: bool = False
+    ) -> dict[str, str]:
+        """Return the Python stack of the thread that called ``init()``, of one worker or of the first eight ranks, by
+        ``"host:slot#start"``. It starts with ``Training thread``.
 
         Args:
             worker: rank, or ``"host:slot"``.
