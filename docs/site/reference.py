@@ -156,7 +156,7 @@ def option_types() -> str:
 def _typed(name: str, function: str, given: Mapping[str, Field[Any]]) -> str:
     lines = [f"    {name}: {type_of(option)}\n" for name, option in given.items()]
     return (
-        f'class {name}, total=False):\n    """Options of {function}; None or False by default."""\n\n'
+        f'class {name}, total=False):\n    """Keyword options of {function}. The default is None or False."""\n\n'
         + "".join(lines)
     )
 

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class RayOptions(TypedDict, total=False):
-    """Options of `elastic.ray.run` and `Executor`; None or False by default."""
+    """Keyword options of `elastic.ray.run` and `Executor`. The default is None or False."""
 
     standbys: int | None
     elastic_timeout: float | None
@@ -36,7 +36,7 @@ class RayOptions(TypedDict, total=False):
 
 
 class LaunchOptions(RayOptions, total=False):
-    """Options of `elastic.launch`; None or False by default."""
+    """Keyword options of `elastic.launch`. The default is None or False."""
 
     np: int | None
     min_np: int | None

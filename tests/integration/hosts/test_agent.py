@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -24,6 +24,7 @@ from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.processes import orphan_reaper, proc_stats
 from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.output import Output
+from elastic.driver.sinks import Stream
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
 from harness import wording
@@ -465,7 +466,7 @@ class Stacks:
         self.lines: list[str] = []
         host.output._on_lines = self._add
 
-    def _add(self, worker: Worker, name: str, stream: str, lines: list[bytes]) -> None:
+    def _add(self, worker: Worker, name: str, stream: Stream, lines: Sequence[bytes]) -> None:
         self.lines += [line.decode() for line in lines if stream == "diagnostics"]
 
     async def start(self, script: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -105,7 +107,7 @@ def test_stack_when_the_agent_names_a_thread_then_its_header_names_it():
     lines = DiagnosticLines()
     threads = [StackOf(7, "python", True), StackOf(8, "loader", False)]
     for thread in threads:
-        found = lines.add(A, encoded(thread) + written(*STACK_LINES))
+        found: list[Any] = lines.add(A, encoded(thread) + written(*STACK_LINES))
         assert found == [header_of(thread).encode(), STACK_LINES[1]]
         recorded("messages", found[0].decode(), thread.thread, thread.name)
     assert lines.add(B, written(*STACK_LINES)) == STACK_LINES

@@ -49,6 +49,7 @@ def test_signal_when_sent_to_a_thread_then_only_this_thread_receives_it():
         receiver = threading.Thread(target=receive)
         receiver.start()
         assert blocked.wait(30.0)
+        assert receiver.native_id is not None
         signal_thread(os.getpid(), receiver.native_id, number)
         assert received.wait(30.0) and waiting.is_set()
         receiver.join()
@@ -77,7 +78,7 @@ async def test_signals_when_handlers_return_then_each_thread_receives_one_after_
     monkeypatch,
 ):
     """A handler is running while the signal is pending or blocked. A thread may end meanwhile."""
-    looks = {
+    looks: dict[int, list[ThreadStatus | None]] = {
         1: [thread(1, blocked=BIT), ThreadStatus(1, "python", "R", BIT, 0), MAIN, MAIN],
         2: [None, None],
         4: [thread(4), thread(4, blocked=BIT), BUSY, BUSY],
