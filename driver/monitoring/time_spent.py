@@ -241,8 +241,11 @@ class TimeSpent(ViewReader):
                     spent.stalled_to = now if spent.stalled_to == math.inf else spent.stalled_to
                     if view.trains and not spent.joined:
                         spent.joined, spent.trains_since = generation, now
-                if self._stretch != "ending":
+                if self._stretch == "starting":
                     self._begin("training", now)
+            # The same interval as in the log: a recovery lasts until all members train again.
+            case events.ReportRecovery() if self._stretch in ("recovering", "changing"):
+                self._begin("training", now)
             case events.EndJob():
                 self._begin("ending", now)
             case _:

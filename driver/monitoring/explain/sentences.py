@@ -508,9 +508,12 @@ def _lost_all(facts: Facts) -> str:
 def _recoveries(facts: Facts) -> str:
     count, longest = facts["count"], milliseconds(facts["longest_ms"])
     if count == 1:
-        return f"From the loss to the next step of all workers: {longest}."
+        return f"Recovered in {longest}, from the loss to the next step of all workers."
     middle = milliseconds(facts["median_ms"])
-    return f"From a loss to the next step of all workers: {middle} (median of {count}), {longest} at most."
+    return (
+        f"Recovered in {middle} (median of {count}), {longest} at most, from a loss to the next step of all"
+        " workers."
+    )
 
 
 def _time(facts: Facts) -> str:

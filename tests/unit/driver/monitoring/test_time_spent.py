@@ -14,11 +14,13 @@ from elastic.driver.events import (
     KillWorker,
     Member,
     PublishWorld,
+    ReportRecovery,
     StartWorker,
     TimePassed,
     WorkerExited,
     WorkerProgressed,
     WorkerReady,
+    WorkerResumed,
     WorkerSpent,
 )
 from elastic.driver.monitoring import time_spent
@@ -37,6 +39,11 @@ WHY = as_sentence("because")
 def published(generation: int, *workers: Worker, holders: int = 1) -> PublishWorld:
     members = [Member(worker, PLACE) for worker in workers]
     return PublishWorld(generation, members, STORE, holders, None, WHY)
+
+
+def resumed(spent: TimeSpent, worker: Worker, generation: int, now: float) -> None:
+    report = ReportRecovery(generation, "recovery", WHY, 1, 0.0, {}, 0, False)
+    spent.view.note(WorkerResumed(worker, generation, {}, 0, False), [report], now)
 
 
 def ready(worker: Worker, generation: int, *, running: bool = True) -> WorkerReady:
@@ -204,26 +211,40 @@ def test_job_is_in_one_state_after_another():
     spent = trains()
     broken(spent, B, 150.0)
     spent.view.note(ready(A, 2), [published(3, A)], 151.0)
+    resumed(spent, A, 3, 152.0)
     spent.view.note(ready(A, 3), [published(4, A, C)], 160.0)
+    resumed(spent, C, 4, 160.5)
     spent.view.note(TimePassed(), [EndJob(0, WHY)], 170.0)
     spent.view.note(WorkerExited(A, 0), [], 172.0)
     assert spent.stretches() == {
         "starting": 10.0,
-        "training": 59.0,
+        "training": 57.5,
         "stalled": 0.0,
-        "recovering": 1.0,
-        "changing": 0.0,
+        "recovering": 2.0,
+        "changing": 0.5,
         "ending": 2.0,
     }
     assert sum(spent.stretches().values()) == 72.0
     assert (spent.count["recovering"], spent.count["changing"]) == (1, 1)
 
 
-def test_change_lasts_from_the_first_stop_to_the_next_world():
+def test_change_lasts_from_the_first_stop_until_all_members_train():
     spent = trains()
     spent.view.note(ready(A, 2), [], 150.0)
     spent.view.note(ready(B, 2), [published(3, A, B, C)], 150.5)
-    assert spent.stretches()["changing"] == 0.5
+    resumed(spent, C, 3, 151.0)
+    spent.go_on(160.0)
+    assert spent.stretches()["changing"] == 1.0
+
+
+def test_recovery_when_the_next_world_breaks_at_once_then_it_is_one():
+    spent = trains()
+    broken(spent, B, 150.0)
+    spent.view.note(ready(A, 2), [published(3, A, C)], 151.0)
+    spent.view.note(WorkerExited(C, -9), [BreakWorld(3, [A], WHY)], 152.0)
+    spent.view.note(ready(A, 3), [published(4, A)], 153.0)
+    resumed(spent, A, 4, 154.0)
+    assert (spent.stretches()["recovering"], spent.count["recovering"]) == (4.0, 1)
 
 
 def test_newcomer_outside_elastic_run_does_not_mark_the_start_of_the_job():
@@ -242,7 +263,8 @@ def test_successor_driver_continues_a_training_job():
     spent.view.note(WorkerSpent(A, 5, Times(training=70.0, lost=2.0), "training"), [], 510.0)
     spent.view.note(WorkerSpent(B, 5, Times(training=70.0, lost=2.0), "training"), [], 510.0)
     broken(spent, B, 520.0)
-    spent.view.note(ready(A, 5), [published(6, A)], 521.0)
+    spent.view.note(ready(A, 5), [published(6, A)], 520.5)
+    resumed(spent, A, 6, 521.0)
     assert spent.stretches()["training"] == 20.0 and spent.stretches()["recovering"] == 1.0
     totals = Times(training=77.0, lost=5.0, recovering=1.0)
     spent.view.note(WorkerSpent(A, 6, totals, "training"), [], 521.0)
