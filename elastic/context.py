@@ -22,6 +22,11 @@ NOT_LOADED = (
     " elastic backend only if hvd-elastic is installed (pip install), and not with TORCH_DEVICE_BACKEND_AUTOLOAD=0"
     " or --torch-backend off. Install it, or call elastic.init() as well"
 )
+NOT_STARTED = (
+    "elasticrun did not start this process, and elastic.init() was not called: start the script with"
+    " `elasticrun -np 2 python {script}`, or call elastic.init() at its beginning, which also works with torchrun and"
+    " python"
+)
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (If only elastic is imported: elastic.init().)"
 
 

@@ -111,7 +111,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
                 "the first argument of a function under elastic.run must be a State, not a"
                 f" {type(state).__name__}: pass TorchState(model=..., optimizer=...)"
             )
-        rt = lifecycle.current()
+        rt = lifecycle.current(trains=True)
         if rt.training.over:
             return _train_again(rt, train, state)
         rt.training.enter()

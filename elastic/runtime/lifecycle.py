@@ -35,13 +35,28 @@ def active() -> WorkerRuntime | None:
 
 def torchs_own() -> bool:
     """Return whether the script of a worker has created a process group that does not use this package."""
+    return _has_group() and active() is None and environment.read().driver is not None
+
+
+def _has_group() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
-    made = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return made and active() is None and environment.read().driver is not None
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
-def current() -> WorkerRuntime:
+def _why_not_initialized(*, trains: bool) -> str:
+    if environment.read().driver is not None:
+        return context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED
+    # elasticrun would have initialized a script that uses torch.distributed and never calls init().
+    if trains or _has_group():
+        return context.NOT_STARTED.format(script=sys.argv[0] or "train.py")
+    return context.NOT_INITIALIZED
+
+
+def current(*, trains: bool = False) -> WorkerRuntime:
     """Return the runtime.
+
+    Args:
+        trains: whether the caller is a function under ``elastic.run``.
 
     Raises:
         NotInitialized: before ``init()`` and after ``shutdown()``.
@@ -52,7 +67,7 @@ def current() -> WorkerRuntime:
                 "this process was forked from a worker, and can't run collectives, steps or commits: run them"
                 " in the worker itself. rank(), size() and other queries return the worker's values here"
             )
-        raise NotInitialized(context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED)
+        raise NotInitialized(_why_not_initialized(trains=trains))
     return _runtime
 
 

@@ -5,6 +5,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch.distributed
 
+import elastic
 from elastic.errors import NotInitialized
 from elastic.protocol.messages import Address
 from elastic.rendezvous import environment
@@ -23,5 +24,20 @@ def test_a_worker_whose_torch_has_not_loaded_our_backend_gets_an_error(
     known.driver = Address("127.0.0.1", 1) if under_elasticrun else None
     monkeypatch.setattr(environment, "read", lambda: known)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group_made)
+    monkeypatch.setattr("sys.argv", ["train.py"])
     with raises(NotInitialized):
         lifecycle.current()
+
+
+def test_elastic_run_when_elasticrun_did_not_start_the_script_then_the_error_names_the_command(
+    monkeypatch,
+):
+    known = create_autospec(Environment, instance=True)
+    known.driver = None
+    monkeypatch.setattr(environment, "read", lambda: known)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    train = elastic.run(lambda state: None)
+    with raises(NotInitialized, "elasticrun", "train.py"):
+        train(elastic.ObjectState(step=0))
+    with raises(NotInitialized):
+        elastic.rank()
