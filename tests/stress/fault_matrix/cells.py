@@ -151,7 +151,7 @@ def impossible(cell: Cell) -> str:
     if phase == BEFORE_INIT and fault in (SHUT, DROP):
         return "a worker has no connection before init()"
     if fault == SHUT and phase in (RENDEZVOUS, RESET):
-        return "the connections of the old world are already closed, and those of the new world do not exist yet"
+        return "the connections of the old world are already closed, and the new world has no connections yet"
     return _impossible_phase(victim, fault, phase)
 
 

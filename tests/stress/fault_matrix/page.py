@@ -26,9 +26,9 @@ row (see `elastic/failpoints`). A cell passes if all of these conditions are met
 The number in a cell is the time in milliseconds from the fault until all survivors trained again, including detection.
 The timeouts of these jobs are short (`--lease 0.5 --idle-timeout 2`).
 
-The phases whose names start with *shard* run another script, which trains a small FSDP2 model with one copy
+In phases with the prefix *shard*, the job runs another script, which trains a small FSDP2 model with one copy
 (`copies=1`) on one host. This script commits checksums of the gathered parameters, and the test compares the checksums
-instead of replicas. The script also counts the samples itself.
+instead of replicas. The script also counts the samples.
 
 `python -m tests.stress matrix --sharded --jobs 2` ran the shard phases on 2026-11-28, with torch 2.13 (CPU), on a
 virtual machine with 2 cores and other load. Worker processes were forked from a process that had imported torch.
