@@ -36,7 +36,8 @@ class HostsChanged(Event):
     """Discovery yielded a new list of hosts: the slots of each host, in order of preference.
 
     Args:
-        fixed: whether discovery can list no more hosts or slots later. An operator can still add slots to this machine.
+        fixed: whether discovery can list no additional hosts or slots later. An operator can still add slots to this
+            machine.
     """
 
     hosts: dict[str, int]
@@ -203,8 +204,9 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """A worker reported on what it has spent its time since ``init()``. No decision depends on this. See
-    `protocol.messages.TimeSpent`.
+    """A worker reported the activities on which it has spent its time since ``init()``. No decision depends on this.
+
+    See `protocol.messages.TimeSpent`.
     """
 
     worker: Worker
@@ -494,7 +496,7 @@ class TimePassed(Event):
 
 
 class Action(msgspec.Struct, frozen=True, tag=True):
-    """Base class of all actions: something to do outside membership."""
+    """Base class of all actions that membership requests."""
 
 
 class StartWorker(Action):
@@ -639,8 +641,9 @@ class GiveUpHost(Action):
 
 
 class HastenCheckpoint(Action):
-    """Make rank 0 store one of its next commits durably as soon as possible, because the job may end. All members are
-    notified.
+    """Make rank 0 store one of its next commits durably as soon as possible, because the job may end.
+
+    All members are notified.
     """
 
     generation: int
@@ -655,7 +658,7 @@ class EndJob(Action):
 
 
 class AnswerRequest(Action):
-    """Tell the operator that a request is carried out, or why it is not."""
+    """Send an operator the outcome of a request: that it is carried out, or the reason for refusing it."""
 
     request: int
     done: bool

@@ -311,7 +311,9 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
         again = f" (hang {before + 1} since the last new commit)" if before else ""
-        end = "no single worker is at fault, so none is killed, and all form a new communicator"
+        end = (
+            "no single worker is at fault, so no worker is killed, and all form a new communicator"
+        )
         return f"{_words.vformat(begin, (), facts)}{again}; {end}"
 
     return sentence
@@ -430,9 +432,9 @@ def _first_world(facts: Mapping[str, Any]) -> str:
     if wanted is None:
         return f"first world: {counted(members, 'worker')} ready"
     slots = facts["slots"]
-    why = f"{_only_slots(slots)}; the others join when slots become available"
+    why = f"{_only_slots(slots)}; the remaining workers join when slots become available"
     if slots > members:
-        why = "the others join when they are ready"
+        why = "the remaining workers join when they are ready"
     return f"starting with {members} of {counted(wanted, 'worker')}: {why}"
 
 
@@ -469,9 +471,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
 
 def _awaits_commit(facts: Mapping[str, Any]) -> str:
     """Describe the wait of workers that can join or leave only at a commit of the members."""
-    text = (
-        f"{waiting_workers(facts)}: the others have not reached a commit for {facts['for_s']:.0f} s"
-    )
+    text = f"{waiting_workers(facts)}: the training workers have not reached a commit for {facts['for_s']:.0f} s"
     if facts.get("within_s") is None:
         return text
     return f"{text}; without one within {facts['within_s']:.0f} s, training restarts from the last commit"
@@ -483,12 +483,12 @@ def _awaits_init(facts: Mapping[str, Any]) -> str:
     late = f"{facts['late']} of {counted(facts['workers'], 'worker')} {have}"
     text = f"{late} not called init() for {facts['for_s']:.0f} s"
     if facts["late"] < facts["workers"]:
-        return f"{text}, and the others wait"
+        return f"{text}, and the other workers wait"
     if facts.get("importing"):
         return f"{text}: they may still be importing modules or loading data"
     return (
-        f"{text}: if the script never does, each trains alone, and no failure is survived; add hvd.init(), and train in"
-        " a function under @elastic.run (elasticrun docs migration)"
+        f"{text}: without it, each worker trains alone; call hvd.init(), and train in a function under @elastic.run"
+        " (elasticrun docs migration)"
     )
 
 
@@ -522,16 +522,16 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ),
     ReasonKind.GPU_HANGS: (
         "its GPU hangs",
-        ": it launched collective {number} of {group!r} but has not reached it {for_s:.0f} s after the others",
+        ": it launched collective {number} of {group!r} but has not reached it {for_s:.0f} s after the other GPUs",
     ),
     ReasonKind.GPU_BEHIND: (
         "its GPU hangs",
-        ": it has not finished collective {number} of {group!r} {for_s:.0f} s after the others, for the second"
-        " time",
+        ": it has not finished collective {number} of {group!r} {for_s:.0f} s after the other GPUs, for the"
+        " second time",
     ),
     ReasonKind.OTHER_DIGEST: "its parameters differ from those of {right} at commit {commit:commit}",
-    ReasonKind.DAMAGED: "its {parts} at commit {commit:commit} differs from that of {equal} others, and was equal"
-    " earlier: the memory or processor of its host corrupted data, so test that host",
+    ReasonKind.DAMAGED: "its {parts} at commit {commit:commit} differs from that of {equal} others, but was equal"
+    " earlier: test its host, whose memory or processor corrupted data",
     ReasonKind.SPOILT: "infinite or NaN gradients, caused by corrupted memory of one worker, have corrupted all"
     " replicas and commit {commit:commit}",
     ReasonKind.MISCOMPUTED: (
@@ -541,8 +541,8 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.STRAGGLERS: "stragglers: {workers}",
     ReasonKind.REPLACED: "its speed was {speed:.2f} times the median of the others",
     ReasonKind.WENT_BACK: _went_back,
-    ReasonKind.NOT_WENT_BACK: "weights may contain wrong gradients of {worker}: no copy of an older commit is left; to"
-    " remove them, start again from an older checkpoint (elasticrun --from)",
+    ReasonKind.NOT_WENT_BACK: "weights may contain wrong gradients of {worker}: no older commit is left; to remove"
+    " them, restart from an older checkpoint (elasticrun --from)",
     ReasonKind.NO_INIT: "it did not call init() within {within_s:g} s",
     ReasonKind.NOT_READY: "it did not become ready within {within_s:g} s",
     ReasonKind.HOST_NOT_LISTED: "{host} left the list of hosts",
@@ -640,7 +640,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.TOO_FEW_SLOTS: _too_few_slots,
     ReasonKind.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
     " or raise --elastic-timeout",
-    ReasonKind.TOO_FEW_HEALTHY: "too few healthy slots, as health checks fail on {slots}: {cause}",
+    ReasonKind.TOO_FEW_HEALTHY: "too few healthy slots, because health checks failed on {slots}: {cause}",
     ReasonKind.UNHEALTHY: _unhealthy,
     ReasonKind.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
     ReasonKind.NO_RESUME: "training can't resume from the checkpoint: {text}",
@@ -674,5 +674,5 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
     ReasonKind.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"
     " driver: the journal is incomplete",
-    ReasonKind.DRIVER_BUG: "a bug in the driver, please report it with the journal: {error}",
+    ReasonKind.DRIVER_BUG: "a bug in the driver (please report it with the journal): {error}",
 }

@@ -167,8 +167,8 @@ class Settings:
             )
         if not 0 <= self.straggler_factor < 1:
             raise Invalid(
-                f"{self._shown('straggler_factor')}: pass a share of the others' speed below 1, or 0 to name no"
-                " stragglers"
+                f"{self._shown('straggler_factor')}: pass a share of the others' speed below 1, or 0 to disable the"
+                " detection of stragglers"
             )
         if self.replace_stragglers and not (self.standbys and self.straggler_factor):
             raise Invalid(

@@ -1,4 +1,4 @@
-"""Finds the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
+"""Find the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
 
 Python prints an uncaught exception, the last of a chain, as:
 

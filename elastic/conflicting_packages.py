@@ -1,4 +1,4 @@
-"""Detects other packages that install into the folders of this package: elastic (elastic constants) and horovod."""
+"""Detect other packages that install into the folders of this package: elastic (elastic constants) and horovod."""
 
 from __future__ import annotations
 

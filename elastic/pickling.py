@@ -24,7 +24,7 @@ _YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch's pickles can write but
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles objects by name where possible. Raises the errors of pickle."""
+    """Pickler that pickles objects by name where possible. Raises the errors of pickle."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -56,5 +56,5 @@ def elasticrun() -> list[str]:
     """Return the command of this interpreter's environment."""
     command = Path(sys.executable).with_name("elasticrun")
     if not command.exists():
-        raise SystemExit(f"{command} isn't installed; run: pip install -e .   (or: make install)")
+        raise SystemExit(f"{command} is not installed: run pip install -e . (or make install)")
     return [str(command)]

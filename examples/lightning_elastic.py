@@ -20,7 +20,7 @@ from elastic.integrations.lightning import ElasticStrategy  # (*)
 
 
 class Sums(LightningModule):
-    """Learns to add eight numbers."""
+    """Learn to add eight numbers."""
 
     def __init__(self, pause_s: float) -> None:
         super().__init__()

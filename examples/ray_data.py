@@ -1,4 +1,4 @@
-"""Trains from a stream of Ray Data that is redistributed when workers join or leave. Every row counts once per epoch.
+"""Train from a stream of Ray Data that is redistributed when workers join or leave. Every row counts once per epoch.
 
     python examples/ray_data.py                                          # starts a local Ray
     RAY_ADDRESS=auto python examples/ray_data.py --workers 8 --min-workers 2     # on a node of a cluster

@@ -82,7 +82,7 @@ def refuse(front_end: str, instead: str) -> ImportError:
 
 
 class UnavailableModules(MetaPathFinder, Loader):
-    """Finds the modules of INTERNALS, and refuses to load them."""
+    """Finder that refuses to load the modules of INTERNALS."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -74,7 +74,8 @@ def main(options: argparse.Namespace) -> int:
     disturbed = faults.check_job(options.command, plan, folder=folder / "disturbed")
     if disturbed.journal.parent != folder / "disturbed":
         raise Invalid(
-            "--journal can't be used here, because each of the two runs writes its own journal: omit --journal"
+            "--journal conflicts with this command, because each of the two runs writes its own journal: omit"
+            " --journal"
         )
     faults.check_plan(plan, disturbed.settings, digests=True)
     if options.undisturbed is None:
@@ -87,7 +88,9 @@ def main(options: argparse.Namespace) -> int:
         first = faults.check_job(options.command, Plan(), folder=folder / "undisturbed")
         code, _ = _run(first, Plan(), "undisturbed")
         if code:
-            print(f"the undisturbed run ended with exit code {code}: nothing to compare with")
+            print(
+                f"the undisturbed run ended with exit code {code}, so there is no run to compare with"
+            )
             return NOTHING
         before = first.journal
     else:
@@ -106,14 +109,14 @@ def main(options: argparse.Namespace) -> int:
     inside = digests.difference(wanted, wanted)
     if inside is not None:
         print(f"journal: {before}")
-        print(f"workers already disagree without faults: {inside.sentence()}")
+        print(f"workers differed without any fault: {inside.sentence()}")
         return DIFFER
     _print_faults(plan)
     code, count = _run(disturbed, plan, "under faults")
     verdict = _verdict(before, disturbed.journal, code)
     if verdict == EQUAL and not count and options.undisturbed is None:
         print(
-            "but no fault occurred, so the comparison is inconclusive: train for longer, or lower"
+            "no fault occurred, so the comparison is inconclusive: train for longer, or lower"
             f" --mean-time-between-faults, which is {options.mean_time_between_faults:g} s"
         )
         return NOTHING
@@ -123,12 +126,12 @@ def main(options: argparse.Namespace) -> int:
 def _print_faults(plan: Plan) -> None:
     chance = plan.chance
     assert isinstance(chance, Chance)
-    say(f"drawing faults with --seed {chance.seed}")
+    say(f"faults are drawn with --seed {chance.seed}")
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
     """Run the job under the plan. Return its exit code and the number of injected faults."""
-    say(f"the job runs {how}: {' '.join(job.words)}")
+    say(f"the job started {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
     say(f"the job ended with exit code {done.code} after {len(done.injected)} faults")

@@ -107,7 +107,7 @@ class JobProgress(ViewReader):
 
 
 class JournalTail(Generic[S]):
-    """Reads the entries that were appended to a journal since the last call of `look`.
+    """Reader of the entries that were appended to a journal since the last call of `look`.
 
     The file may not exist yet. Lines that are not entries are ignored. An incomplete last line is read again later,
     because the next driver replaces it if the current driver dies.

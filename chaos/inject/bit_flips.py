@@ -25,12 +25,7 @@ class CorruptedFile:
 
 
 class BitFlips:
-    """Flips bits in the memory of a job's workers and in its checkpoints.
-
-    Args:
-        rules: file with the job's failpoint rules.
-        checkpoints: local folder to which the job writes its checkpoints.
-    """
+    """Injector of bit flips in the memory of a job's workers and in its checkpoints."""
 
     def __init__(self, rules: Path, checkpoints: Storage, dice: random.Random) -> None:
         self._rules = rules

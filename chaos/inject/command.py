@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(dry_run(plan, job)))
         return 0
     if plan.chance is not None:
-        say(f"drawing faults with --seed {plan.chance.seed}")
+        say(f"faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
     if not job.journal.stat().st_size:  # elasticrun has already printed the reason.
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")

@@ -51,7 +51,7 @@ class FaultOutcome:
 
 @dataclass
 class _Happened:
-    """Entries of the journal by kind, in order. The first item of each is its time."""
+    """Entries of a journal by kind, in order. The first item of each entry is its time, in seconds."""
 
     exits: dict[Worker, tuple[float, int]] = field(default_factory=dict)
     kills: dict[Worker, tuple[float, str]] = field(default_factory=dict)

@@ -131,7 +131,7 @@ def under_fire(
 
 
 class _Fire:
-    """Injects the faults of a plan when they are due."""
+    """Injector of the faults of a plan when they are due."""
 
     def __init__(self, plan: Plan, injector: Injector) -> None:
         self.injector = injector

@@ -1,4 +1,4 @@
-"""Injects the faults of a plan into a job's processes from outside, and undoes lasting ones.
+"""Inject the faults of a plan into a job's processes from outside, and undo lasting ones.
 
 Faults affect only workers of this job. Their process IDs are read from the job's journal. Before a fault, the injector
 opens a pidfd of the process and checks that its environment contains the job's mark and the worker's name, so that a
@@ -70,7 +70,7 @@ class _Lasting:
 
 
 class Injector:
-    """Injects faults, and reports each through ``say``.
+    """Injector of faults, which reports each fault through ``say``.
 
     Call `turn` at `next_at`. `close` undoes everything and is idempotent.
     """
@@ -218,7 +218,9 @@ class Injector:
         assert self._flips is not None, "checked before the job was started"
         spoilt = self._flips.spoil()
         if spoilt is None:
-            raise NotOurs("no checkpoint exists yet")
+            raise NotOurs(
+                "no checkpoint exists yet: run the job with --checkpoint-every 10commits, or inject the fault later"
+            )
         self._spoilt.append((injected, spoilt))
         injected.note = f"{spoilt.file} of {spoilt.checkpoint}"
         return True

@@ -65,7 +65,10 @@ def sockets_of(pid: int) -> list[Socket]:
     """Return the TCP sockets of a process. Raises OSError if the process has ended or is in another network
     namespace."""
     if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-        raise OSError(f"process {pid} is in another network namespace")
+        raise OSError(
+            f"process {pid} is in another network namespace, so its connections can't be closed: run the command in"
+            " the namespace of the job"
+        )
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # The socket may have been closed meanwhile.
@@ -135,7 +138,9 @@ def _host(end: End) -> str:
 
 
 class PacketFilter:
-    """Drops all TCP packets of selected sockets while it is open. Raises OSError if this is not possible."""
+    """Context manager that drops all TCP packets of selected sockets while it is open. Raises OSError if this is not
+    possible.
+    """
 
     def __init__(self, number: int) -> None:
         """Create the filter. ``number`` makes the table's name unique on this machine."""

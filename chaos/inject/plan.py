@@ -1,4 +1,4 @@
-"""Decides which fault happens at which time to which worker, by a plan or drawn from a seed. Pure: no I/O, no clock.
+"""Decide which fault happens at which time to which worker, by a plan or drawn from a seed. Pure: no I/O, no clock.
 
 `plan_file` reads a plan, and `faulty_job` carries it out.
 """
@@ -146,7 +146,7 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Determines which faults are due. `due` returns each fault once.
+    """Determine which faults are due. `due` returns each fault once.
 
     At most DRAWN_PER_LOOK random faults are returned by one call. The next call returns the rest.
     """

@@ -1,4 +1,4 @@
-"""Parses a plan of faults from TOML text. Errors are one sentence with the line number. Pure: no I/O, no clock.
+"""Parse a plan of faults from TOML text. Errors are one sentence with the line number. Pure: no I/O, no clock.
 
 [random]                        # drawn, at exponentially distributed intervals
 mean_time_between_faults_s = 30
@@ -46,11 +46,12 @@ def read_plan(text: str, name: str) -> plan.Plan:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{name} is not TOML: {error}") from None
+        raise Invalid(f"{name} is not valid TOML: {error}") from None
     # Raised for a number with thousands of digits, or for deeply nested brackets.
     except (ValueError, RecursionError):
         raise Invalid(
-            f"{name} is nested too deeply, or contains a number with too many digits"
+            f"{name} is nested too deeply, or contains a number with too many digits: write one level of tables, and"
+            " numbers of at most 4300 digits"
         ) from None
     for key in tables:
         if key not in ("random", "fault"):
@@ -62,7 +63,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
     if chance is not None and not isinstance(chance, dict):
         _Where(text, name, "random", 0).fail("random", "write [random], followed by its keys")
     if not faults and not chance:
-        raise Invalid(f"{name} contains no faults: add [random] or [[fault]]")
+        raise Invalid(f"{name} contains no faults: add a [random] section or a [[fault]] entry")
     return plan.Plan(
         tuple(_fault(each, _Where(text, name, "fault", n)) for n, each in enumerate(faults)),
         None if chance is None else _chance(chance, _Where(text, name, "random", 0)),

@@ -1,4 +1,4 @@
-"""Continues a stopped process if this process exits without doing so, even after SIGKILL.
+"""Continue a stopped process if this process exits without doing so, even after SIGKILL.
 
 A small separate process waits at a pipe that the kernel closes when this process exits. It refers to the victim by the
 given pidfd, so that it can never continue another process.

@@ -1,4 +1,4 @@
-"""Prints a report on a terminal. Computes nothing except percentiles."""
+"""Print a report on a terminal. Computes nothing except percentiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(_faults(report.faults))
     if len(report.faults) > FAULTS_SHOWN:
         console.print(
-            f"the last {FAULTS_SHOWN} of {len(report.faults)} faults; --json writes all of them"
+            f"the last {FAULTS_SHOWN} of {len(report.faults)} faults are shown; --json FILE writes all of them"
         )
     if report.recoveries:
         console.print(_recoveries(report.recoveries))

@@ -1,4 +1,4 @@
-"""Determines which of the trained samples count in the committed history, and checks them. Pure: no I/O, no clock.
+"""Determine which of the trained samples count in the committed history, and check them. Pure: no I/O, no clock.
 
 With each commit, a worker reports the samples that it trained since the previous commit, separately for each epoch. A
 report counts if its commit is in the chain, which consists of the commits from which later worlds began and the earlier

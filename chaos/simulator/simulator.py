@@ -1,4 +1,4 @@
-"""Runs the real Membership, AgentPool and Recovery of a whole job on a virtual clock. Deterministic for each seed.
+"""Run the real Membership, AgentPool and Recovery of a whole job on a virtual clock. Deterministic for each seed.
 
 There is one driver, an agent on each host, and workers. The network between them can delay, lose and duplicate
 messages, and partition hosts. In the first phase, faults happen, and only safety is checked: after every event the

@@ -1,5 +1,4 @@
-"""The driver's side of all agents: launches workers through them, and holds the connections of all workers. Decides
-nothing.
+"""Driver's side of all agents, which launches workers through them and holds the connections of all workers.
 
 `agent_pool.AgentPool` makes the decisions. This module contains the server to which agents connect, the starter, the
 timer, and the callbacks of the job's loop.
@@ -49,7 +48,7 @@ ReachUs = Callable[[str], Bootstrap]
 
 
 class AgentManager:
-    """All agents of one job, as seen by the driver.
+    """All agents of one job.
 
     Args:
         server: server to which agents connect.
@@ -265,8 +264,9 @@ class RelayedWorkers:
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
-        """Start to serve agents. Parameters are those of `Server.open`. Each agent decides which workers may connect,
-        because it has started them.
+        """Start to serve agents. Parameters are those of `Server.open`.
+
+        Each agent decides which workers may connect, because it has started them.
         """
         return await self._fleet.listen(interface, port, heard, gone)
 

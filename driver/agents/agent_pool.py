@@ -1,4 +1,4 @@
-"""Decisions about agents: which one serves a host, pending starts, lost hosts, and when to start an agent.
+"""Decisions about agents: the agent of each host, pending starts, lost hosts, and when to start an agent.
 
 Pure: no I/O, no clock.
 
@@ -85,12 +85,12 @@ def silence_s(lease_s: float) -> float:
 
 
 class AgentPool:
-    """The agents of one job. Pass it events with their time, and perform the actions that it returns, in order.
+    """State machine of a job's agents. Pass it events with their time, and perform the returned actions in order.
 
     Args:
         attach: first message to each agent.
-        starts_agents: this driver can start agents; otherwise they connect by themselves.
-        lists_hosts: report the hosts with agents, from which the list of hosts is made.
+        starts_agents: whether this driver can start agents. Otherwise they are started externally.
+        lists_hosts: whether to report the hosts with agents, which form the list of hosts.
         adopted: the workers of the previous driver.
     """
 
@@ -141,13 +141,13 @@ class AgentPool:
         )
 
     def next_deadline(self) -> float | None:
-        """Return the time at which the pool must next receive TimePassed, or None."""
+        """Return the time by which `TimePassed` must be passed to `handle`, in seconds, or None."""
         return self._due.first()
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def handle(self, event: pool_events.PoolEvent, now: float) -> list[pool_events.PoolAction]:
-        """Return the actions for an event, in order."""
+        """Return the actions for an event, in the order in which to perform them."""
         self._actions.begin(now)
         match event:
             case pool_events.AgentMessageReceived(agent, message, caller):
@@ -246,7 +246,7 @@ class AgentPool:
             case Announced():
                 self._actions.add(pool_events.PostToDriver(HostStaying(agent.host)))
             case _:
-                self._actions.log("warning", f"{agent} reported a worker that is not its own")
+                self._actions.log("warning", f"{agent} reported a worker of another host")
                 self._actions.add(pool_events.DisconnectAgent(agent))
 
     def _agent_called(self, agent: AgentId, host: AgentRecord) -> None:
@@ -345,8 +345,8 @@ class AgentPool:
         elif ("", DeadlineKind.RESIGNATION) not in self._due:
             self._actions.log(
                 "warning",
-                "no agent can be reached: this driver itself is disconnected, and treats no host as lost until an"
-                f" agent reconnects or {self.attach.away_s:g} s have passed",
+                "this driver lost the connections to all agents; no host counts as lost before an agent reconnects or"
+                f" {self.attach.away_s:g} s have passed",
             )
             self._due.put("", DeadlineKind.RESIGNATION, self._actions.now + self.attach.away_s)
 

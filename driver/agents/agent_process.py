@@ -1,10 +1,10 @@
-"""Process of an agent. It reads its configuration as one line of JSON from standard input (see `Bootstrap`).
+"""Process of an agent, which reads its configuration as one line of JSON from standard input (see `Bootstrap`).
 
     python -m elastic.driver.agents.agent_process
 
 After validation it writes a line with READY and its release to standard output. It exits when its standard input is
-closed. If it is meant to outlive its starter, it instead continues in the background at that point, or after two
-minutes, detached from its starter, unless its standard output has no reader any more.
+closed. An agent that is meant to outlive its starter detaches from it instead, and continues in the background. It
+also does so after two minutes, unless its standard output has no reader any more.
 """
 
 from __future__ import annotations
@@ -118,8 +118,9 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """Return the number of usable GPUs of this host, or the number of cores if it has no GPU. Does not import torch,
-    which would take seconds.
+    """Return the number of usable GPUs of this host, or the number of cores if it has no GPU.
+
+    The GPUs are counted without torch, whose import takes seconds.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -154,9 +155,7 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file that the agent's starter may rewrite. Return an empty list if the file does not
-    exist.
-    """
+    """Return the addresses in a file that the agent's starter may rewrite. Empty if the file does not exist."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []

@@ -46,8 +46,8 @@ class AgentState:
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
         """Handle a driver's `Attach`, and return the agent's reaction.
 
-        Terms restart with each job whose journal is a file, and also if etcd loses its data; a job with restarted terms
-        is a different job. For jobs in etcd, the term in etcd is decisive.
+        Terms restart with each job whose journal is a file, and if etcd loses its data. A job with restarted terms is a
+        different job. For jobs in etcd, the term in etcd is decisive.
 
         Args:
             attach: the driver's message.
@@ -78,11 +78,11 @@ class AgentState:
 
     @property
     def away_by(self) -> float | None:
-        """Return the time by which a driver must have returned, or None while a driver is connected."""
+        """Return the time by which a driver must reconnect, in seconds, or None while a driver is connected."""
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
-        """Return whether the agent has waited for a driver for so long that its workers must be killed."""
+        """Return whether the wait for a driver has exceeded its limit, so that the workers must be killed."""
         if self.away_by is None or now < self.away_by:
             return False
         self.release()
@@ -114,14 +114,12 @@ class AgentState:
         self.release()
 
     def release(self) -> None:
-        """Give up the job, which continued without this host's workers. The driver may connect again."""
+        """Leave the job, which continued without this host's workers. The driver may connect again."""
         self.job, self.away_since = "", None
         self.exits.clear()
 
     def may_start(self, worker: Worker) -> bool:
-        """Return whether an order to start this worker is valid. An order that was received twice starts the worker
-        only once.
-        """
+        """Return whether a worker may be started. A repeated order for the same worker is ignored."""
         return bool(self.job) and worker not in self.exits
 
     def exited(self, event: WorkerExited) -> None:

@@ -1,4 +1,4 @@
-"""Runs an agent that registers in etcd and finds its driver there. Acts: I/O and clocks."""
+"""Run an agent that registers in etcd and find its driver there. Uses I/O and clocks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def serve_by_etcd(
 
 
 class _Seat:
-    """The driver's address, as last read from etcd."""
+    """Address of the driver, as last read from etcd."""
 
     def __init__(self) -> None:
         self._seat: LeaderAddress | None = None

@@ -1,4 +1,4 @@
-"""Sink of an agent process: forwards workers' output to the driver. Decides nothing.
+"""Sink of an agent process, which forwards workers' output to the driver. Makes no decisions.
 
 Workers never wait for a missing driver: their output is buffered up to a limit. Output beyond the limit is replaced by
 a line with the number of omitted bytes.

@@ -1,4 +1,4 @@
-"""Agent of one host: connects to the driver, and serves the workers of its host. Acts.
+"""Agent of one host: connects to the driver, and serves the workers of its host.
 
 `AgentState` decides which driver it serves. Workers are started, monitored and killed by `ProcessSupervisor`, as in the
 driver's process, and speak the worker protocol with this process over loopback. Their messages are forwarded while a
@@ -75,13 +75,13 @@ Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
 
 class HostAgent:
-    """The agent of one host. `run` returns its exit code when no worker is left.
+    """Agent of one host. `run` returns its exit code after the last worker has exited.
 
     Args:
         bootstrap: configuration of the agent.
         find: returns addresses at which the driver may be.
         slots: number of slots of this host.
-        bound: whether a driver started the agent. If so, it serves only this job.
+        bound: whether a driver started the agent, which then serves only this job.
         log: called with a level and a text.
     """
 
@@ -198,13 +198,15 @@ class HostAgent:
             self._over.set_result(code)
 
     def driver_leads(self, term: int) -> None:
-        """Handle the leader's term that was read from etcd: disconnect from a driver with a lower term."""
+        """Disconnect from a driver with a lower term than the leader's term in etcd."""
         self._seated = term
         if self._state.superseded(term):
             self._uplink.drop(f"a driver of term {term} is now the leader")
 
     def fence(self, generation: int, job: str) -> None:
-        """Handle the newest generation of this job that was read from etcd. See `AgentState.fenced`."""
+        """Kill the workers if the newest generation in etcd shows that the job continued without them. See
+        `AgentState.fenced`.
+        """
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
                 f"the job continued with generation {generation} without this host, because no "
@@ -353,8 +355,9 @@ class HostAgent:
             self._uplink.send(Here())
 
     def _refused(self, reason: str) -> None:
-        """Kill the workers, because no driver accepts this agent. An agent that was started by hand then waits until
-        the host's other agent ends.
+        """Kill the workers, because no driver accepts this agent.
+
+        An agent that was started by hand then waits until the host's other agent ends.
         """
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")
@@ -450,14 +453,15 @@ class HostAgent:
         self._uplink.send(Announced(self._machine.notice))
 
     def _asked_to_end(self, number: int) -> None:
-        """Handle a signal: the first SIGTERM gives the workers time to leave, any other signal does not."""
+        """End the agent after a signal. Only the first SIGTERM gives the workers time to leave."""
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
         if number != signal.SIGTERM or not in_use or not self._machine.told(name):
             self.end(0, name)
 
     def _log(self, level: str, text: str) -> None:
-        """Log to the driver and to this agent's own output. If a driver started the agent, log only to the driver,
-        which shows both.
+        """Log to the driver and to this agent's own output.
+
+        If a driver started the agent, log only to the driver, which shows its own log and the agent's output.
         """
         delivered = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
         if not (delivered and self._bound):

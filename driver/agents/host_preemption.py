@@ -1,4 +1,4 @@
-"""Tracks the preemption of an agent's machine, which a cloud or SIGTERM announces. Acts: I/O and clocks."""
+"""Track the preemption of an agent's machine, which a cloud or SIGTERM announces. Uses I/O and clocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST_S = 5.0
 
 
 class HostPreemption:
-    """Tracks the preemption of one machine.
+    """Tracker of the preemption of one machine.
 
     Args:
         host: name of the machine.
@@ -73,7 +73,7 @@ class HostPreemption:
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
-        """Handle a signal that gives the workers time to leave. Return False if such a signal was already handled."""
+        """Record a signal that gives the workers time to leave. Return False if such a signal was already handled."""
         if self._signal_reason:
             return False
         loop = asyncio.get_running_loop()

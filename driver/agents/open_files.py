@@ -1,4 +1,4 @@
-"""Computes and sets the limit of open files of a driver, which has a connection to the agent of each host."""
+"""Compute and set the limit of open files of a driver, which has a connection to the agent of each host."""
 
 from __future__ import annotations
 

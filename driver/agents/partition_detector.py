@@ -1,4 +1,4 @@
-"""Decides whether a silent host is lost, or whether the network of this driver has failed. Pure: no I/O, no clock.
+"""Decide whether a silent host is lost, or whether the network of this driver has failed. Pure: no I/O, no clock.
 
 A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. In the second
 case, the hosts continue to train without decisions of the driver. Therefore, if several hosts were reachable before and
@@ -18,11 +18,13 @@ class PartitionDetector:
 
     @property
     def cut_off(self) -> bool:
-        """Return whether silent hosts are retained, because no host is reachable."""
+        """Return whether silent hosts are still treated as running, because no host is reachable."""
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
-        """Record a reachable host. Return the hosts that were retained until now, and restart their deadlines."""
+        """Record a reachable host. Return the hosts that were treated as running until now, and restart their
+        deadlines.
+        """
         self._known.add(host)
         self._here.add(host)
         released, self._held = self._held - {host}, set()
@@ -51,7 +53,7 @@ class PartitionDetector:
         return True
 
     def give_up(self) -> list[str]:
-        """Return the retained hosts as lost, because no host was reachable before the timeout."""
+        """Return the silent hosts as lost, because no host was reachable before the timeout."""
         held, self._held = self._held, set()
         self._known -= held
         return sorted(held)

@@ -110,7 +110,7 @@ PoolEvent = (
 
 
 class SendToAgents(msgspec.Struct, frozen=True):
-    """Action: send these messages to each of these agents, in one chunk."""
+    """Action: send these messages to each of these agents, as one write per agent."""
 
     agents: Sequence[AgentId]
     messages: Sequence[AgentMessage]

@@ -1,4 +1,4 @@
-"""State of an `AgentPool`: its hosts, its deadlines, and the actions for the current event. Pure: no I/O, no clock."""
+"""State of an `AgentPool`: hosts, deadlines, and the actions for the current event. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PoolDeadlines:
 
 
 class PoolActions:
-    """Collects the actions of one event, in the order in which they are performed.
+    """Collector of the actions of one event, in the order in which they are performed.
 
     Args:
         now: time of the event, in seconds.

@@ -1,10 +1,10 @@
-"""An agent's connection to the driver: lookup, authentication, and reconnection. Moves messages; decides nothing.
+"""Connection of an agent to the driver: lookup, authentication, and reconnection. Makes no decisions.
 
     searching --connected--> proving --Accepted--> open: each message goes to ``heard``
         ^                                            |
         +--- closed, silent, invalid data -----------+     ``closed`` is called with the reason
 
-It searches for the driver until it is cancelled, since the driver may be restarted, possibly on another host. The owner
+The uplink searches for the driver until it is cancelled, since the driver may be restarted on another host. The agent
 decides how long to search.
 """
 
@@ -30,7 +30,7 @@ REJECTED = "the driver rejected this agent: see its log (another secret, another
 
 
 class NoDriver(Exception):
-    """No driver could be reached, or a driver other than the expected one answered. The text gives the reason."""
+    """No driver could be reached, or another driver than the expected one answered. The text gives the reason."""
 
 
 class Uplink:

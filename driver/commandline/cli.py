@@ -1,4 +1,4 @@
-"""The program ``elasticrun`` (also ``horovodrun``): converts flags to a validated job, runs it, and returns its exit
+"""Program ``elasticrun`` (also ``horovodrun``), which converts flags to a validated job, runs it, and returns its exit
 code.
 
 This is the only module of the driver that reads the environment. All mistakes that can be detected before anything is
@@ -171,7 +171,7 @@ def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None
         return
     near = _nearest_command(word)
     hint = f"did you mean elasticrun {near}?" if near else "see elasticrun --help"
-    raise Invalid(f"{word} is neither a command nor a program; {hint}")
+    raise Invalid(f"{word} is neither an elasticrun command nor a program; {hint}")
 
 
 def _nearest_command(word: str, alike: float = 0.6) -> str:
@@ -429,8 +429,10 @@ def _checked_job(
 
 
 def _report(path: str | None) -> str | None:
-    """Return the absolute path of the report. Raises Invalid if it cannot be written or belongs to a file of another
-    kind.
+    """Return the absolute path of the report.
+
+    Raises:
+        Invalid: the path cannot be written, or has a file of another kind.
     """
     place = _writable_place("--report", path)
     if place is not None:
@@ -441,7 +443,11 @@ def _report(path: str | None) -> str | None:
 
 
 def _preemption(options: Options) -> str:
-    """Return the source of preemption notices. Raises Invalid if it is not a known source and not a command."""
+    """Return the source of preemption notices.
+
+    Raises:
+        Invalid: the value is neither a known source nor a command.
+    """
     wanted = _given(options.preemption, watch.AUTO)
     watch.check(wanted)
     return wanted
@@ -563,8 +569,9 @@ def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None
 
 
 def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
-    """Return the timeout of collectives in Gloo, in seconds. It is a last resort: the driver finds the cause of a hang
-    much earlier.
+    """Return the timeout of collectives in Gloo, in seconds.
+
+    It is a last resort, because the driver detects a hang much earlier.
     """
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
@@ -613,7 +620,11 @@ def _is_elastic(options: Options) -> bool:
 
 
 def _workers(options: Options) -> tuple[int, int, int, bool]:
-    """Return the values of -np, --min-np and --max-np, and whether the job is elastic."""
+    """Return the values of -np, --min-np and --max-np, and whether the job is elastic.
+
+    Raises:
+        Invalid: a value is missing, or the values contradict each other.
+    """
     np, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
     elastic = _is_elastic(options)
     if not elastic:
@@ -626,7 +637,7 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
         return np, np, np, False
     if np is None and least is None:
         raise Invalid(
-            "-np and --min-np are missing: pass the number of workers to start, as in -np 4"
+            "-np and --min-np are both missing, so the number of workers is unknown: pass the number, as in -np 4"
         )
     if np is None:
         assert least is not None, "one of the two is given"
@@ -719,7 +730,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
 
 
 def _passed_on(options: Options) -> list[tuple[str, str]]:
-    """Return the lines to log about flags that follow the program, and may be meant for this one."""
+    """Return the lines to log about flags after the program that may be meant for elasticrun."""
     given = {word.partition("=")[0] for word in takewhile("--".__ne__, options.command[1:])}
     notes = []
     for action in flags.parser().actions:
@@ -765,8 +776,10 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
 
 
 def _writable_place(flag: str, path: str | None) -> str | None:
-    """Check that a file can be written at the path, and return the path. The file is not created, because an empty file
-    is neither a timeline nor a report.
+    """Return the path after a check that a file can be written there, or None for None.
+
+    The file is not created, because an empty file is neither a timeline nor a report. Raises Invalid if the check
+    fails.
     """
     if path is None:
         return None

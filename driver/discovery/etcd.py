@@ -16,7 +16,7 @@ from elastic.driver.etcd.keys import job_root, read_host
 
 
 class Watched(Protocol):
-    """The part of `elastic.driver.etcd.client.EtcdClient` that this module uses."""
+    """Interface of `elastic.driver.etcd.client.EtcdClient` that this module needs."""
 
     def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]: ...
 
@@ -24,7 +24,7 @@ class Watched(Protocol):
 
 
 class EtcdDiscovery:
-    """Yields the hosts under the job's ``hosts/`` prefix.
+    """Discovery of the hosts under the job's ``hosts/`` prefix in etcd.
 
     No host is removed until ``settle_s`` seconds after an outage of etcd. The lease of a host may have expired only
     because it could not be renewed, and the host's agent needs a moment to write its key again.

@@ -14,12 +14,12 @@ Log = Callable[[str, str], None]  # called with a level ("info", "warning") and 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Current demand of a job for machines, for providers that supply machines on demand.
+    """Demand of a job for machines, for providers that supply machines on request.
 
     Attributes:
         most: maximum number of workers, including standbys.
         used: for each host, the number of slots up to the last one with a worker.
-        drained: hosts that an operator wants to empty. Their slots are in addition to ``most``.
+        drained: hosts that an operator has drained. Their slots are in addition to ``most``.
     """
 
     most: int
@@ -28,12 +28,12 @@ class ResourceDemand:
 
 
 class Discovery(Protocol):
-    """Watches the available hosts."""
+    """Interface of a source of hosts."""
 
     def watch(self) -> AsyncIterator[dict[str, int]]:
         """Yield complete lists ``{host: slots}`` in order of preference. The first list is the current one, and each
         change follows.
 
-        Ends when the list can no longer change. Never blocks the event loop. If a source fails, the last valid list is
-        kept and one warning is logged. Called once per object.
+        The iterator ends when the list can no longer change. Never blocks the event loop. If a source fails, the last
+        valid list is kept and one warning is logged. Called once per object.
         """

@@ -1,4 +1,4 @@
-"""Restricts another discovery to hosts that are this machine. Used if other machines cannot reach the workers."""
+"""Restriction of another discovery to hosts that are this machine, if other machines cannot reach the workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from elastic.driver.discovery.interface import Discovery, Log
 
 
 class LocalDiscovery:
-    """Yields those hosts of ``source`` that are this machine, and logs each ignored host once.
-
-    Args:
-        source: the unrestricted discovery.
-        elsewhere: called with a host. Returns None if it is this machine, otherwise the reason why it is not. May
-            resolve names, so it is called in a thread and must have its own timeout.
-    """
+    """Discovery of those hosts of ``source`` that are this machine. Logs each ignored host once."""
 
     def __init__(self, source: Discovery, elsewhere: Callable[[str], str | None], log: Log) -> None:
         self._source = source

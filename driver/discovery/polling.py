@@ -2,7 +2,7 @@
 
 A failure and its end are logged once. If the source lists no host several times in a row, the list becomes empty, and
 no workers are started. Until then the last valid list is kept, because a source may list nothing while it restarts.
-Programs run in their own process group and outside the event loop, so one that hangs does not block the driver.
+Programs run in their own process group and outside the event loop, so a hanging program does not block the driver.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ OUTPUT_LIMIT = 1 << 20  # maximum number of bytes kept from each of stdout and s
 
 
 class PolledDiscovery:
-    """Calls ``ask`` every ``interval_s`` seconds, and keeps the last list while ``ask`` raises `Invalid`.
-
-    Args:
-        ask: returns the current list.
-        name: name of the source in the log.
-        known: list from an earlier call of ``ask``, which is yielded first.
+    """Discovery that calls ``ask`` every ``interval_s`` seconds, and keeps the last list while ``ask`` raises
+    `Invalid`.
     """
 
     def __init__(

@@ -43,11 +43,7 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
 
 
 class ScriptDiscovery(PolledDiscovery):
-    """Runs ``command`` every ``interval_s`` seconds; a run may take ``timeout_s`` seconds.
-
-    Args:
-        known: list from an earlier run (see `ask`), which is yielded first.
-    """
+    """Discovery that runs ``command`` every ``interval_s`` seconds. A run may take ``timeout_s`` seconds."""
 
     def __init__(
         self,
@@ -95,7 +91,8 @@ class ScriptDiscovery(PolledDiscovery):
             raise Invalid(f"{self.name} {ending}{_tail(errors)}")
         if len(output) >= OUTPUT_LIMIT:
             raise Invalid(
-                f"{self.name} printed more than {OUTPUT_LIMIT} bytes: print only one host per line"
+                f"{self.name} printed more than {OUTPUT_LIMIT} bytes: change the script to print one host per line and"
+                " nothing else"
             )
         try:
             return parse_lines(

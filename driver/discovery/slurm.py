@@ -41,12 +41,15 @@ class Allocation:
         """Return the usable nodes and their slots.
 
         Raises:
-            Invalid: the controller does not answer, or the job has ended.
+            Invalid: the Slurm controller does not respond, or the Slurm job has ended.
         """
         jobs = await self._run("squeue", "--noheader", f"--jobs={self.job}", "--format=%A|%N")
         nodes = nodes_of(self.job, jobs)
         if not nodes:
-            raise Invalid(f"squeue lists no nodes for Slurm job {self.job}: the job has ended")
+            raise Invalid(
+                f"squeue lists no nodes for Slurm job {self.job}, because the job has ended: run elasticrun inside a"
+                " running job"
+            )
         states = await self._run(
             "sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T"
         )

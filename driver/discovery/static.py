@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 
 class StaticDiscovery:
-    """Yields its constant list once."""
+    """Discovery of a constant list of hosts, which is yielded once."""
 
     def __init__(self, hosts: dict[str, int]) -> None:
         self._hosts = dict(hosts)
@@ -29,8 +29,9 @@ class OwnSlots:
         self._yielded = asyncio.Event()
 
     async def make_room(self, slots: int) -> None:
-        """Increase the number of slots of this machine to ``slots`` if it is smaller. Return once the watcher has
-        received the new list.
+        """Increase the number of slots of this machine to ``slots`` if it is smaller.
+
+        Returns after the watcher has received the new list.
         """
         if slots > self.slots:
             self.slots = slots

@@ -1,4 +1,4 @@
-"""Decides whether etcd is available, and returns the lines to log about this. Pure: no I/O, no clock.
+"""Decide whether etcd is available, and return the lines to log about this. Pure: no I/O, no clock.
 
 A short silence is not a problem: if a member of etcd dies, the next one is used, and an election takes a second. A line
 is logged only after ``grace_s`` seconds without any answer, and another one when etcd answers again.
@@ -12,12 +12,7 @@ Line = tuple[str, Reason]  # level and reason to log
 
 
 class Availability:
-    """Tracks whether etcd is available.
-
-    Args:
-        name: address of etcd for log lines.
-        grace_s: seconds without an answer after which etcd counts as unavailable.
-    """
+    """Record of whether etcd is available."""
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
         self._name = name

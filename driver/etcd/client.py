@@ -1,4 +1,4 @@
-"""Client for the operations on etcd that this package needs, with failover between members. Decides nothing.
+"""Client for the operations on etcd that this package needs, with failover between members. Makes no decisions.
 
 Every request has a deadline. If a member does not answer, the next one is tried immediately. If no member answers, this
 is logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is available again.
@@ -18,7 +18,7 @@ from elastic.driver.reasons import Reason
 
 
 class Item(NamedTuple):
-    """The value of a key in etcd. ``created`` and ``changed`` are revisions, which grow with every change in etcd."""
+    """Value of a key in etcd. ``created`` and ``changed`` are revisions, which grow with every change in etcd."""
 
     value: bytes
     created: int
@@ -47,7 +47,7 @@ class Put(NamedTuple):
 
 
 class EtcdClient:
-    """Client of etcd. Create it in an event loop.
+    """Client of etcd, which must be created in an event loop.
 
     Methods raise Rejected, and raise Unavailable if etcd did not answer in time. In the second case, the request may
     have been carried out.
@@ -162,8 +162,9 @@ class EtcdClient:
         return float((await self._members.ask(_renewal, request, within_s)).TTL)
 
     async def time_left(self, lease: int, *, within_s: float | None = 5.0) -> tuple[float, float]:
-        """Return the remaining time of a lease, and the time to live that a renewal would give, in seconds. Both are 0
-        if the lease has expired.
+        """Return the remaining time of a lease, and the time to live after a renewal, in seconds.
+
+        Both are 0 if the lease has expired.
         """
         request = self._rpc.LeaseTimeToLiveRequest(ID=lease)
         answer = await self._members.ask(lambda each: each.lease.LeaseTimeToLive, request, within_s)
@@ -191,8 +192,8 @@ class EtcdClient:
             yield items
 
     async def _watch(self, key: str, end: bytes) -> AsyncGenerator[dict[str, Item], None]:
-        # After a watch has ended, all keys are read again. It is then irrelevant which changes were missed, and whether
-        # etcd was restored from a backup.
+        # After a watch has ended, all keys are read again, because the watch may have missed changes, and etcd may have
+        # been restored from a backup.
         refused = False
         while not self._members.closed:
             connection = None
@@ -250,7 +251,7 @@ async def _one(stream: Any) -> Any:
     answer = await stream.read()
     stream.cancel()
     if not hasattr(answer, "TTL"):
-        raise Unavailable("etcd ended the stream")
+        raise Unavailable("etcd ended the stream of an open request")
     return answer
 
 

@@ -1,4 +1,4 @@
-"""One connection to one member of etcd. Errors are of two kinds: no answer, or a rejection. Decides nothing.
+"""One connection to one member of etcd. Errors are of two kinds: no answer, or a rejection. Makes no decisions.
 
 Uses the messages and stubs of ``aetcd``, but not its client, which supports neither TLS nor several members.
 """
@@ -31,11 +31,11 @@ NOBODY_THERE = "connection refused"
 
 
 class Unavailable(ElasticError):
-    """etcd did not answer. The request may have been carried out."""
+    """etcd did not respond. The request may have been carried out."""
 
 
 class AccessDenied(Unavailable):
-    """etcd answers but denies access. At startup, this is reported to the user. Later, the request is retried."""
+    """etcd denied access. At startup, this is reported to the user. Later, the request is retried."""
 
 
 class Rejected(ElasticError):
@@ -57,7 +57,8 @@ def load() -> Any:
         grpc.aio.init_grpc_aio()
     except ImportError as error:
         raise Invalid(
-            f"etcd can't be used ({error.name} is missing): run pip install 'hvd-elastic[etcd]'"
+            f"etcd can't be used, because the package {error.name} is not installed: run pip install"
+            " 'hvd-elastic[etcd]'"
         ) from None
     finally:  # Workers must not inherit these variables.
         for name, text in before.items():
@@ -67,7 +68,7 @@ def load() -> Any:
 
 
 class EtcdConnection:
-    """A connection to one member of etcd, which is opened by the first call.
+    """Connection to one member of etcd, which is opened by the first call.
 
     Attributes:
         closed: whether this process has closed the connection. Every pending call then raises Unavailable.
@@ -114,7 +115,7 @@ class EtcdConnection:
     async def call(
         self, method: Callable[..., Awaitable[Any]], request: Any, within_s: float
     ) -> Any:
-        """Send a request and return the answer."""
+        """Send a request and return the answer. Raises Unavailable if none arrives within ``within_s`` seconds."""
         return await self.outcome(method(request, timeout=within_s, metadata=self.metadata or None))
 
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
@@ -218,8 +219,9 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
 
 
 def _content(path: str, flag: str) -> bytes | None:
-    """Return the content of a file, or None if no path is given. Called for each connection, so that renewed
-    certificates are used.
+    """Return the content of a file, or None if no path is given.
+
+    Called for each connection, so that renewed certificates are used.
     """
     if not path:
         return None

@@ -1,4 +1,4 @@
-"""Sends requests to the members of etcd with failover, and logs when no member answers. Decides nothing.
+"""Send requests to the members of etcd with failover, and log when no member answers. Makes no decisions.
 
 `availability` decides whether etcd is available. While it is not, requests without a deadline wait.
 """
@@ -112,8 +112,13 @@ class Endpoints:
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
-        """Send a request and return the answer of any member. Raises Unavailable after ``within_s`` seconds. With None,
-        wait until etcd is available again.
+        """Send a request and return the answer of any member.
+
+        Args:
+            within_s: time limit in seconds. With None, the call waits until etcd is available again.
+
+        Raises:
+            Unavailable: no member answered in time.
         """
         deadline = None if within_s is None else self._now() + within_s
         while True:
@@ -195,8 +200,9 @@ class Endpoints:
         self.noticed(reason)
 
     async def _pulse(self) -> None:
-        """Send test requests when there are no other requests. A watch alone cannot distinguish the absence of changes
-        from an unavailable etcd.
+        """Send test requests when no other requests are pending.
+
+        A watch alone cannot distinguish the absence of changes from an unavailable etcd.
         """
         while not self.closed:
             await asyncio.sleep(max(0.05, PULSE_S - self._contact.silent_s(self._now())))

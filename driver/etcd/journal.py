@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"\d{12}")
 
 
 class Leader(Protocol):
-    """The part of `elastic.driver.etcd.leadership.Leadership` that the journal uses: writes that only a leader may
+    """Interface of `elastic.driver.etcd.leadership.Leadership` that the journal needs: writes that only a leader may
     perform.
     """
 
@@ -59,7 +59,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class EtcdArchive:
-    """The journal under the prefix ``root``, which ends in the job's name and a slash. ``leader`` must lead already."""
+    """Journal under the prefix ``root``, which ends in the job's name and a slash. ``leader`` must already lead."""
 
     def __init__(self, etcd: Readable, leader: Leader, root: str) -> None:
         self._etcd = etcd
@@ -126,7 +126,7 @@ class EtcdArchive:
             left = left[DELETES:]
 
     def close(self) -> None:
-        """Do nothing: the archive has no resources of its own. The leadership is closed by its owner."""
+        """Do nothing, because the archive has no resources of its own."""
 
 
 class EtcdJournal(RecordJournal[PendingRecord]):
@@ -151,13 +151,13 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         self._obsolete: deque[int] = deque()  # numbers of the invalid pieces that still exist
 
     async def replace(self, obsolete: Iterable[int], number: int) -> None:
-        """Replace the journal by that of a new job, whose first piece has the number ``number``."""
+        """Replace the journal by the journal of a new job, whose first piece has the number ``number``."""
         self._next = number
         self._obsolete.extend(obsolete)
         await self._transact([self._beginning(number)])
 
     async def go_on(self, obsolete: Iterable[int], counting: Iterable[int], number: int) -> None:
-        """Continue the journal of the resumed job with the piece of the number ``number``."""
+        """Continue the journal of the resumed job with the piece that has the number ``number``."""
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)

@@ -1,4 +1,4 @@
-"""Keys and values of a job in etcd. Decides nothing, starts nothing.
+"""Keys and values of a job in etcd. Makes no decisions, and starts nothing.
 
 All keys are under ``/hvd-elastic/<job>/``:
 
@@ -41,19 +41,29 @@ class LeaderAddress(NamedTuple):
 
 
 def job_root(job: str) -> str:
-    """Return the prefix of all keys of a job. Raises Invalid for an invalid name."""
+    """Return the prefix of all keys of a job.
+
+    Raises:
+        Invalid: the name is empty, too long, or contains a slash.
+    """
     if not job or "/" in job or not job.isprintable() or len(job) > NAME_LIMIT:
-        raise Invalid(f"job name {job!r} is invalid: pass a short name without '/'")
+        raise Invalid(
+            f"job name {job!r} is invalid: pass a name of at most {NAME_LIMIT} characters without '/'"
+        )
     return f"{ROOT}{job}/"
 
 
 def operators_key(job: str) -> str:
-    """Return the key that holds the address for operators of a job. Raises Invalid for an invalid job name."""
+    """Return the key that contains the address for operators of a job. Raises Invalid if the name is not allowed."""
     return f"{job_root(job)}operators"
 
 
 def check_host(host: str) -> str:
-    """Return the host's name unchanged. Raises Invalid for an invalid name."""
+    """Return the host's name unchanged.
+
+    Raises:
+        Invalid: the name is too long, malformed, or includes a number of slots.
+    """
     if len(host) > HOST_LIMIT:
         raise Invalid(
             f"host name {host[:20]!r}... is too long: pass at most {HOST_LIMIT} characters"
@@ -100,5 +110,5 @@ def split_address(address: str) -> tuple[str, int]:
     """Split ``host:port``. An IPv6 address is in brackets. Raises Invalid if the text is not an address."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise Invalid(f"{address!r} is not an address: pass host:port")
+        raise Invalid(f"{address!r} is not an address: pass host:port, as in gpu7:4711")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -93,7 +93,7 @@ class Leadership:
     ) -> None:
         """Perform all operations if this driver leads; otherwise raise LeadershipLost. Waits while etcd is unavailable.
 
-        Keys are complete, with their prefix. At most 127 operations and 1.5 MB.
+        Keys include their prefix. etcd accepts at most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
             raise self._leadership_lost()
@@ -105,7 +105,7 @@ class Leadership:
             raise self._leadership_lost()
 
     async def resign(self) -> None:
-        """Give up the leadership, or stop waiting for it, within a time limit."""
+        """Release the leadership, or stop waiting for it, within a time limit."""
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:
@@ -228,7 +228,9 @@ class Leadership:
             )
 
     def _leadership_lost(self) -> LeadershipLost:
-        return LeadershipLost(f"this driver does not lead job {self._job}; nothing was written")
+        return LeadershipLost(
+            f"this driver no longer leads job {self._job}, so the write was rejected: see the log of the new driver"
+        )
 
 
 def _changed(item: Item | None) -> int:

@@ -1,4 +1,4 @@
-"""Process that revokes the lease of a killed driver, so that another driver can lead immediately. It renews no lease.
+"""Process that revokes the lease of a killed driver, so that another driver can lead immediately.
 
 The process runs in its own session. Its standard input is a pipe from the driver. The pipe contains a line with the
 access to etcd, then a line for each lease of the driver. When the driver exits, the process revokes the last lease. If

@@ -1,9 +1,10 @@
-"""Registration of an agent's host in etcd, under a lease, and lookup of the driver. The agent reacts to the host's key:
+"""Registration of an agent's host in etcd, under a lease, and lookup of the driver.
 
-the key is missing                      write it again, under a new lease if necessary a later agent of this host has it
-that agent has taken over: this agent ends an earlier agent has it                 take it; at the start of this agent,
-the earlier one may still run: refuse to
-                                        start
+The agent reacts to the state of the host's key:
+
+- The key is missing: write it again, under a new lease if necessary.
+- A later agent of this host has it: that agent has taken over, so this agent ends.
+- An earlier agent has it: take it. At the start of this agent, the earlier agent may still run, so refuse to start.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Registration:
         job: name of the job.
         host: name of the host.
         slots: number of slots of the host.
-        incarnation: number that grows with every start of the host's agent.
+        incarnation: start number of the host's agent, which grows with every start.
         log: called with a level and a text.
         ttl_s: time to live of the lease, in seconds.
     """
@@ -99,8 +100,9 @@ class Registration:
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
     async def watch_driver(self) -> AsyncGenerator[LeaderAddress | None, None]:
-        """Yield the driver's address and term, now and after each change. None means that no driver leads or that its
-        address is unknown.
+        """Yield the driver's address and term, now and after each change.
+
+        None means that no driver leads or that its address is unknown.
         """
         last: LeaderAddress | None = None
         first = True

@@ -1,6 +1,4 @@
-"""Writes log lines about checkpoints: one line for each rare checkpoint, and one for each problem that needs an
-operator.
-"""
+"""Log lines about checkpoints: one line for each rare checkpoint, and one for each problem that needs an operator."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ def kept_line(
     Return None if the job made no commit, or if this driver does not know whether an earlier driver wrote a checkpoint.
 
     Args:
-        writes: the job has a checkpoint directory.
+        writes: whether the job has a checkpoint directory.
         begins: the checkpoint from which the job began.
-        adopted: another driver began the job.
+        adopted: whether another driver began the job.
     """
     if view.newest is None or (view.durable is None and (adopted or not view.commits)):
         return None
@@ -55,12 +53,7 @@ def kept_line(
 
 
 class CheckpointLines:
-    """Writes the log lines about the checkpoints of one job.
-
-    Args:
-        now: returns the time in seconds.
-        log: called with a level and a text.
-    """
+    """Writer of the log lines about the checkpoints of one job."""
 
     def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
         self._now = now

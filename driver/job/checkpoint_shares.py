@@ -81,8 +81,9 @@ class ReplicaCorrupted:
 
 @dataclass(frozen=True)
 class ReplicasDiffer:
-    """The replicas differ, and the correct one is unknown. Either no majority agrees, or the replicas were never
-    equal.
+    """The replicas differ, and the correct one is unknown.
+
+    Either no majority agrees, or the replicas were never equal.
     """
 
     commit: Commit
@@ -117,7 +118,7 @@ Action = (
 
 @dataclass
 class CheckpointShares:
-    """Tracks which ranks of one job have written their shares of a checkpoint."""
+    """Record of which ranks of one job have written their shares of a checkpoint."""
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # members of the world by rank
@@ -130,7 +131,7 @@ class CheckpointShares:
     _newest: Commit | None = None  # newest complete checkpoint of all worlds
 
     def world(self, generation: int, members: Sequence[Worker]) -> None:
-        """Begin a new world."""
+        """Begin a new world, and drop the checkpoints of the previous one."""
         self._generation, self._members = generation, [*members]
         self._written.clear()
         self._off.clear()
@@ -163,8 +164,7 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                # The rank has waited for long. The request is repeated to the other ranks, which may not have received
-                # it.
+                # The request is repeated, because the other ranks may not have received the first one.
                 if again:
                     silent = [each for each in self._members if each not in written]
                     return [SendToRanks(silent, MakeDurable(self._generation, number))]

@@ -83,8 +83,9 @@ class JobDecisions:
         return min((at for at in (ending, decision) if at is not None), default=None)
 
     def answer(self, event: Event, now: float) -> list[Action]:
-        """Return the actions of `Membership` for an event. If it raises an exception, the exception is passed on, and
-        `Membership` is not called again.
+        """Return the actions of `Membership` for an event.
+
+        An exception of `Membership` is passed on, and `Membership` is not called again.
         """
         if self.raised:
             return []

@@ -1,4 +1,4 @@
-"""Event loop of one job: passes events to `JobDecisions` and performs its actions. Decides nothing itself.
+"""Event loop of one job, which passes events to `JobDecisions` and performs the returned actions.
 
     mailbox -> decisions.answer(event, now) -> journal, until it is written -> perform each action
 
@@ -94,7 +94,7 @@ class WorkerConnections(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRuntime:
-    """A job, and the addresses at which its workers find the driver and each other.
+    """Job, and the addresses at which its workers find the driver and each other.
 
     Args:
         by_agents: whether agents start the workers and provide the environment of their hosts. If so, ``environ``
@@ -148,7 +148,7 @@ class Driver:
         reported: called with each report of a worker, in the event loop's thread.
         leaves: called at SIGTERM, which then ends only this driver and not the job.
         answered: called with each answer to an operator's request.
-        gone: called once no worker is left, before the last log line of a failed job.
+        gone: called after the last worker has exited, before the last log line of a failed job.
     """
 
     def __init__(
@@ -259,10 +259,10 @@ class Driver:
         self._launcher.dump(worker, all_threads=all_threads)
 
     async def run(self) -> int:
-        """Run the whole job. Return its exit code once no worker is left.
+        """Run the whole job. Return its exit code after the last worker has exited.
 
         Raises:
-            OSError: the driver cannot listen.
+            OSError: the driver's address cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
         if self._early_stop is not None:
@@ -326,11 +326,11 @@ class Driver:
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
-            # Discoveries report errors of their sources themselves, so this is a bug in one, and the known hosts remain
-            # valid.
+            # Discoveries report errors of their sources themselves, so this error is a bug in the discovery, and the
+            # known hosts remain valid.
             trouble = repr(error)
             self._log(
-                "error", f"host discovery ended; keeping the present list of hosts: {trouble}"
+                "error", f"host discovery ended: {trouble}; the current list of hosts is kept"
             )
         if not listed:
             self._post(
@@ -453,8 +453,9 @@ class Driver:
             await self._written(self._journal.rest())
 
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Wait until the journal is written. If the store does not answer, an operator's second stop request ends the
-        wait.
+        """Wait until the journal is written.
+
+        If the store does not respond, an operator's second stop request ends the wait.
         """
         self._settling = asyncio.ensure_future(writing)
         if self._hurried:
@@ -651,8 +652,8 @@ class Driver:
         actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
         given: Sequence[Reason | None],
     ) -> None:
-        """Log actions of one kind on several workers in one line if they have the same reason. A reason that a report
-        has already stated is not repeated.
+        """Log actions of one kind on several workers, in one line for each reason. A reason that was already logged is
+        not repeated.
         """
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:

@@ -24,7 +24,7 @@ WORKERS_PER_CORE = 8  # limit on one machine if the number of slots is not speci
 
 
 class Stoppable(Protocol):
-    """A driver whose job can be stopped."""
+    """Interface of a driver whose job can be stopped."""
 
     def stop(self, reason: str, code: int = 1) -> None:
         """End the job with this exit code. On the second call, kill it. Thread-safe."""
@@ -32,8 +32,8 @@ class Stoppable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A complete and validated definition of a job. At most one of ``hosts``, ``script`` and ``allocation`` is set. If
-    none is, ``fleet`` supplies the hosts.
+    """Complete and validated definition of a job. At most one of ``hosts``, ``script`` and ``allocation`` is set. If
+    none of them is set, ``fleet`` supplies the hosts.
 
     The variables in ``settings.env`` are added to every worker's environment. ``environ`` is the driver's environment.
     """
@@ -84,7 +84,7 @@ class Job:
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
     """Return the hosts that the discovery script or Slurm lists now, or None if the job uses neither. Later failures of
-    these are only logged.
+    the script or of Slurm are only logged.
 
     Raises Invalid if there is no valid list, or if a job of a fixed size needs more slots than its allocation has. A
     script may list no hosts, because hosts may appear later.
@@ -102,7 +102,7 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
         return None
     hosts = await ScriptDiscovery(job.script, log, default_slots=job.slots_per_host).ask()
     if not hosts:
-        log("info", f"discovery script {job.script[0]} lists no host yet; waiting for one")
+        log("info", f"discovery script {job.script[0]} listed no host; waiting for a host")
     return hosts
 
 
@@ -127,13 +127,14 @@ def script_discovery(
 
 
 def most_workers(cores: int) -> int:
-    """Return the default limit for the number of workers on this machine. It protects against a mistyped number."""
+    """Return the default limit for the number of workers on this machine, which protects against a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
-    """Return a discovery with the given hosts. Without given hosts, it lists this machine with a slot for each of the
-    ``workers_max`` workers.
+    """Return a discovery of the given hosts.
+
+    Without given hosts, it lists this machine with one slot for each of the ``workers_max`` workers.
     """
     assert job.hosts is not None
     if not job.own_slots:
@@ -149,8 +150,8 @@ def room_for(
     """Return a function that adds slots to this machine for a number of workers, or None if the user specified the
     slots.
 
-    The function returns "", or the reason for refusing. Its limit is `most_workers`, or the job's earlier number of
-    workers if this is higher.
+    The function returns "" on success, otherwise the reason for refusing. Its limit is `most_workers`, or the job's
+    earlier number of workers if this is higher.
 
     Args:
         job: the job.

@@ -1,4 +1,4 @@
-"""Input and output of a driver for all kinds of jobs: console, workers' output, metrics, timeline. Acts."""
+"""Input and output of a driver for all kinds of jobs: console, workers' output, metrics, timeline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _LEVELS = {
 
 @dataclass
 class JobIO:
-    """Input and output of one driver. ``place_of`` may be set later, once a membership exists."""
+    """Input and output of one driver. ``place_of`` may be set after a membership exists."""
 
     view: JobView  # view of the job on a clock of seconds since 1970
     console: Console
@@ -131,11 +131,12 @@ class JobIO:
         return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
-        """Log those exceptions of workers that were not logged yet.
+        """Log the exceptions of workers that were not logged yet.
 
         Args:
-            last: whether no worker is left. If so, exceptions whose traceback never arrived are logged too: a worker
-                may have been killed after it reported an exception and before it wrote the traceback to stderr.
+            last: whether no worker is left. If so, exceptions without a traceback are logged too, because a worker may
+                have
+                been killed after it reported an exception and before it wrote the traceback to stderr.
         """
         # A worker that reports why the job cannot continue has no traceback.
         unsent = [
@@ -149,7 +150,9 @@ class JobIO:
             self.console("error", text)
 
     def log_end(self, job: Job) -> None:
-        """Log what is left to log when no worker is left: exceptions, and the checkpoint from which to resume."""
+        """Log exceptions that were not logged yet, and the checkpoint from which to resume, after the last worker has
+        exited.
+        """
         self.log_remaining(last=True)
         if self.view.end is None or self.view.end.code == 0:
             return  # it succeeded, or another driver continues the job
@@ -162,7 +165,11 @@ class JobIO:
 
 @contextlib.contextmanager
 def open_job_io(job: Job) -> Iterator[JobIO]:
-    """Open a job's output and log its notes. Raises Invalid or OSError if a file or a port is not available."""
+    """Open a job's output and log its notes.
+
+    Raises:
+        Invalid, OSError: a file or a port is not available.
+    """
     found: list[JobIO] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
     status: StatusLine | None = None
@@ -299,7 +306,11 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
 
 
 async def serve_page(job: Job, job_io: JobIO) -> None:
-    """Serve the live page if requested, and log its link once. Raises Invalid if its address cannot be bound."""
+    """Serve the live page if requested, and log its link once.
+
+    Raises:
+        Invalid: the address of the page cannot be bound.
+    """
     if job.dashboard is None:
         await job_io.page.serve(None, job_io.line)
         return
@@ -315,8 +326,10 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 
 
 def page_token(job: Job) -> str:
-    """Return the token that grants access to the live page. If the job's secret was given by the user, the token is
-    derived from the secret, so that it stays valid under the next driver.
+    """Return the token that grants access to the live page.
+
+    If the user passed a secret for the job, the token is derived from the secret, so that it stays valid under the next
+    driver.
     """
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Acquires the leadership of a job in etcd. Acts; etcd decides."""
+"""Election of the driver that leads a job, through etcd."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def campaign(
     """Become the leader of a job. Waits if this driver is a standby.
 
     Returns:
-        the leadership, None without etcd, or the reason if a signal ended the wait.
+        The leadership, None without etcd, or the reason if a signal ended the wait.
 
     Raises:
         Invalid: another driver leads, and this driver is not a standby.
@@ -73,7 +73,7 @@ async def campaign(
 
 
 async def _unless_stopped(taking: asyncio.Future[int]) -> str:
-    """Wait for leadership. Return "" once it is acquired, or a text if Ctrl-C or SIGTERM arrives first."""
+    """Wait for leadership. Return "" when it is acquired, or a text if Ctrl-C or SIGTERM arrives first."""
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def asked(name: str) -> None:

@@ -84,8 +84,10 @@ class MultiHostPlan:
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
-        """Return the server's TLS context, or None without TLS. Raises Invalid if a certificate or the key cannot be
-        loaded.
+        """Return the server's TLS context, or None without TLS.
+
+        Raises:
+            Invalid: a certificate or the key cannot be loaded.
         """
         if self.tls is None:
             return None

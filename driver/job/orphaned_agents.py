@@ -1,4 +1,4 @@
-"""Cleanup of a killed driver's agents when a new job replaces its job."""
+"""Cleanup of the agents of a killed driver when a new job replaces its job."""
 
 from __future__ import annotations
 
@@ -77,6 +77,5 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
     if missing := ", ".join(sorted(hosts - called)):
         log(
             "warning",
-            f"no agent of the previous job has connected from {missing}: workers that still run there exit"
-            " after its --driver-timeout",
+            f"no agent connected from {missing}; workers there exit after the --driver-timeout of the previous job",
         )

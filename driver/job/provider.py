@@ -1,6 +1,4 @@
-"""Interface of an engine such as Ray or Spark that supplies machines. The engine lists the machines and starts agents
-on them.
-"""
+"""Interface of an engine such as Ray or Spark that lists machines and starts agents on them."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Supplies machines for a job. The driver decides how many workers the job has."""
+    """Provider of machines for a job. The driver decides how many workers the job has."""
 
     outlived: bool  # the job can outlive its driver and be resumed by another driver
     fresh: bool  # this is the first driver of the job
@@ -49,6 +47,7 @@ class Provider(Protocol):
         """Return additional environment variables of this host's workers."""
 
     async def listening(self, address: str) -> None:
-        """Publish the driver's address ``host:port``, at which agents can connect from now on. The receivers are the
-        agents of the previous driver, or those that the engine starts now.
+        """Publish the driver's address ``host:port``, at which agents can connect from now on.
+
+        The address is published to the agents of the previous driver, and to agents that the engine starts now.
         """

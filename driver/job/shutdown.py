@@ -23,7 +23,7 @@ REMIND_S = 30.0  # interval between two log lines about awaited workers
 
 
 class Shutdown:
-    """Decides what happens between the outcome of a job and the driver's exit.
+    """Decisions between the outcome of a job and the driver's exit.
 
     Args:
         outcome: the decision of membership.
@@ -86,7 +86,7 @@ class Shutdown:
         return self._again and self.code == 0 and self._idle_s > 0
 
     def heard(self, event: events.Event, now: float) -> list[events.Action]:
-        """Handle an event about a worker."""
+        """Return the actions for an event about a worker."""
         match event:
             case events.WorkerExited():
                 return self._exited(event, now)
@@ -130,7 +130,7 @@ class Shutdown:
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
-        """Handle the loss of a host. The exits of its workers are not observed."""
+        """Return the actions for the loss of a host, whose workers' exits cannot be observed."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
         if self.code != 0 or not members:
@@ -142,7 +142,7 @@ class Shutdown:
         return [events.Report("error", f"{named} {lost} {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Handle a stop request. The job cannot succeed any more, and the remaining workers are killed after GRACE_S
+        """Record a stop request. The job cannot succeed any more, and the remaining workers are killed after GRACE_S
         seconds.
         """
         self.code = code
@@ -151,7 +151,7 @@ class Shutdown:
             self._kill_at = now + GRACE_S
 
     def hurried(self, now: float) -> list[events.Action]:
-        """Handle a second stop request: kill all workers now."""
+        """Return the actions for a second stop request, which kill all workers now."""
         self._remind_at = None
         self._kill_at = now
         return self.overdue(now)

@@ -1,4 +1,4 @@
-"""Assembles and runs a validated job in this process. Decides only whether the job needs agents."""
+"""Assembly and execution of a validated job in this process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from elastic.protocol.report_values import Report
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job.
+    """Outcome of a job.
 
     Args:
-        code: its exit code.
-        reason: why it ended.
+        code: exit code of the job.
+        reason: reason why the job ended.
         results: pickled results of launched functions by rank, or None for a missing result.
         reports: the last report of each rank of the last world that has reported.
-        unreported: the page of --report could not be written.
+        unreported: whether the page of --report could not be written.
     """
 
     code: int
@@ -52,7 +52,7 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
 
     Raises:
         Invalid: a problem was found before anything was started.
-        OSError: the driver cannot listen.
+        OSError: the driver's address cannot be bound.
     """
     this_host = this_host or ThisHost()
     try:

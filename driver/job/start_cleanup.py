@@ -1,4 +1,4 @@
-"""Removes the files that were created by the checks of a start, if the start is refused. Acts."""
+"""Cleanup of the files that the checks of a start have created, if the start is refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class StartCleanup:
-    """The files and folders that one start has created. ``remove`` removes them in reverse order, and may be called
-    repeatedly.
-    """
+    """Files and folders that one start has created. ``remove`` removes them in reverse order and is idempotent."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Runs a job whose workers are started by agents, on several hosts or with driver failover.
+"""Run a job whose workers are started by agents, on several hosts or with driver failover.
 
 The driver becomes the leader, reads the journal, listens, announces its address, and adopts or begins the job, in this
 order. A driver that loses the leadership meanwhile exits without any effect on the workers, because another driver
@@ -97,7 +97,7 @@ async def _past(
     archive: Archive | None,
     log: Callable[[str, str], None],
 ) -> RecoveredJob | None:
-    """Return the job that this driver resumes, if any. Raises Invalid if it must not start a new job."""
+    """Return the job that this driver resumes, if any. Raises Invalid if it must neither resume nor start one."""
     if archive is None:
         return None
     begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
@@ -154,8 +154,8 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
         own: the port of --driver-port, or 0.
 
     Raises:
-        Invalid: this port, or that of the previous driver, is taken.
-        OSError: the driver cannot listen.
+        Invalid: the port of --driver-port or of the previous driver is in use.
+        OSError: the address cannot be bound.
     """
     try:
         return server.bind(interface, port)
@@ -175,7 +175,7 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
 
 
 class _Run:
-    """One driver of the job, from start to exit."""
+    """One driver of a job, from its start to its exit."""
 
     def __init__(
         self,
@@ -326,8 +326,9 @@ class _Run:
     # ---- addresses, agents and hosts -------------------------------------------------------------------------------
 
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
-        """Return the address and port to listen on. Without etcd, they are those of the previous driver, because agents
-        know no other.
+        """Return the address and port to listen on.
+
+        Without etcd, they are those of the previous driver, because its agents know no other address.
         """
         movable = self.plan.etcd is not None or self.plan.provider is not None
         # A service may lead to a different pod of the same name.
@@ -521,7 +522,7 @@ class _Run:
 
 
 class ObservedDiscovery:
-    """A discovery that also passes each list to a callback."""
+    """Discovery that also passes each list to a callback."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
         self._source = source

@@ -37,7 +37,7 @@ SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The driver that writes the following entries of a journal: the first driver of the job or a successor.
+    """Driver that writes the following entries of a journal: the first driver of the job or a successor.
 
     ``at``, ``unix_s`` and ``boot`` are the values of its clocks and the boot ID of its machine when it started.
     """
@@ -54,7 +54,7 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """Description of a job. It is the first line of the journal."""
+    """Description of a job, which is the first line of the journal."""
 
     journal: int
     date: str
@@ -80,14 +80,14 @@ class Header(msgspec.Struct, frozen=True):
             )
         if self.journal != FORMAT:
             raise Invalid(
-                f"the journal has format {self.journal}, but this version reads only format {FORMAT}: use"
-                " the version that wrote it"
+                f"the journal has format {self.journal}, but this version reads only format {FORMAT}: use the version"
+                " that wrote the journal"
             )
         try:
             return Settings(**self.settings)
         except TypeError as error:
             raise Invalid(
-                f"the journal contains settings of another version ({error}): use the version that wrote it"
+                f"the journal contains settings of another version ({error}): use the version that wrote the journal"
             ) from error
 
 
@@ -118,9 +118,7 @@ class Resumed(msgspec.Struct):
 
 
 class TroubleLine(msgspec.Struct):
-    """Journal line about a problem outside the driver, for example with etcd. It is for readers only: no driver resumes
-    from it.
-    """
+    """Journal line about a problem outside the driver, for example with etcd. No driver resumes from it."""
 
     trouble: Reason
     at: float
@@ -130,7 +128,7 @@ Line = Entry | Snapshot | Resumed | TroubleLine
 
 
 class _Line(msgspec.Struct):
-    """Any line of a journal, as read. The parts of an entry are decoded according to their tags."""
+    """Line of a journal, as read. The parts of an entry are decoded according to their tags."""
 
     at: float = 0.0
     event: msgspec.Raw = msgspec.Raw()
@@ -228,8 +226,9 @@ def same(recorded: Action | None, now: Action | None) -> bool:
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """Return a checksum of actions. Where a journal omits the actions, the checksum shows whether another driver
-    decides the same.
+    """Return a checksum of actions.
+
+    If a journal omits the actions, the checksum shows whether another driver makes the same decisions.
     """
     return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 

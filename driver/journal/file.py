@@ -45,7 +45,7 @@ _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FileArchive:
-    """One journal file, locked while this object exists."""
+    """Journal file, which is locked while this object exists."""
 
     def __init__(self, path: Path) -> None:
         """Open and lock the journal file.
@@ -162,9 +162,7 @@ class FileArchive:
         return header is not None and header.outlives
 
     def header(self) -> Header | None:
-        """Return the header of the journal, even if the journal is incomplete. Return None if the file has no
-        journal.
-        """
+        """Return the header of the journal, even if the journal is incomplete, or None if the file has no journal."""
         if not self.regular:
             return None
         try:
@@ -180,7 +178,7 @@ class FileArchive:
 
 
 class FileJournal(Journal):
-    """A journal in a file that is open for writing from byte ``at`` on."""
+    """Journal file that is open for writing from byte ``at`` on."""
 
     def __init__(
         self,
@@ -321,12 +319,12 @@ def _check(path: Path, first: bytes) -> None:
 
 def _no_journal(path: Path) -> Invalid:
     return Invalid(
-        f"{str(path)!r} is not a journal and would be overwritten: move it, or pass another file"
+        f"{str(path)!r} is not a journal and would be overwritten: move the file, or pass another file"
     )
 
 
 def _last(fd: int, what: bytes, end: int) -> int:
-    """Return the last offset of the bytes ``what`` before offset ``end``, or -1. Reads the file backwards in blocks."""
+    """Return the offset of the last occurrence of ``what`` before offset ``end``, or -1. Reads backwards in blocks."""
     while end > 0:
         start = max(0, end - BLOCK)
         found = os.pread(fd, end - start, start).rfind(what)
@@ -343,8 +341,9 @@ def _not_writable(path: Path, error: OSError) -> Invalid:
 
 
 def _in_use(path: Path) -> Invalid:
-    """Return the error that a journal is in use. It names the driver that wrote the latest header or takeover, which
-    holds the lock.
+    """Return the error that a journal is in use.
+
+    The error names the driver that wrote the latest header or takeover, which holds the lock.
     """
     pid = 0
     try:

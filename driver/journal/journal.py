@@ -102,8 +102,7 @@ class Journal:
     def record(
         self, at: float, event: Event, actions: Sequence[Action] = (), *, error: str = ""
     ) -> None:
-        """Record an event that was just handled, and the resulting actions. The entry is durable once `settle` has
-        returned.
+        """Record an event that was just handled, and the resulting actions. The entry is durable after `settle`.
 
         Args:
             at: time of the event on the journal's clock, in seconds.
@@ -199,7 +198,7 @@ class Archive(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """A complete journal with line numbers. ``start`` is set if it is a copy that begins in the middle of a job."""
+    """Complete journal with line numbers. ``start`` is set if it is a copy that begins in the middle of a job."""
 
     header: Header
     settings: Settings
@@ -225,7 +224,9 @@ def recording(path: Path) -> Recording:
         header = decoded_header(lines[0] if lines else torn)
         settings = header.checked()
     except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
-        raise Invalid(f"{str(path)!r} can't be read as a journal: {error}") from error
+        raise Invalid(
+            f"{str(path)!r} can't be read as a journal: {error}. Pass a journal that elasticrun --journal wrote"
+        ) from error
     entries: list[tuple[int, Entry]] = []
     takeovers: list[tuple[int, Writer]] = []
     start: Snapshot | None = None

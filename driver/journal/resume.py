@@ -1,4 +1,4 @@
-"""Restores a job from its journal for another driver, and converts times between their clocks.
+"""Restore a job from its journal for another driver, and convert times between their clocks.
 
 `past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
 of the process that wrote it. `clock_offset` returns the offset of another clock.
@@ -46,7 +46,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         try:
             line = decoded(text)
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Invalid(f"journal entry {number} is invalid: {error}") from error
+            raise Invalid(f"entry {number} of the journal is invalid: {error}") from error
         match line:
             case Snapshot(data, at, writer):
                 membership = snapshot.restore_snapshot(bytes(data), settings)

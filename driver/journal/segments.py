@@ -1,4 +1,4 @@
-"""Determines the valid part of a journal that several drivers have written in pieces, each in its own chapters.
+"""Determine the valid part of a journal that several drivers have written in pieces, each in its own chapters.
 
 Pure: no I/O, no clock.
 
@@ -92,7 +92,7 @@ def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], 
             break
         place = Place(place.chapter, record.first) if record.first else record.head.after
         if place is None:
-            raise ValueError("the beginning of the journal is missing")
+            raise ValueError("the first record of the journal is missing")
     return records[::-1], last
 
 

@@ -1,6 +1,4 @@
-"""Private folder of an agent that runs in an engine's process, such as an actor of Ray, and queries about its Python.
-Acts.
-"""
+"""Private folder of an agent in a process of an engine, such as an actor of Ray, and queries about its Python."""
 
 from __future__ import annotations
 

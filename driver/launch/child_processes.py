@@ -276,7 +276,7 @@ class ChildProcesses:
                 earlier.gone = partial(self._forget, earlier)
                 await self._end([earlier])
             if self._closed:
-                raise StartFailed(f"no agent was started on {host}: the job is ending")
+                raise StartFailed(f"no agent was started on {host}, because the job is ending")
             text = first + msgspec.json.encode(bootstrap) + b"\n"
             process = ChildProcess(command, env, text, outlives=bootstrap.outlives)
             self._all.add(process)
@@ -300,7 +300,7 @@ class ChildProcesses:
         except asyncio.TimeoutError:
             release = None
         if self._closed:
-            raise StartFailed(f"no agent was started on {host}: the job is ending")
+            raise StartFailed(f"no agent was started on {host}, because the job is ending")
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:

@@ -1,4 +1,4 @@
-"""Starts workers on this machine, through an agent in the driver's process."""
+"""Start workers on this machine, through an agent in the driver's process."""
 
 from __future__ import annotations
 

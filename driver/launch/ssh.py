@@ -1,4 +1,4 @@
-"""Starts agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
+"""Start agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
 
 The remote command is constant, so that no remote shell can misinterpret a name. All parameters are sent on standard
 input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected as long as the agent
@@ -91,7 +91,7 @@ class SshOptions:
 
 
 class SshStarter:
-    """Starts agents with ssh. Must be created in the event loop.
+    """Start agents with ssh. Must be created in the event loop.
 
     Args:
         environ: environment of ssh, for example for ssh-agent. It is not passed to agents.

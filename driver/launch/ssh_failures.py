@@ -1,4 +1,4 @@
-"""Explains in one sentence, from the output of ssh and the remote command, why an agent could not be started.
+"""Explain in one sentence, from the output of ssh and the remote command, why an agent could not be started.
 
 Pure: no I/O, no clock.
 

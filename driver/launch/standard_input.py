@@ -1,4 +1,4 @@
-"""Decides which worker receives the driver's standard input. Pure: no I/O, no clock."""
+"""Decide which worker receives the driver's standard input. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
     if rank >= workers_max:
         ranks = "rank 0" if workers_max == 1 else f"ranks 0 to {workers_max - 1}"
         raise Invalid(
-            f"--stdin {rank} is not a rank of this job, which has {ranks}: pass one of them"
+            f"--stdin {rank} is not a rank of this job, which has {ranks}: pass one of these ranks"
         )
     if by_agents:
         raise Invalid(

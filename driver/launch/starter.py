@@ -55,7 +55,7 @@ class StartFailed(ElasticError):
 
 
 class Starter(Protocol):
-    """Starts agent processes. All methods are called in the thread of the driver's event loop."""
+    """Start agent processes. All methods are called in the thread of the driver's event loop."""
 
     async def start(self, bootstrap: Bootstrap) -> None:
         """Start the agent of ``bootstrap.host``. Return once the agent runs and has read its bootstrap, even if it has

@@ -1,4 +1,4 @@
-"""Chooses the starter of an agent by its host: a child process on this machine, another starter elsewhere."""
+"""Choose the starter of an agent by its host: a child process on this machine, another starter elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts agents as child processes with a session of their own, on this machine or through a program such as srun."""
+"""Start agents as child processes with a session of their own, on this machine or through a program such as srun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOSE_S = 10.0
 
 
 class ChildStarter:
-    """Starts agents as child processes. Must be created in the event loop.
+    """Start agents as child processes. Must be created in the event loop.
 
     In tests, several agents with different names may run on this machine.
 

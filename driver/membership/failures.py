@@ -27,7 +27,7 @@ UNCAUGHT = 1  # Python's exit code after an uncaught exception
 
 
 class Failures(Part):
-    """Handles failures and exits, one method per event."""
+    """Handler of failures and exits, with one method per event."""
 
     def handle(self, event: Event) -> bool:
         """Handle a failure or an exit of a worker. Return False for other events."""
@@ -140,8 +140,10 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def quit(self, event: WorkerQuit) -> None:
-        """Handle a worker that is about to exit. The other workers have disconnected from it and continue immediately,
-        because an interpreter that has loaded torch takes seconds to exit.
+        """Handle a worker that is about to exit.
+
+        The other workers have disconnected from it and continue immediately, because an interpreter that has loaded
+        torch needs seconds to exit.
         """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:
@@ -213,8 +215,8 @@ class Failures(Part):
     def _nothing_to_lose(self) -> bool:
         """Return whether all workers may restart from the beginning without losing progress.
 
-        Three conditions must hold. --reset-limit bounds the number of restarts. No worker has entered elastic.run. No
-        worker's script has failed, because it would fail again.
+        This requires that --reset-limit bounds the number of restarts, that no worker has entered elastic.run, and that
+        no worker's script has failed, because the script would fail again.
         """
         if self.settings.reset_limit is None:
             return False  # A script without elastic.run is restarted only on request.

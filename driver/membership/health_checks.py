@@ -17,7 +17,7 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 
 
 class HealthChecks(Part):
-    """Handles the results of health checks."""
+    """Handler of the results of health checks."""
 
     def checked(self, event: WorkerHealthChecked) -> None:
         record = self.roster.get(event.worker)
@@ -56,8 +56,9 @@ class HealthChecks(Part):
             self.worlds.welcome(record)
 
     def _failed(self, record: WorkerRecord, event: WorkerHealthChecked) -> None:
-        """Reject the worker, and let its slot cool down. The result is logged only if it differs from the slot's
-        previous result.
+        """Reject the worker, and start the cooldown of its slot.
+
+        The result is logged only if it differs from the slot's previous result.
         """
         slots, worker = self.staff.slots, record.worker
         reason = because(
@@ -72,7 +73,7 @@ class HealthChecks(Part):
         if not self.settings.elastic:
             self.worlds.end(1, reason)
         level = "debug" if before is not None and _alike(before, reason) else "error"
-        self.actions.log(level, f"{reason}; checked again in {wait:g} s", reason)
+        self.actions.log(level, f"{reason}; next check in {wait:g} s", reason)
         self.staff.discard(record, reason)
 
 

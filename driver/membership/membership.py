@@ -46,7 +46,7 @@ __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
 
 
 class Membership:
-    """Membership of one job. Pass it each event with its time, and perform the returned actions in order."""
+    """Membership of one job. Pass each event with its time to `handle`, and perform the returned actions in order."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -113,8 +113,9 @@ class Membership:
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which TimePassed must be sent if no other event occurs earlier, or None. The time is
-        always later than the last event.
+        """Return the time at which TimePassed must be sent if no other event occurs earlier, or None.
+
+        The time, in seconds, is always later than the last event.
         """
         return None if self.over else min(self._deadlines(), default=None)
 

@@ -29,8 +29,9 @@ LEFT_OUT = (ReasonKind.DRAINED, ReasonKind.QUARANTINED)
 
 
 class OperatorRequests(Part):
-    """Handles operator requests. Keeps no state of its own: the worker pool stores the requested size, and the slots
-    store the drained hosts.
+    """Handler of operator requests.
+
+    It has no state of its own: the worker pool stores the requested size, and the slots store the drained hosts.
     """
 
     def handle(self, event: Event) -> bool:

@@ -45,10 +45,10 @@ STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
 
 @dataclass
 class Departure:
-    """The announced end of one machine.
+    """Announced end of one machine.
 
     Args:
-        by: time of the end on the caller's clock, or None if unknown.
+        by: time of the end on the caller's clock, in seconds, or None if unknown.
     """
 
     text: str
@@ -56,14 +56,15 @@ class Departure:
     alone: bool
 
     def before(self, seconds: float, since: float) -> float | None:
-        """Return the time that is ``seconds`` before the end. If less than twice as much time remains at ``since``,
-        return the time halfway to the end.
+        """Return the time that is ``seconds`` before the end.
+
+        If less than twice as much time remains at ``since``, return the time halfway to the end.
         """
         return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
 
 
 class Notices(Part):
-    """Tracks machines that will be reclaimed, and decides when their workers leave."""
+    """Tracker of machines that will be reclaimed, which decides when their workers leave."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -101,7 +102,7 @@ class Notices(Part):
             self._stays(event.host)
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Handle a new list of hosts. A host that was removed from the list counts as a new machine when it returns."""
+        """Apply a new list of hosts. A host that was removed from the list counts as a new machine when it returns."""
         for host in self.announced.keys() - hosts.keys():
             self._clear(host)
             for record in self.roster.hosts.get(host, {}).values():
@@ -227,9 +228,9 @@ class Notices(Part):
         self._schedule(last)
 
     def _schedule(self, last: float | None) -> None:
-        """Schedule the last checkpoint before the end at the time ``last``, or None if the end is unknown.
+        """Schedule the last checkpoint before the time ``last``, or None if the end is unknown.
 
-        If an end becomes known that is earlier, the checkpoint is rescheduled.
+        If an earlier end becomes known, the checkpoint is rescheduled.
         """
         now, self._last_by = self.actions.now, last
         self._ask_at = [at for at in self._ask_at if at <= now]
@@ -262,7 +263,7 @@ class Notices(Part):
             yield self._end_at
 
     def overdue(self) -> None:
-        """Let the workers of machines that have little time left leave."""
+        """Request the departure of workers on machines whose end is near."""
         for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():

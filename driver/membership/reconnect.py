@@ -38,7 +38,7 @@ UNTIL_IT_IS_BACK = (ReasonKind.CONNECTION_LOST, ReasonKind.NOT_BACK)
 
 
 class Reconnects(Part):
-    """Sends the current decisions again to workers that reconnect."""
+    """Sender that repeats the current decisions to workers that reconnect."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)

@@ -1,6 +1,6 @@
 """Serialization of the whole state of a Membership as JSON, and its restoration.
 
-Pure: no I/O, no clock. Decides nothing.
+Pure: no I/O, no clock. Makes no decisions.
 
 A snapshot is a table of objects, ``{"kinds": [[name, field, ...], ...], "objects": [[kind, part, ...], ...], "root":
 [n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or a float such as ``["inf"]``. Shared
@@ -155,7 +155,7 @@ Part = str | int | float | bool | list[Any] | None
 
 
 class SnapshotError(ElasticError, TypeError):
-    """The state contains an object of an unknown type. This is a bug in this program, but it does not end the job."""
+    """The state contains an object of an unknown type. This is a bug, but the job continues without the snapshot."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -213,7 +213,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class _Taking:
-    """One traversal of all objects of a membership for a snapshot.
+    """Traversal of all objects of a membership for a snapshot.
 
     Objects whose content can be added later are queued, so the depth of the object graph does not matter.
     """

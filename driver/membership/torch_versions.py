@@ -1,4 +1,4 @@
-"""Detects hosts with different versions of torch. Pure: no I/O, no clock.
+"""Detect hosts with different versions of torch. Pure: no I/O, no clock.
 
 Hosts with different versions may train together, which usually works. The warning helps to explain different results,
 or errors on one host only.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 
 class Versions:
-    """For each version of torch, the first host that reported it."""
+    """First host that reported each version of torch."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def heard(self, host: str, version: str) -> str:
-        """Record the version of a host. Return a warning if a version other than the first is reported for the first
-        time, otherwise the empty string.
+        """Record the version of a host.
+
+        Returns:
+            A warning if a version other than the first is reported for the first time, otherwise the empty string.
         """
         if not version or version in self._first:
             return ""

@@ -1,4 +1,4 @@
-"""Conversion of worker messages to events. Decides nothing. Pure: no I/O, no clock."""
+"""Conversion of worker messages to events. Makes no decisions. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVENTS: dict[type[messages.Message], type[events.Event]] = {
 
 
 def event_of(worker: Worker, message: Any) -> events.Event:
-    """Return the event that a worker's message stands for."""
+    """Convert a worker's message to an event."""
     if isinstance(message, messages.Hello):
         return events.WorkerConnected(worker, message.pid, message.torch_version)
     return EVENTS[type(message)](worker, *msgspec.structs.astuple(message))

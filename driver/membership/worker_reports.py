@@ -19,13 +19,14 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """An event that is neither outdated nor possible in the current state, which indicates a bug. The message contains
-    the preceding events.
+    """An event that is neither outdated nor possible in the current state, which indicates a bug.
+
+    The message contains the preceding events.
     """
 
 
 class WorkerReports(Part):
-    """Handles the workers' reports about themselves, with one method per event."""
+    """Handler of the workers' reports about themselves, with one method per event."""
 
     def __init__(self, worlds: Worlds, frozen: Frozen) -> None:
         super().__init__(worlds)
@@ -169,9 +170,7 @@ class WorkerReports(Part):
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
-        """Replace all workers and resume from the newest checkpoint, because the state in every worker's memory may be
-        corrupted.
-        """
+        """Replace all workers and resume from the newest checkpoint, because the state may be corrupted everywhere."""
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
@@ -186,8 +185,9 @@ class WorkerReports(Part):
         self.worlds.lose(here[0], reason)
 
     def miscomputed(self, event: events.WorkerMiscomputed) -> None:
-        """Fence a worker whose gradients are wrong, and quarantine its slot. Every rank reports such a worker, and only
-        the first report counts.
+        """Fence a worker whose gradients are wrong, and quarantine its slot.
+
+        Every rank reports such a worker, and only the first report counts.
         """
         members = self.worlds.members
         if event.generation != self.worlds.generation or not 0 <= event.rank < len(members):

@@ -1,4 +1,4 @@
-"""Tracks planned changes of the world that wait for the members' next commit, at which workers join and leave.
+"""Track planned changes of the world that wait for the members' next commit, at which workers join and leave.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Measures the number of commits per second of a job. The last measurement decays while no commits are possible.
+"""Measure the number of commits per second of a job. The last measurement decays while no commits are possible.
 
 Pure: no I/O, no clock.
 """

@@ -1,4 +1,4 @@
-"""Timer that fires when no event has occurred for a moment. It serves to combine related log lines. Acts."""
+"""Timer that fires when no event has occurred for a moment. It serves to combine related log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HELD_S = 20.0  # maximum delay in seconds while more events are expected
 
 
 class DebounceTimer:
-    """Calls ``then`` in the event loop's thread QUIET_S seconds after the last `touch`, but not while ``held()`` is
+    """Call ``then`` in the event loop's thread QUIET_S seconds after the last `touch`, but not while ``held()`` is
     True.
     """
 

@@ -12,7 +12,7 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Combines the log lines about exits of one job. While ``held()`` is True, they are collected for one summary. Must
+    """Combine the log lines about exits of one job. While ``held()`` is True, they are collected for one summary. Must
     be called in the event loop's thread.
     """
 

@@ -39,7 +39,7 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """Decides which HTTP requests are answered.
+    """Decide which HTTP requests are answered.
 
     Args:
         token: access token, never empty.

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a job, derived from the events and decisions that the journal contains. Decides nothing.
+"""Prometheus metrics of a job, derived from the events and decisions that the journal contains. Makes no decisions.
 
 `JobMetrics` is pure: it receives events and stores numbers. `MetricsServer` serves them over HTTP from its own threads,
 so that a scrape never blocks the driver. All names begin with ``elastic_``. Worker labels are limited to live workers.
@@ -398,7 +398,7 @@ def refuse_other_names(server: Any, own: str) -> None:
 
 
 class MetricsServer(Collector):
-    """Serves the metrics of one job.
+    """Server of the metrics of one job.
 
     Args:
         address: address to listen on.

@@ -115,7 +115,7 @@ class RecoveryTraces(ViewReader):
 
 
 class ExportErrorHandler(logging.Handler):
-    """Logs the SDK's first warning, for example about an unreachable collector, in the driver's log."""
+    """Handler that logs the SDK's first warning, for example about an unreachable collector, in the driver's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -128,7 +128,7 @@ class ExportErrorHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not self._said:
             self._said = True
-            self._log("warning", f"traces can't be sent (logged once): {record.getMessage()}")
+            self._log("warning", f"traces could not be sent (logged once): {record.getMessage()}")
 
     def close(self) -> None:
         self._logger.removeHandler(self)

@@ -1,4 +1,4 @@
-"""Decides which reports of workers are new, and which workers need an acknowledgement.
+"""Decide which reports of workers are new, and which workers need an acknowledgement.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Passes workers' reports to a callback, and acknowledges them. `report_ledger` decides which reports are new.
+"""Pass workers' reports to a callback, and acknowledge them. `report_ledger` decides which reports are new.
 
 The callback runs in the event loop's thread, so it blocks the driver while it runs.
 """
@@ -78,7 +78,7 @@ class Reports:
         self._last[worker] = report
         shown = str(report.metrics)
         more = "..." if len(shown) > SHOWN else ""
-        self._log("debug", f"rank {report.rank} ({worker}) reports {shown[:SHOWN]}{more}")
+        self._log("debug", f"rank {report.rank} ({worker}) reported {shown[:SHOWN]}{more}")
         if self._reported is None:
             return
         try:
@@ -115,8 +115,7 @@ class Reports:
             senders = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
             self._log(
                 "warning",
-                f"the oldest {count} reports of {senders} were dropped: reports arrived faster than they were"
-                " processed, or while no driver was connected",
+                f"the oldest {count} reports of {senders} were dropped: too many at once, or no driver was connected",
             )
             self._dropped_said_at = now
             dropped.clear()

@@ -1,4 +1,4 @@
-"""Detects training stalls: whether the world stalls, since when, and which ranks the others wait for.
+"""Detect training stalls: whether the world stalls, since when, and which ranks the others wait for.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Measures the optimizer steps and samples per second of a job, from the reports of its first worker.
+"""Measure the optimizer steps and samples per second of a job, from the reports of its first worker.
 
 Pure: no I/O, no clock.
 """

@@ -1,4 +1,4 @@
-"""Measures how long members wait for the member that waits least, from their reports on collectives. Pure: no I/O, no
+"""Measure how long members wait for the member that waits least, from their reports on collectives. Pure: no I/O, no
 clock.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a

@@ -49,7 +49,7 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Converts a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
+    """Convert a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # number of reports of each rank
@@ -101,7 +101,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 class TensorBoard(ViewReader):
-    """Writes the scalars of one job below ``folder``. Raises Invalid if tensorboardX is not installed."""
+    """Writer of the scalars of one job below ``folder``. Raises Invalid if tensorboardX is not installed."""
 
     def __init__(self, folder: Path, log: Log) -> None:
         if importlib.util.find_spec("tensorboardX") is None:

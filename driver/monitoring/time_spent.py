@@ -1,4 +1,4 @@
-"""Accounts for the time of a job and its workers, from the events and decisions in the journal.
+"""Account for the time of a job and its workers, from the events and decisions in the journal.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Collects the trace records of all workers in one file, which a thread of its own writes. Acts.
+"""Collect the trace records of all workers in one file, which a thread of its own writes.
 
     nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
     recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records

@@ -1,4 +1,4 @@
-"""Runs blocking calls outside the event loop, and waits with a deadline. Decides nothing.
+"""Run blocking calls outside the event loop, and wait with a deadline. Makes no decisions.
 
 The calls run in daemon threads: a call that hangs must not block the exit of the process, as it would in the event
 loop's own threads.
@@ -61,7 +61,7 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 
 
 class SequentialCalls:
-    """Runs blocking calls in a thread, one at a time. A call that exceeds its time limit continues, and later calls
+    """Run blocking calls in a thread, one at a time. A call that exceeds its time limit continues, and later calls
     wait for it.
     """
 

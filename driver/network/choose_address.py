@@ -1,4 +1,4 @@
-"""Selects the address that a host uses. Pure: no I/O, no clock.
+"""Select the address that a host uses. Pure: no I/O, no clock.
 
 ``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
 Each host uses the first of these that it has. Two kinds of addresses are never selected: addresses of interfaces that

@@ -1,4 +1,4 @@
-"""One end of a control connection in an event loop: TLS, frames, keepalives, send buffer. Decides nothing."""
+"""One end of a control connection in an event loop: TLS, frames, keepalives, send buffer. Makes no decisions."""
 
 from __future__ import annotations
 

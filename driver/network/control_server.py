@@ -1,4 +1,4 @@
-"""Server of control connections: performs the handshake, and receives and sends sealed frames. Decides nothing.
+"""Server of control connections: performs the handshake, and receives and sends sealed frames. Makes no decisions.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
@@ -244,7 +244,9 @@ class ControlServer(Generic[Who]):
         """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
         callers = self.callers
         if not isinstance(answer, callers.answer):
-            raise ProtocolError(f"{type(answer).__name__} arrived before the Answer")
+            raise ProtocolError(
+                f"{type(answer).__name__} arrived before the peer was authenticated"
+            )
         if answer.version != VERSION:
             raise ProtocolError(
                 f"the peer uses protocol version {answer.version}, the driver version {VERSION}: install the same"
@@ -281,7 +283,7 @@ class ControlServer(Generic[Who]):
 
     def hear(self, peer: Who, message: Any) -> None:
         if isinstance(message, self.callers.answer):
-            raise ProtocolError("the peer sent a second Answer")
+            raise ProtocolError("the peer sent a second Answer message")
         if isinstance(message, Hello) and message.worker != peer:
             raise ProtocolError(f"the peer claims to be {message.worker}")
         self._heard(peer, message)

@@ -1,4 +1,4 @@
-"""Parses host lists, and recognizes names of this machine. Starts nothing. Name lookups have a deadline.
+"""Parse host lists, and recognize names of this machine. Starts nothing. Name lookups have a deadline.
 
 A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The name
 identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
@@ -61,11 +61,13 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
         return None
     match = _LINE.fullmatch(text)
     if match is None:
-        raise Invalid("write the entry as host:slots or host slots=N")
+        raise Invalid("not a valid entry: write host:slots or host slots=N")
     host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
     if match["slots"] is not None:
         if match["host"] not in (host, f"[{host}]"):
-            raise Invalid("the slots are specified twice: write host:slots or host slots=N")
+            raise Invalid(
+                "the slots are specified twice in one entry: write host:slots or host slots=N"
+            )
         slots = _slots(text, match["slots"], slots_min)
     return host, slots
 
@@ -133,7 +135,7 @@ class _Unresolved(Exception):
 
 
 class ThisHost:
-    """Recognizes names of this machine: loopback addresses, its other addresses, its host name, and names that resolve
+    """Recognize names of this machine: loopback addresses, its other addresses, its host name, and names that resolve
     to these.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The

@@ -1,4 +1,4 @@
-"""Looks up names outside the event loop, with a deadline. Results are not cached, because answers may change at any
+"""Look up names outside the event loop, with a deadline. Results are not cached, because answers may change at any
 time.
 """
 

@@ -38,7 +38,8 @@ class Command:
         if code != 0:
             wrote = wrote.strip()[-200:]
             raise SourceError(
-                f"the command ended with exit code {code}, but 0 or 1 was expected{wrote and f': {wrote}'}"
+                f"the command ended with exit code {code} instead of 0 (preempted) or 1 (not"
+                f" preempted){wrote and f': {wrote}'}"
             )
         self._known = self._read(printed)
         return self._known

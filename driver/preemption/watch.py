@@ -1,4 +1,4 @@
-"""Watches the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
+"""Watch the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
 
 `auto` detects once which sources exist. If there are none, nothing is logged.
 """
@@ -50,7 +50,7 @@ def check(wanted: str) -> None:
 
 
 class Watch:
-    """Watches one machine for preemption notices. ``changed`` is called in the event loop's thread, with the current
+    """Watcher of one machine for preemption notices. ``changed`` is called in the event loop's thread, with the current
     notice or None.
     """
 

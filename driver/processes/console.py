@@ -1,4 +1,4 @@
-"""Output to the driver's stdout and stderr that never blocks its event loop. Decides nothing.
+"""Output to the driver's stdout and stderr that never blocks its event loop. Makes no decisions.
 
 A paused terminal, a pager or a full disk may block a write for any time, so one thread per stream writes from a bounded
 queue. When the queue is full, training continues and the oldest lines are dropped, since the newest lines explain why a
@@ -203,7 +203,7 @@ def shown(text: str) -> str:
 
 
 class Console:
-    """Writes the driver's own log lines: ``elastic | 12:01:33 | text``.
+    """Writer of the driver's own log lines: ``elastic | 12:01:33 | text``.
 
     Call the object with a level and a text of one or more lines. ``heard`` is called with every line that is shown.
     """

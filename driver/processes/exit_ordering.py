@@ -1,4 +1,4 @@
-"""Orders a worker's exit after all its messages. Decides nothing."""
+"""Order a worker's exit after all its messages. Makes no decisions."""
 
 from __future__ import annotations
 

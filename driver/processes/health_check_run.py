@@ -1,4 +1,4 @@
-"""Health check of a slot, run while the worker of the slot starts. Decides nothing.
+"""Health check of a slot, run while the worker of the slot starts. Makes no decisions.
 
 The check runs in a session of its own, which is killed at the time limit, or when its worker ends first.
 """

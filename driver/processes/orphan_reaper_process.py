@@ -1,6 +1,6 @@
 """The agent's side of the orphan reaper: keeps one reaper running and sends it the workers' process groups.
 
-Decides nothing.
+Makes no decisions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.driver.sinks import Log
 
 
 class OrphanReaper:
-    """Starts an orphan reaper when needed, sends it the workers' process groups, and replaces it when it dies.
+    """Start an orphan reaper when needed, send it the workers' process groups, and replace it when it dies.
 
     ``groups`` returns all current groups, which a new reaper receives.
     """
@@ -111,8 +111,7 @@ class OrphanReaper:
         self._quick_deaths = self.ATTEMPTS
         self._log(
             "warning",
-            f"the orphan reaper is not running: {reason}; if the driver is killed, children of its workers may"
-            " outlive it",
+            f"the orphan reaper is not running: {reason}; children of workers may outlive a killed driver",
         )
 
     def _release(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Detects kills by the kernel's out-of-memory killer, and reads the memory limit. Decides nothing.
+"""Detect kills by the kernel's out-of-memory killer, and read the memory limit. Makes no decisions.
 
 The exit status does not show the cause: it is SIGKILL, as for any other kill. Each memory cgroup counts these kills
 (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat those of the machine.

@@ -1,4 +1,4 @@
-"""Passes on the output of workers line by line, with the rank as prefix. Decides nothing.
+"""Pass on the output of workers line by line, with the rank as prefix. Makes no decisions.
 
 The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` while it has none. Bytes are passed on
 unchanged in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is given, the
@@ -35,7 +35,7 @@ _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 class Output:
-    """Shows the output of all workers.
+    """Show the output of all workers.
 
     Args:
         place_of: returns a worker's current place, or None.
@@ -70,7 +70,8 @@ class Output:
         self._on_lines = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
-        # Both share one queue if they have the same destination, so that the reason for an exit follows the output.
+        # stdout and stderr share a queue if they have the same destination, so that the reason for an exit follows the
+        # output.
         # Errors of stderr cannot be reported anywhere.
         err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
         self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}

@@ -1,4 +1,4 @@
-"""The reading end of a worker's output stream. Passes bytes to the sink as they arrive. Decides nothing."""
+"""The reading end of a worker's output stream. Passes bytes to the sink as they arrive. Makes no decisions."""
 
 from __future__ import annotations
 

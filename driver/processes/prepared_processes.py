@@ -38,8 +38,8 @@ PLACES = {
     for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
 }
 
-# Limit of the wait for all of them together, after SIGKILL: each needs processor time to release its memory, of which
-# a busy or throttled host has little. The driver blocks meanwhile.
+# Limit in seconds of the wait for all preloaded processes after SIGKILL. A process needs processor time to release its
+# memory, of which a busy host has little, and the driver blocks meanwhile.
 DEATH_S = 10.0
 REAP_S = 0.005
 LOOK_S = 0.05
@@ -112,8 +112,8 @@ def read(wanted: str) -> tuple[list[str], int]:
     counts = [int(word) for word in words if word.isdecimal()]
     if counts and (len(counts) > 1 or not 1 <= counts[0] <= MOST):
         raise ValueError(
-            f"several numbers of processes were given ({', '.join(map(str, counts))}): pass one number from 1 to"
-            f" {MOST}"
+            f"the number of processes is out of range or given twice ({', '.join(map(str, counts))}): pass one number"
+            f" from 1 to {MOST}"
         )
     return names, counts[0] if counts else 1
 
@@ -203,7 +203,7 @@ class PreparedProcesses:
         if (available := self._available()) < AVAILABLE_BYTES_MIN:
             self._log(
                 "debug",
-                f"no process is preloaded: {available / 1000000000.0:.1f} GB of memory are available, but"
+                f"no process was preloaded: {available / 1000000000.0:.1f} GB of memory are available, but"
                 f" {AVAILABLE_BYTES_MIN / 1000000000.0:.1f} GB are needed",
             )
             return
@@ -220,7 +220,7 @@ class PreparedProcesses:
             marked = {**environ, PREPARED: "1", PADDING: ROOM}
             process = self._spawn([*program, *arguments], marked, folder, (reader, what))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            self._log("debug", f"no process is preloaded: {error}")
+            self._log("debug", f"no process was preloaded: {error}")
             os.close(writer)
             os.close(what)
         else:

@@ -1,4 +1,4 @@
-"""Reads the state and the resource counters of processes from /proc. Decides nothing.
+"""Read the state and the resource counters of processes from /proc. Makes no decisions.
 
 A process keeps its process ID until it is reaped, so the values cannot be those of another process. The ``parse_``
 functions are pure. The other functions read one or a few small files, without waiting.

@@ -1,4 +1,4 @@
-"""Starts a worker process in its own session, and explains failed starts. Decides nothing.
+"""Start a worker process in its own session, and explain failed starts. Makes no decisions.
 
 The worker dies with the thread that started it (PDEATHSIG).
 """

@@ -1,4 +1,4 @@
-"""Status line at the bottom of a terminal, below scrolling output. Decides nothing.
+"""Status line at the bottom of a terminal, below scrolling output. Makes no decisions.
 
 It is drawn after output that ends a line, and erased before the next output. An incomplete line, such as a progress bar
 that begins with a carriage return, is left unchanged. There is no status line in files or pipes.

@@ -21,7 +21,7 @@ Gpu = tuple[float | None, int]
 
 
 class Rates:
-    """Measures the processor time that processes use per second, from two consecutive samples."""
+    """Measure the processor time that processes use per second, from two consecutive samples."""
 
     def __init__(self) -> None:
         # For each process ID, the time of the last measurement and the processor time in seconds.
@@ -49,7 +49,7 @@ class Rates:
 
 
 class Gpus:
-    """Measures how processes use the GPUs.
+    """Measure how processes use the GPUs.
 
     Args:
         nvml: the NVML module (default: pynvml, if it is installed and works).
@@ -105,7 +105,7 @@ def _started(nvml: Any) -> Any:
 
 
 class UsageMeter:
-    """Measures the resources that the workers of one host use. Must be called by one thread at a time. A call may
+    """Measure the resources that the workers of one host use. Must be called by one thread at a time. A call may
     wait for the driver of a GPU.
     """
 

@@ -1,4 +1,4 @@
-"""Operations on named actors of Ray: create, find, call and kill them. Decides nothing.
+"""Operations on named actors of Ray: create, find, call and kill them. Makes no decisions.
 
 All methods except `ask` may block while Ray's head does not answer, so call them in a thread.
 """

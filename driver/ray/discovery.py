@@ -62,7 +62,7 @@ def host_of(address: str, node_id: str) -> str:
 
 
 class RayDiscovery:
-    """Yields ``{host: slots}`` of the placed claims, and maintains the requested number of claims.
+    """Yield ``{host: slots}`` of the placed claims, and maintain the requested number of claims.
 
     The names of claims, by which a later driver finds them, contain ``job``, which must therefore be unique in the
     namespace.
@@ -153,7 +153,7 @@ class RayDiscovery:
                     f"waiting for resources on the Ray cluster: {placed} of {at_least} workers "
                     f"of {each} each"
                 )
-                self._log("info", f"{text} are placed")
+                self._log("info", f"{text} were placed")
             await self._pause()
         reason = await self._shortage(at_least, placed, within_s)
         await self.close()
@@ -392,5 +392,7 @@ def _ray() -> Cluster:
     try:
         from elastic.driver.ray.discovery_calls import RayCalls
     except ModuleNotFoundError as error:
-        raise Invalid("a Ray cluster needs Ray: pip install 'hvd-elastic[ray]'") from error
+        raise Invalid(
+            "a Ray cluster needs Ray, which is not installed: run pip install 'hvd-elastic[ray]'"
+        ) from error
     return RayCalls()

@@ -104,7 +104,7 @@ class RayArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
-            raise RuntimeError("the journal has not been read from the store yet")
+            raise RuntimeError("the journal was begun before it was read from the store")
         journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal
@@ -113,7 +113,9 @@ class RayArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> RayJournal:
         if self._turn is None or self._place is None:
-            raise RuntimeError("the journal store was empty at the last read")
+            raise RuntimeError(
+                "no job can be resumed, because the store was empty at the last read"
+            )
         journal = RayJournal(
             self._turn, self._chapters, past.header, writer, policy, entries=past.replayed
         )
@@ -131,8 +133,7 @@ class RayArchive:
         except asyncio.TimeoutError:
             self._log(
                 "warning",
-                f"the journal of job {self._job} remains in Ray's key-value store, which does not "
-                "answer",
+                f"the journal of job {self._job} remains in Ray's key-value store, which did not answer",
             )
 
     def close(self) -> None:
@@ -218,7 +219,7 @@ class WriterTerm:
                 " exits",
             )
         raise LeadershipLost(
-            f"this driver is not the leader of job {self._job}, so it changed nothing"
+            f"this driver no longer leads job {self._job}, so the write was rejected: see the log of the new driver"
         )
 
     def chapter(self, number: int) -> str:
@@ -294,6 +295,6 @@ def _ray() -> KVStore:
         from elastic.driver.ray.kv_calls import RayKV
     except ImportError as error:
         raise Invalid(
-            f"Ray can't be used ({error.name} is missing): run pip install 'hvd-elastic[ray]'"
+            f"Ray can't be used, because the package {error.name} is not installed: run pip install 'hvd-elastic[ray]'"
         ) from None
     return RayKV()

@@ -1,4 +1,4 @@
-"""Access to Ray's key-value store with retries. Never imports ray: `kv_calls` makes the calls. Decides nothing.
+"""Access to Ray's key-value store with retries. Never imports ray: `kv_calls` makes the calls. Makes no decisions.
 
 While Ray's head (its GCS) is unavailable, each call waits without a limit. This is logged once, and again when the head
 returns. Ray itself limits the wait: it ends the processes of a cluster whose head does not return, after 60 s by
@@ -44,7 +44,7 @@ class KVStore(Protocol):
 
 
 class RetryingKV:
-    """Repeats each operation until Ray answers. Operations run one after the other, outside the event loop."""
+    """Repeat each operation until Ray answers. Operations run one after the other, outside the event loop."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def _answering() -> Iterator[Any]:
     """Provide this process's client of Ray's head (GCS), and convert its errors to RayUnavailable."""
     gcs = _untyped.internal_kv_get_gcs_client()
     if gcs is None:
-        raise RuntimeError("this process is not connected to a Ray cluster")
+        raise RuntimeError("this process is not connected to a Ray cluster: call ray.init() first")
     try:
         yield gcs
     except (ray.exceptions.RayError, OSError) as error:

@@ -49,7 +49,7 @@ class _Held:
 
 
 class RayStarter:
-    """Starts agents through actors. Must be created in the event loop.
+    """Start agents through actors. Must be created in the event loop.
 
     Args:
         node_of: called with a host. Returns its node, or raises KeyError.
@@ -99,7 +99,7 @@ class RayStarter:
             node = self._node_of(host)
         except KeyError:
             raise StartFailed(
-                f"no agent was started on {host}: its node has left the Ray cluster"
+                f"no agent was started on {host}, because its node has left the Ray cluster"
             ) from None
         async with self._turns:
             self._refuse_if_closed(host)
@@ -155,7 +155,9 @@ class RayStarter:
             await self.present()
             held = self._with(rank)
         if held is None:
-            raise CallFailed(f"no worker has rank {rank}")
+            raise CallFailed(
+                f"no running worker has rank {rank}: pass a rank of the current workers"
+            )
         try:
             answer: tuple[bytes, str] = await self._ask(
                 held.actor, "call", rank, blob, timeout_s, within_s=None
@@ -229,7 +231,7 @@ class RayStarter:
 
     def _refuse_if_closed(self, host: str) -> None:
         if self._closed:
-            raise StartFailed(f"no agent was started on {host}: the job is ending")
+            raise StartFailed(f"no agent was started on {host}, because the job is ending")
 
     async def _end(self, actor: Any, within_s: float | None = None) -> None:
         limit_s = self._close_s if within_s is None else min(self._close_s, within_s)

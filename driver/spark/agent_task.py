@@ -1,4 +1,4 @@
-"""Spark task that holds an agent: it runs the agent as a child process until the agent ends. Acts; decides nothing.
+"""Spark task that holds an agent: it runs the agent as a child process until the agent ends. Makes no decisions.
 
 The tasks of a barrier stage elect one agent for each executor, with a slot for each of its tasks. An ordinary task
 holds an agent with one slot, because executors come and go. The agent reads its bootstrap from standard input, which

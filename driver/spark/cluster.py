@@ -1,4 +1,4 @@
-"""Queries of a Spark application through its JVM. Acts, decides nothing. All methods may block.
+"""Queries of a Spark application through its JVM. Makes no decisions. All methods may block.
 
 Spark has no public function for the number of tasks that can run at the same time, and for executors that are being
 decommissioned. The functions used here are public in the JVM, and exist in Spark 3.5 and 4.0.

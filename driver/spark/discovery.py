@@ -21,7 +21,7 @@ QUIET_S = 5.0  # waiting for tasks is logged after this time
 
 
 class SparkDiscovery:
-    """Yields ``{host: slots}`` of the connected agents.
+    """Yield ``{host: slots}`` of the connected agents.
 
     Args:
         wanted: number of slots with which the job begins.
@@ -134,6 +134,6 @@ class SparkDiscovery:
 
     def _leave(self, executors: set[str]) -> None:
         for executor in sorted(executors - self._left):
-            self._log("info", f"executor {executor} is decommissioned or lost: its workers leave")
+            self._log("info", f"executor {executor} was decommissioned or lost; its workers leave")
         self._left |= executors
         self._news.set()

@@ -18,7 +18,7 @@ FAILED_S = 3.0  # seconds for the job to find the cause itself if a stage has fa
 
 
 class SparkProvider:
-    """Starts agents in the tasks of a Spark application.
+    """Start agents in the tasks of a Spark application.
 
     Args:
         context: the SparkContext.

@@ -1,4 +1,4 @@
-"""Spark jobs whose tasks hold agents. Acts, decides nothing. Each job runs in a thread of its own.
+"""Spark jobs whose tasks hold agents. Makes no decisions. Each job runs in a thread of its own.
 
 A barrier stage starts all of its tasks together, and ends them together. Each ordinary task is a Spark job of its own,
 because Spark ends a job with all its tasks once one of them has failed a few times, even through the loss of executors.

@@ -1,4 +1,4 @@
-"""Converts numpy arrays to torch tensors and back, so that tensors of other frameworks can be sent."""
+"""Convert numpy arrays to torch tensors and back, so that tensors of other frameworks can be sent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Compression of tensors before they are sent. Any class with the static methods ``compress`` and ``decompress``
-works.
+"""Compression of tensors before they are sent.
+
+Any class with the static methods ``compress`` and ``decompress`` can be used.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 
 class NoneCompressor:
-    """Sends tensors unchanged."""
+    """Compressor that sends tensors unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -22,8 +23,9 @@ class NoneCompressor:
 
 
 class _CastCompressor:
-    """Sends floating-point tensors in a smaller dtype, and all other tensors unchanged. The context is the original
-    dtype.
+    """Compressor that sends floating-point tensors in a smaller dtype, and all other tensors unchanged.
+
+    The context is the original dtype.
     """
 
     dtype: torch.dtype
@@ -40,20 +42,24 @@ class _CastCompressor:
 
 
 class FP16Compressor(_CastCompressor):
-    """Sends floating-point tensors as float16, which has 11 significant bits. Sums above 65504 overflow to infinity."""
+    """Compressor that sends floating-point tensors as float16, with 11 significant bits.
+
+    Sums above 65504 overflow to infinity.
+    """
 
     dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
-    """Sends floating-point tensors as bfloat16, which has 8 significant bits and the range of float32."""
+    """Compressor that sends floating-point tensors as bfloat16: 8 significant bits, range of float32."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """Values for the argument ``compression``. Any class with static methods ``compress`` and ``decompress`` is
-    accepted as well.
+    """Values for the argument ``compression``.
+
+    Any class with static methods ``compress`` and ``decompress`` is accepted as well.
     """
 
     none = NoneCompressor

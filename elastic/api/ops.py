@@ -278,7 +278,7 @@ def sparse_allreduce_async(
         )
     entries = tensor.detach().coalesce()
     if not isinstance(name, str):
-        raise TypeError(f"the name of a sparse allreduce must be a string, not {name!r}")
+        raise TypeError(f"the name of a sparse allreduce is {name!r}: pass a string")
     indices = allgather_async(entries.indices().t(), f"{name}.indices", process_set)
     values = allgather_async(entries.values(), f"{name}.values", process_set)
 

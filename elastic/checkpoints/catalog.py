@@ -135,7 +135,9 @@ def read(storage: Storage, name: CommitName) -> Manifest:
     try:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
-        raise IncompleteCommit("the commit is incomplete: manifest.json is missing") from None
+        raise IncompleteCommit(
+            "the commit is incomplete, because its manifest.json is missing"
+        ) from None
     if found.name != name:
         raise UnreadableCommit(f"{manifest.MANIFEST} describes another commit, {found.name}")
     files = storage.sizes(str(name))

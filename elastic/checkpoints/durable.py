@@ -1,6 +1,6 @@
 """Checkpoints of a training function: starts and stops the writer, and resumes from the newest checkpoint.
 
-Acts, in the training thread.
+Runs in the training thread.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
     storage = Storage(found.url)
     if rt.alone and not found.run:  # Without a driver, no run number is assigned.
         found = replace(found, run=catalog.claim_run(storage))
-    # Imports torch.distributed.checkpoint and with it SymPy, which takes most of a second. Jobs without checkpoints
-    # skip it.
+    # Imported here, because this import of torch.distributed.checkpoint and SymPy takes most of a second, which jobs
+    # without checkpoints need not spend.
     from elastic.checkpoints.writer import CheckpointWriter
 
     writer = CheckpointWriter(storage, found, rt.session.send, alone=rt.alone)

@@ -1,4 +1,4 @@
-"""Formats of exported checkpoints, chosen by the file name's suffix. Pure: no I/O, no clock."""
+"""Format of exported checkpoints, chosen by the file name's suffix. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

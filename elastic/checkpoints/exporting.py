@@ -1,4 +1,4 @@
-"""Exports a checkpoint to one file of whole tensors that torch reads without this package. Needs no job.
+"""Export a checkpoint to one file of whole tensors that torch reads without this package. Needs no job.
 
 Nothing is unpickled. Values that were stored by pickle, and values that ``torch.load`` refuses by default, are omitted.
 """

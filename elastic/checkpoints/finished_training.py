@@ -1,4 +1,4 @@
-"""Record of a finished training: its last commit, its code, and the paths that it read. Acts, without torch.
+"""Record of a finished training: its last commit, its code, and the paths that it read. Does not import torch.
 
 Rank 0 writes the file `RETURNED` once the training function has returned on all ranks and its last commit is durable.
 Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a state. Only values that were pickled because they were not plain data are unpickled."""
+"""Load a checkpoint into a state. Only values that were pickled because they were not plain data are unpickled."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _python(
 
 def _compare(file: str, check: Check) -> None:
     if not check.passed():
-        raise UnreadableCommit(f"{file} is damaged: the checksum differs")
+        raise UnreadableCommit(f"{file} is damaged: its checksum differs from the recorded one")
 
 
 def _tensors(
@@ -168,7 +168,7 @@ def read_file(
                 raise UnreadableCommit(f"{file} is damaged: {stored.name} can't be read") from error
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.stored_shape:
                 raise UnreadableCommit(
-                    f"{file} is damaged: {stored.name} has another type or shape"
+                    f"{file} is damaged: {stored.name} has another dtype or shape than recorded"
                 )
             read.append((stored, tensor))
         while block := stream.read(1 << 20):

@@ -92,7 +92,7 @@ _KINDS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 
 def _unknown(kind: str, content: Any) -> Any:
-    raise CorruptedData(f"the data contains a value of unknown kind {kind!r}")
+    raise CorruptedData(f"the data contains a value of the unknown kind {kind!r}")
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:

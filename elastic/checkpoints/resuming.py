@@ -1,4 +1,4 @@
-"""Loads the newest durable commit into a state when no worker holds a commit in memory. Acts, on rank 0."""
+"""Load the newest durable commit into a state when no worker holds a commit in memory. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
 def _log_once(storage: Storage, tried: tenacity.RetryCallState) -> None:
     if tried.attempt_number == 1 and tried.outcome is not None:
         error = tried.outcome.exception()
-        _say(f"{storage.url} can't be read yet ({error}); retrying for {PATIENCE_S:.0f} s")
+        _say(f"{storage.url} could not be read ({error}); retrying for {PATIENCE_S:.0f} s")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the commits that a rank writes to storage. Pure: no I/O, no clock.
+"""Choose the commits that a rank writes to storage. Pure: no I/O, no clock.
 
 All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
 for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this;
@@ -36,7 +36,7 @@ class Step:
 
 
 class Schedule:
-    """Decides which commits one rank writes.
+    """Decide which commits one rank writes.
 
     ``at_commit`` is called by the training thread, all other methods by the link thread. No lock is needed, because
     `told` stores a number before it checks whether the number is already past.

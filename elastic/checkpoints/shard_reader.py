@@ -1,4 +1,4 @@
-"""Loads the newest durable commit of a fully sharded state into a world of any size. Acts, on all ranks.
+"""Load the newest durable commit of a fully sharded state into a world of any size. Runs on all ranks.
 
 Rank 0 chooses the checkpoint, loads the replicated values and sends them to the other ranks. Then each rank reads its
 rows of the sharded tensors. All ranks use the same commit: if one rank cannot read it, all ranks try the previous one.
@@ -44,7 +44,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class ShardReader:
-    """Reads a checkpoint on one rank, together with the other ranks.
+    """Reader of a checkpoint on one rank, together with the other ranks.
 
     Args:
         met: shards that the ranks hold. None in a world of a single rank without a driver.

@@ -30,7 +30,7 @@ def to_plain(value: Any) -> Any:
     try:
         return encode(value, _other)
     except RecursionError:
-        raise NotPlain("the value contains itself") from None
+        raise NotPlain("the value contains itself, so it can't be stored") from None
 
 
 def from_plain(text: Any) -> Any:
@@ -48,7 +48,7 @@ def _other(value: Any) -> Any:
         return word("Index", [[encode(k, _other), encode(v, _other)] for k, v in value.items()])
     if kind is torch.Tensor and plain(value) and not value.is_meta:
         if value.nbytes > INLINE or value.requires_grad:
-            raise NotPlain("the value is a large tensor")
+            raise NotPlain("the value is a large tensor, which is stored separately")
         content = as_bytes(value.cpu()).numpy().tobytes()
         return word("tensor", [_dtype(value.dtype), list(value.shape), _text(content)])
     if kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= INLINE:
@@ -69,7 +69,7 @@ def _other(value: Any) -> Any:
 def _back(kind: str, content: Any) -> Any:
     made = _KINDS.get(kind)
     if made is None:
-        raise CorruptedData(f"the data contains a value of unknown kind {kind!r}")
+        raise CorruptedData(f"the data contains a value of the unknown kind {kind!r}")
     return made(content)
 
 

@@ -78,7 +78,7 @@ class _Attempt:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one process.
+    """Writer of the checkpoints of one process.
 
     Args:
         storage: folder of checkpoints.
@@ -486,8 +486,8 @@ class CheckpointWriter:
         self._away = True
         error = None if outcome is None else outcome.exception()
         self._say(
-            f"commit {attempt.name.commit} can't be written to {self._storage.url} yet ({error});"
-            " training continues, and the write is retried until it succeeds"
+            f"commit {attempt.name.commit} can't be written to {self._storage.url} yet ({error}); the write is retried"
+            " while training continues"
         )
 
     def _say(self, text: str) -> None:

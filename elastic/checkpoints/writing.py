@@ -1,4 +1,4 @@
-"""Writes a commit: each rank writes its share, then one rank the index and the manifest. Blocks, so call it in a
+"""Write a commit: each rank writes its share, then one rank the index and the manifest. Blocks, so call it in a
 thread.
 """
 

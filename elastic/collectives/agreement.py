@@ -1,4 +1,4 @@
-"""Raises errors that every rank of a group detects in the same collective. Runs collectives."""
+"""Raise errors that every rank of a group detects in the same collective. Runs collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how the ranks of a CPU group communicate: by shared memory, Gloo or both. Pure: no clock, network or memory.
+"""Decide how the ranks of a CPU group communicate: by shared memory, Gloo or both. Pure: no clock, network or memory.
 
 Every rank has the same rows and therefore computes the same plan. Processes share memory if they are on one host: on
 the same boot of one kernel, in one PID namespace (so that a process is found by its ID), and in one network namespace

@@ -58,7 +58,7 @@ def check(tensor: torch.Tensor, op: Op) -> None:
     """
     if op not in OPS:
         raise ValueError(
-            f"reduction {op.name} is not supported by this backend: use SUM, MIN, MAX or PRODUCT"
+            f"reduction {op.name} is not supported by this backend: pass SUM, MIN, MAX or PRODUCT"
         )
     if tensor.dtype not in DTYPES:
         raise TypeError(

@@ -142,8 +142,8 @@ class NcclCollectives:
         # Once connected, kernels of peers may read memory that this rank would free, so the communicator must be
         # revocable.
         with self._revoking:
-            # Here torch waits until the communicator is connected. A query of the pointer before would wait while
-            # holding the GIL.
+            # torch waits here until the communicator is connected. An earlier query of the pointer would wait while
+            # it holds the GIL.
             work = NcclWork(self, backend.allreduce([first]), None)
             self._under_way.append(work)
             if self._freeing is None:
@@ -652,8 +652,7 @@ def _revocable(backend: Any) -> int:
 @functools.cache
 def _log_once(why: str) -> None:
     print(
-        f"elastic: {why}: after a loss each worker frees its communicators at once, and a kernel of a slower one may"
-        " fail with an illegal memory access",
+        f"elastic: {why}; after a loss, kernels of slow workers may fail with an illegal memory access",
         file=sys.stderr,
     )
 

@@ -68,7 +68,7 @@ def leave_if_ending() -> None:
 
 
 class Completion:
-    """Calls ``then`` exactly once to store the result of a collective. Each waiting thread returns after this call."""
+    """Call ``then`` exactly once to store the result of a collective. Each waiting thread returns after this call."""
 
     def __init__(self, then: Callable[[], object] | None) -> None:
         self._then = then

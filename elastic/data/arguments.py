@@ -91,7 +91,8 @@ class LoaderArguments:
             )
         if unknown:
             raise Invalid(
-                f"DataLoader has no argument {', '.join(sorted(unknown))}: correct its name, or omit it"
+                f"DataLoader has no argument {', '.join(sorted(unknown))}: correct the name of the argument, or omit"
+                " it"
             )
         if self.options.get("in_order") is False:
             raise Invalid(

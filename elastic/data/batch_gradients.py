@@ -1,4 +1,4 @@
-"""Detects new gradients that a loader's batches have produced, and zeroes the gradients of placeholder batches."""
+"""Detect new gradients that a loader's batches have produced, and zero the gradients of placeholder batches."""
 
 from __future__ import annotations
 

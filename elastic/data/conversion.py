@@ -1,4 +1,4 @@
-"""Converts a loader for one process, or for a fixed number of ranks, to an elastic loader."""
+"""Convert a loader for one process, or for a fixed number of ranks, to an elastic loader."""
 
 from __future__ import annotations
 

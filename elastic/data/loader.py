@@ -285,7 +285,8 @@ class DataLoader:
         length = self._source.length(self.epoch)
         if length is None:
             raise TypeError(
-                f"the dataset {type(self.dataset).__name__} is a stream, so it has no length"
+                f"the dataset {type(self.dataset).__name__} is a stream, so the number of its steps is unknown: do not"
+                " call len() on this loader, or pass a dataset with a length"
             )
         return length
 

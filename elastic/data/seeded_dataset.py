@@ -1,4 +1,4 @@
-"""Loads samples under their own seeds, so that random augmentation does not depend on the process that loads them."""
+"""Load samples under their own seeds, so that random augmentation does not depend on the process that loads them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ class ShardedFiles(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is out of range: the dataset has {len(self)} samples")
+            raise IndexError(
+                f"sample {index} is out of range: pass an index from 0 to {len(self) - 1}"
+            )
         number = bisect_right(self._ends, index)
         place = index - (self._ends[number] - self.lengths[number])
         if self.indexed:

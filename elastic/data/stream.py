@@ -1,4 +1,4 @@
-"""Divides one stream of samples into steps, and each step into the ranks' parts. Runs in loader workers.
+"""Divide one stream of samples into steps, and each step into the ranks' parts. Runs in loader workers.
 
 A stream has no index. Every rank therefore reads all of it, and reaches a position by reading all samples before it or
 by calling the stream's own ``skip(n)``. The rank of a sample depends only on the sample's place in the stream. With W

@@ -1,4 +1,4 @@
-"""Packs pseudo-gradients into 8 or 4 bits with a scale for each block of 128 elements.
+"""Pack pseudo-gradients into 8 or 4 bits with a scale for each block of 128 elements.
 
 The scale of a block, a float32, is its largest absolute value divided by the largest value of the format. 4 bits take
 0.266, and 8 bits 0.516, of the bytes of bfloat16.

@@ -31,7 +31,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """Decides when the fragments of a round are sent and merged.
+    """Decide when the fragments of a round are sent and merged.
 
     Args:
         every: number of inner steps in a round, at least 1.

@@ -1,4 +1,4 @@
-"""Assigns shards to ranks. Pure: a function of the number of shards of each rank."""
+"""Assign shards to ranks. Pure: a function of the number of shards of each rank."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BufferKeeper:
-    """Tracks the buffers of models. The models are referenced weakly. All ranks watch equal models in the same
+    """Tracker of the buffers of models. The models are referenced weakly. All ranks watch equal models in the same
     order.
     """
 

@@ -1,4 +1,4 @@
-"""Chooses the older commits that a worker keeps, to return to one if a rank turns out to have computed wrongly.
+"""Choose the older commits that a worker keeps, to return to one if a rank turns out to have computed wrongly.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Decides how many shards each rank computes, by measured speed. Pure: all ranks compute the same division from the
+"""Decide how many shards each rank computes, by measured speed. Pure: all ranks compute the same division from the
 same numbers.
 
 Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th, and all pass these
@@ -93,7 +93,7 @@ class SpeedWindow:
 
 
 class LoadBalancer:
-    """Decides the division of shards in one world. All ranks make the same calls in the same order.
+    """Decide the division of shards in one world. All ranks make the same calls in the same order.
 
     Attributes:
         division: number of shards by rank.

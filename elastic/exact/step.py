@@ -30,7 +30,7 @@ class ShardStep(NamedTuple):
 
 
 class StepListener(Protocol):
-    """Receives the events of a step. Listeners are called in the order in which they were added."""
+    """Receive the events of a step. Listeners are called in the order in which they were added."""
 
     def step_begins(self, step: ShardStep) -> None: ...
 

@@ -105,7 +105,9 @@ def program(partials: Sequence[Sequence[Node]], shards: int) -> Program:
         if found is not None:
             yield found
         elif node.stop - node.start == 1:
-            raise ValueError(f"shard {node.start} is not assigned to any rank")
+            raise ValueError(
+                f"shard {node.start} is not assigned to any rank: assign each shard to a rank"
+            )
         else:
             for each in children(node):
                 yield from combine(each)

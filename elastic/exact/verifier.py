@@ -65,7 +65,7 @@ class Conspicuous(NamedTuple):
 
 
 class Verifier:
-    """Verifies shards of a run by computing them a second time.
+    """Verify shards of a run by computing them a second time.
 
     Args:
         share: share of the shards that are computed twice.

@@ -62,7 +62,7 @@ class ScaledSchedule:
 
 
 class ScheduleLengthChange:
-    """Detects that the number of steps differs from the number given to a script's schedule.
+    """Detect that the number of steps differs from the number given to a script's schedule.
 
     `warn` warns once. The numbers are part of a state.
     """

@@ -385,8 +385,8 @@ def _refuse(trainer: Any) -> None:
         )
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise Invalid(
-            'train_sampling_strategy="batch_rebalance" divides samples among a fixed number of ranks: choose'
-            " another one"
+            'train_sampling_strategy="batch_rebalance" divides samples among a fixed number of ranks: choose another'
+            " strategy"
         )
     if torch.cuda.is_available() and args.n_gpu > 1:
         raise Invalid(

@@ -1,4 +1,4 @@
-"""Converts JAX's arrays to torch's tensors and back, through DLPack if both have the dtype.
+"""Convert JAX's arrays to torch's tensors and back, through DLPack if both have the dtype.
 
 A tensor made from an array is a view of its memory. JAX counts the view as a reference: an array that is donated to a
 compiled function while the view exists is copied, not overwritten.
@@ -35,8 +35,8 @@ def check_device(array: jax.Array, what: str) -> None:
     """Raise Invalid if the array is not on a single device of this process."""
     if len(array.sharding.device_set) > 1 or not array.is_fully_addressable:
         raise Invalid(
-            f"{what} is on {len(array.sharding.device_set)} devices, but each worker uses one device: start one"
-            " worker per device, and do not shard arrays with jax.sharding"
+            f"{what} is on {len(array.sharding.device_set)} devices, but each worker uses one device: start one worker"
+            " per device, and do not use jax.sharding"
         )
 
 

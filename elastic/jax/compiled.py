@@ -44,8 +44,8 @@ def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
     except (ValueError, NotImplementedError) as error:
         raise Invalid(
             "a collective can't run inside jax.vmap or a function that jax.grad differentiates"
-            f" ({type(error).__name__}: {error}): call it on the results of these functions, for example on the"
-            " gradients that jax.grad returns"
+            f" ({type(error).__name__}: {error}): call the collective on the results of these functions, for example"
+            " on the gradients that jax.grad returns"
         ) from error
 
 

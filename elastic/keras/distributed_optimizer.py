@@ -108,8 +108,8 @@ def PartialDistributedOptimizer(
     for layer in layers if isinstance(layers, list | tuple | set) else [layers]:
         if not isinstance(layer, keras.layers.Layer):
             raise Invalid(
-                f"local_layers contains a {type(layer).__name__}, which is not a Keras layer: pass one layer, or"
-                " a list of layers"
+                f"local_layers contains a {type(layer).__name__}, which is not a Keras layer: pass one Keras layer, or"
+                " a list of them"
             )
         for variable in layer.trainable_weights:
             reducing.inside(made).register_local_var(variable)

@@ -1,4 +1,4 @@
-"""Observes the steps of Keras optimizers, in ``fit`` and in custom loops, for `elastic.script_checks`.
+"""Observe the steps of Keras optimizers, in ``fit`` and in custom loops, for `elastic.script_checks`.
 
 While a script is checked, three methods are wrapped. An optimizer's ``apply`` runs in each eager step, and once while a
 graph is built. After the call of a ``tf.function``, optimizers whose counts have grown have stepped. On JAX, the end of
@@ -28,7 +28,7 @@ APPLY = "apply_gradients" if LEGACY else "apply"
 
 
 class KerasSteps:
-    """Observes the steps of one training. Used only by the training thread."""
+    """Observer of the steps of one training. Used only by the training thread."""
 
     def __init__(self) -> None:
         self._stepped: Callable[[object], None] | None = None

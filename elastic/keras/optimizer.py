@@ -156,7 +156,9 @@ def check(optimizer: object) -> None:
             " TF_USE_LEGACY_KERAS selects legacy Keras or Keras 3"
         )
     if hasattr(inside(optimizer), "_elastic"):
-        raise Invalid("this optimizer is already a DistributedOptimizer: wrap it only once")
+        raise Invalid(
+            "this optimizer is already a DistributedOptimizer: wrap an optimizer only once"
+        )
 
 
 def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> Any:

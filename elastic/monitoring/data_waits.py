@@ -1,4 +1,4 @@
-"""Measures how long the training thread waits for torch's DataLoader, by wrapping the method for the next batch."""
+"""Measure how long the training thread waits for torch's DataLoader, by wrapping the method for the next batch."""
 
 from __future__ import annotations
 

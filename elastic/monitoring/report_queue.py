@@ -1,4 +1,4 @@
-"""Decides which of a worker's reports are sent, and which are kept until a driver is available. Pure: no I/O, no clock.
+"""Decide which of a worker's reports are sent, and which are kept until a driver is available. Pure: no I/O, no clock.
 
     add --> waiting, up to KEPT --Reported--> in flight, up to WINDOW_BYTES --ReportsTaken--> delivered
             the oldest is dropped             sent again after a change of the driver or connection

@@ -91,7 +91,7 @@ class Reporting:
         left = self.settle()
         if left:
             print(
-                f"elastic: the last {left} reports were not received within {CLOSE_S:g} s: no driver",
+                f"elastic: no driver received the last {left} reports within {CLOSE_S:g} s",
                 file=sys.stderr,
             )
 

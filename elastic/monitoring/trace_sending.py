@@ -1,4 +1,4 @@
-"""Decides which records a worker sends to the driver, and when. Pure: times are passed in, messages are returned.
+"""Decide which records a worker sends to the driver, and when. Pure: times are passed in, messages are returned.
 
     Tracing(on)      --ClockAsked-->    ... ROUND times ...  the clocks are compared
                      --Traced-->        at most WINDOW in flight; the rest waits in the buffer
@@ -25,7 +25,7 @@ AGAIN_NS = 30_000_000_000  # nanoseconds between two rounds of requests
 
 
 class TraceSending:
-    """Sends the records of one worker. Not thread-safe."""
+    """Sender of the records of one worker. Not thread-safe."""
 
     def __init__(self, buffer: TraceBuffer) -> None:
         self.timeline = 0  # number of the current timeline, or 0 if there is none

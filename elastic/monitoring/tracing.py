@@ -138,8 +138,8 @@ class TracingThroughDriver:
         self._known = answer.timeline
         if answer.path != path:
             print(
-                f"elastic: the timeline is written to {answer.path}, not to {path}: a job has one timeline for all"
-                " ranks, and the first request set its path",
+                f"elastic: the timeline is written to {answer.path} instead of {path}: the first request of the job"
+                " set the path",
                 file=sys.stderr,
             )
 

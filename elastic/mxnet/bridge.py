@@ -1,4 +1,4 @@
-"""Converts arrays of MXNet to tensors of torch, and back."""
+"""Convert arrays of MXNet to tensors of torch, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which collectives can run now, and in what order: those that every member has requested.
+"""Decide which collectives can run now, and in what order: those that every member has requested.
 
 Pure: no I/O, no clock.
 
@@ -41,7 +41,7 @@ from elastic.protocol.calls import distinct, sentence
 
 
 class Coordinator:
-    """Negotiates collectives among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
+    """Negotiate collectives among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size

@@ -1,13 +1,4 @@
-"""Runs the collectives that a script calls by name: requests them, and starts them in the order that was decided.
-
-`coordinator` on rank 0 decides which collectives may run and when. `fusion` decides which of them are fused. Each
-generation has one engine, created by its first such collective.
-
-The waiting thread drives: inside `Pending.wait` it sends what was submitted, receives decisions and starts what they
-contain, so that a blocking call needs no thread switch. While no thread waits, the engine's own thread drives, one
-cycle time after the first submission: submissions until then share one message and one buffer. One thread drives at a
-time, and decisions are carried out in the same order on every rank.
-"""
+"""Run the collectives that a script calls by name: request them, and start them in the order of the decision."""
 
 from __future__ import annotations
 
@@ -53,7 +44,7 @@ _SLICE_S = 0.05
 
 
 class Engine:
-    """Negotiates and starts the named collectives of one generation.
+    """Negotiate and start the named collectives of one generation.
 
     Args:
         group_for: called with purpose, device and members. Makes or finds a data group.
@@ -434,8 +425,8 @@ class Engine:
             self._thread.join(1.0)
         if self._line is not None:
             self._line.close()
-        # The engine is part of a reference cycle and lives until the next garbage collection; tensors and groups must
-        # not.
+        # The engine is part of a reference cycle and exists until the next garbage collection, but tensors and groups
+        # must be freed now.
         with self._lock:
             for cache in self._caches.values():
                 cache.drop()

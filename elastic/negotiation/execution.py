@@ -1,4 +1,4 @@
-"""Starts collectives that all ranks have agreed on: packs fused tensors, and adds zeros for ranks that joined.
+"""Start collectives that all ranks have agreed on: packs fused tensors, and add zeros for ranks that joined.
 
 `coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
 results.

@@ -1,4 +1,4 @@
-"""Decides which reductions share a buffer. Pure: responses in, batches out; the same on every rank.
+"""Decide which reductions share a buffer. Pure: responses in, batches out; the same on every rank.
 
 Small tensors that become ready together are fused, because messages cost more than their bytes. Large ones are sent on
 their own, from and to their own memory: copying them into a buffer and back would cost more than it saves.

@@ -126,7 +126,7 @@ class LocalController:
         rank = message.rank
         with self._deciding:
             if not 0 < rank < self._size or rank in self._connected:
-                raise ProtocolError(f"unexpected connection of rank {rank}")
+                raise ProtocolError(f"rank {rank} connected twice, or is not a rank of this world")
             caller.wire.expect(_offers, FRAME_LIMIT)
             caller.identity = rank
             self._connected[rank] = caller

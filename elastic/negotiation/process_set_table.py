@@ -1,4 +1,4 @@
-"""Decides which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
+"""Decide which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
@@ -51,7 +51,7 @@ def checked_ranks(values: object) -> Ranks:
         raise Invalid(f"rank {ranks[0]} in a process set is invalid: pass whole numbers from 0")
     twice = sorted({rank for rank, after in itertools.pairwise(ranks) if rank == after})
     if twice:
-        raise Invalid(f"process set {ranks}: list each rank once, not rank {twice[0]} twice")
+        raise Invalid(f"process set {ranks} contains rank {twice[0]} twice: list each rank once")
     return tuple(ranks)
 
 

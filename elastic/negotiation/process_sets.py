@@ -160,7 +160,9 @@ def _members(process_set: ProcessSet) -> Ranks:
     entry, place = process_set._entry, context.current().place
     if not entry.number:
         if entry.removed:
-            raise Invalid(f"process set {list(entry.ranks)} was removed: add it again")
+            raise Invalid(
+                f"process set {list(entry.ranks)} was removed: register it again with add_process_set()"
+            )
         raise Invalid(
             f"process set {list(entry.ranks)} is not registered: call add_process_set() or"
             " init(process_sets=[...]) with it on all ranks"
@@ -169,8 +171,8 @@ def _members(process_set: ProcessSet) -> Ranks:
     if place.rank not in members:
         if not members:
             raise Invalid(
-                f"{_called(entry)} has no rank in the current world of size {place.size}: use the set again when"
-                " the world has grown"
+                f"{_called(entry)} has no rank in the current world of size {place.size}: check process_set.size()"
+                " before you use the set"
             )
         raise Invalid(
             f"rank {place.rank} is not in {_called(entry)}: check process_set.included() before you call a"
@@ -244,7 +246,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     rt = context.current()
     _need_dynamic("added")
     if process_set is global_process_set:
-        raise Invalid("global_process_set is always registered: do not add it")
+        raise Invalid("global_process_set can't be added, because it is always registered: omit it")
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _add(rt, [added])
     return added
@@ -263,7 +265,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     rt = context.current()
     if not isinstance(process_set, ProcessSet):
         raise Invalid(
-            f"a {type(process_set).__name__} is not a process set: pass the ProcessSet that was added"
+            f"a {type(process_set).__name__} is not a process set: pass a ProcessSet that was registered with"
+            " add_process_set()"
         )
     _need_dynamic("removed")
     if process_set is global_process_set:
@@ -301,8 +304,8 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 def _need_dynamic(done: str) -> None:
     if not _dynamic:
         raise Invalid(
-            f'process sets can be {done} after init() only if that is enabled: call init(process_sets="dynamic"),'
-            " or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
+            f"process sets can't be {done} after init(), because dynamic process sets are disabled: call"
+            ' init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1'
         )
 
 

@@ -1,4 +1,4 @@
-"""Submits collectives and waits for them: checks arguments, claims a handle, and passes them to the engine under the
+"""Submit collectives and wait for them: checks arguments, claim a handle, and pass them to the engine under the
 guard.
 
 All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
@@ -346,8 +346,8 @@ def synchronize(handle: int) -> Any:
             result = found.pending.result()
             result = result if found.pick is None else found.pick(result)
     except BaseException as error:
-        # After an interruption (Ctrl-C, a signal handler), the collective is still in flight and can be waited for
-        # again.
+        # After an interruption (Ctrl-C, a signal handler), the collective is still in flight, so its handle remains
+        # valid.
         if found.pending.over(error):
             _handles.release(handle)
         raise

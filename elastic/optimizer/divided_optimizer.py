@@ -1,5 +1,5 @@
 """ZeRO-1 for `DistributedOptimizer`: each rank steps its own elements of every parameter, and receives the other
-elements. Acts.
+elements.
 
 Gradients are reduced as usual. The elements of each flattened parameter are divided among the shards like the rows in
 `elastic.sharding.rows`. ``optimizer.state`` is keyed by whole parameter and contains the entries of this rank's

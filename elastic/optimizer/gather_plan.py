@@ -1,4 +1,4 @@
-"""Divides the gathers of parameters, after each rank has stepped its elements, into batches. Pure: no I/O, no clock.
+"""Divide the gathers of parameters, after each rank has stepped its elements, into batches. Pure: no I/O, no clock.
 
 The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """

@@ -1,4 +1,4 @@
-"""Tells from a file's modification time whether it has changed since this process started. Acts: reads /proc, files."""
+"""Tell from a file's modification time whether it has changed since this process started. Reads /proc and files."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def derived(secret: bytes, purpose: str, generation: int) -> bytes:
 
 
 class FramedConnection:
-    """Encodes and decodes both directions of one connection, at one of its ends.
+    """Encode and decodes both directions of one connection, at one of its ends.
 
     Args:
         decoder: decoder of the peer's messages.
@@ -139,7 +139,7 @@ class FramedConnection:
             self._frames_in += 1
             tag = bytes(buffer[4 + length : end])
             if not hmac.compare_digest(tag, _tag(self._key_in, self._frames_in, body)):
-                raise ProtocolError("a frame has no valid authentication code of this connection")
+                raise ProtocolError("a frame has no valid authentication code for this connection")
         del buffer[:end]
         return body
 

@@ -49,7 +49,7 @@ def parse_islands(text: str) -> tuple[IslandRule, ...]:
     ):
         twice = next((each for each in found if found.count(each) > 1), None)
         if twice is not None:
-            raise Invalid(f"islands {text!r}: {what} {twice!r} is given twice: give it once")
+            raise Invalid(f"islands {text!r}: {what} {twice!r} is given twice: list it once")
     return tuple(rules)
 
 

@@ -297,7 +297,7 @@ class StepInput(Message):
 
 
 class Ready(Message):
-    """This worker waits for a world. ``generation`` is the last generation of the worker, or 0 without one."""
+    """Message: this worker waits for a world. ``generation`` is the last generation of the worker, or 0 without one."""
 
     generation: int
     commit: Commit | None
@@ -342,7 +342,7 @@ class Checked(Message):
 
 
 class Leaving(Message):
-    """This worker received SIGTERM and leaves at its next commit."""
+    """Message: this worker received SIGTERM and leaves at its next commit."""
 
     reason: str
 
@@ -541,7 +541,7 @@ class Traced(Message):
 
 
 class TracedAll(Message):
-    """This worker has sent all its records of a timeline that has ended."""
+    """Message: this worker has sent all its records of a timeline that has ended."""
 
     timeline: int
 
@@ -583,12 +583,7 @@ class NotFinite(Message):
 
 
 class ShareWritten(Message):
-    """This rank's part of checkpoint ``number`` is in the storage.
-
-    Args:
-        digests: digests of the values that must be equal on all ranks, by the name of the part. See
-            `elastic.state.snapshots.digest`.
-    """
+    """Message: this rank's part of checkpoint ``number`` is in the storage."""
 
     generation: int
     number: int
@@ -597,11 +592,7 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """This rank cannot write its part of a checkpoint, which cancels the checkpoint.
-
-    Args:
-        timing: whether the only cause is that the request arrived too late.
-    """
+    """Message: this rank cannot write its part of a checkpoint, which cancels the checkpoint."""
 
     generation: int
     number: int
@@ -665,7 +656,7 @@ class World(Message):
 
 
 class Broken(Message):
-    """This generation is over. The receiver closes its sockets, restores, and reports ready."""
+    """Message: this generation is over. The receiver closes its sockets, restores, and reports ready."""
 
     generation: int
     reason: str

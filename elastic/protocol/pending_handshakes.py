@@ -1,4 +1,4 @@
-"""Decides how many unauthenticated connections of a listener are kept, and for how long. Pure: no I/O, no clock.
+"""Decide how many unauthenticated connections of a listener are kept, and for how long. Pure: no I/O, no clock.
 
 Any number of peers may connect. At the limit, the oldest connection is dropped in favor of the newest, because a
 legitimate peer authenticates quickly.

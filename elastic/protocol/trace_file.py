@@ -1,4 +1,4 @@
-"""Appends events to a timeline file, which is valid JSON at all times.
+"""Append events to a timeline file, which is valid JSON at all times.
 
 The file is one JSON array. Each write puts the new events and a new closing bracket over the old bracket in a single
 pwrite, so that whenever the process is killed, the file has the previous array or the new one. If the disk takes only
@@ -41,7 +41,7 @@ class TraceFile:
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
-                raise OSError(errno.EINVAL, "the timeline path is not a regular file")
+                raise OSError(errno.EINVAL, "the path is not a regular file")
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(beginning)  # O_EXCL does not follow a link that is put there now.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -1,4 +1,4 @@
-"""Formats timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
+"""Format timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
 
 The format is the JSON array of Google's "Trace Event Format". A worker is a process and a tensor a thread, so that
 nested phases are drawn inside each other. Times are microseconds since the timeline began.
@@ -25,7 +25,7 @@ KINDS = frozenset("XBEi")
 
 
 class TraceFormat:
-    """Formats the records of one timeline file.
+    """Formatter of the records of one timeline file.
 
     Args:
         start_ns: start of the timeline on the clock of all records, in nanoseconds.

@@ -365,7 +365,7 @@ def end_with_raylet() -> None:
 
 
 class RayProvider:
-    """Supplies nodes, placement groups and actors of Ray to a job. See `elastic.driver.job.provider.Provider`."""
+    """Provider of nodes, placement groups and actors of Ray. See `elastic.driver.job.provider.Provider`."""
 
     def __init__(
         self,

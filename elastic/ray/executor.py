@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from elastic.launcher.option_types import RayOptions
 
-NEEDS_RAY = "elastic.ray needs Ray: pip install 'hvd-elastic[ray]'"
+NEEDS_RAY = "elastic.ray needs Ray, which is not installed: run pip install 'hvd-elastic[ray]'"
 
 
 @dataclass(frozen=True)

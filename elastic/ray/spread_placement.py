@@ -1,4 +1,4 @@
-"""Reserves a placement group for workers on an exact number of nodes: one bundle per node, with room for its
+"""Reserve a placement group for workers on an exact number of nodes: one bundle per node, with room for its
 workers.
 """
 

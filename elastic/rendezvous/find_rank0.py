@@ -215,8 +215,8 @@ def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Pub
 
 
 class _TorchStore:
-    """Publishes rank 0's endpoint in a store of torch.distributed: that of torchrun's agent, or one that the ranks
-    share.
+    """Rendezvous that publishes rank 0's endpoint in a store of torch.distributed: that of torchrun's agent, or one
+    that the ranks share.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -240,7 +240,7 @@ class _TorchStore:
 
 
 class _File:
-    """Publishes rank 0's endpoint in a file, in a folder that only this user can access."""
+    """Rendezvous that publishes rank 0's endpoint in a file, in a folder that only this user can access."""
 
     def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name

@@ -13,7 +13,7 @@ _SHOWN = 3  # maximum number of lines of the script to list
 
 
 class KeptVariables:
-    """Compares the environment at the start of this worker, before `follow` changed it, with the current world."""
+    """Comparison of the environment at the start of this worker, before `follow` changed it, with the current world."""
 
     def __init__(self) -> None:
         self._at_start = dict(os.environ)

@@ -1,4 +1,4 @@
-"""Decides from the environment which launcher started this process, which rank it has, and how the ranks connect.
+"""Decide from the environment which launcher started this process, which rank it has, and how the ranks connect.
 
 Pure: no I/O, no clock.
 
@@ -274,7 +274,7 @@ def _secret(env: Mapping[str, str], job: str) -> bytes:
         return bytes.fromhex(env["ELASTIC_SECRET"])
     except ValueError:
         raise Invalid(
-            "ELASTIC_SECRET is corrupted: set it to an even number of hexadecimal digits"
+            "ELASTIC_SECRET is not an even number of hexadecimal digits: copy the secret again from rank 0"
         ) from None
 
 

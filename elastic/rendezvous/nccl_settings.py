@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 CONNECT_TIMEOUT_S = 30.0  # seconds to connect a group; default of HOROVOD_GLOO_TIMEOUT_SECONDS
-# The user's values take precedence. Without the first two, torch's watchdog waits a minute after an error, holding its
-# lock. The others connect while the communicator is created, and launch the communicators of one GPU in one order.
+# The user's values take precedence. Without the first two variables, torch's watchdog waits a minute after an error
+# while it holds its lock. The other two connect at creation, and launch the communicators of one GPU in one order.
 DEFAULTS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

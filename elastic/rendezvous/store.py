@@ -350,7 +350,7 @@ class _Server:
 
     def _received(self, caller: SealedCaller, request: _Request) -> None:
         if caller.identity is not None or not self._belongs_here(request):
-            raise ProtocolError("the store received an unexpected request")
+            raise ProtocolError("the store received a request of an unknown kind")
         caller.identity = request
         self._collect(caller, request)
 

@@ -1,4 +1,4 @@
-"""Server of sealed frames, in one thread: accepts, authenticates and drops callers. Decides nothing.
+"""Server of sealed frames, in one thread: accepts, authenticates and drops callers. Makes no decisions.
 
     accepted --first message--> authenticated: each message goes to ``received``
     closed, invalid data, a refused message, unread frames: dropped; ``lost``, once
@@ -133,7 +133,7 @@ class SealedServer:
             first_s, count_limit(first_limit, descriptors, extra)
         )
         self._unsent: dict[SealedCaller, _Unsent] = {}
-        # Guards the queues, the removal of callers, and the sealing of frames, which go out in the order of their
+        # Guards the queues, the removal of callers, and the sealing of frames, which must be sent in the order of their
         # numbers. Never held while blocking.
         self._sending = threading.Lock()
         self._woken, self._waker = socket.socketpair()

@@ -51,7 +51,7 @@ def _checked_comm(comm: Any) -> list[int]:
         return []
     if isinstance(comm, str) or not isinstance(comm, Iterable):
         raise Invalid(
-            f"init(comm={comm!r}) got a communicator, but MPI is not used: omit comm, and pass process_sets for"
+            f"init(comm={comm!r}) got an MPI communicator, but MPI is not used: omit comm, and pass process_sets for"
             " collectives among some of the ranks"
         )
     members = list(comm)

@@ -1,4 +1,4 @@
-"""Handles errors of user code that are caused by the end of child processes while this worker is leaving.
+"""Handle errors of user code that are caused by the end of child processes while this worker is leaving.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
 training process raise. Such an error counts as the end of the current world only: this worker still holds the last
@@ -24,7 +24,7 @@ LOOK_S = 0.01
 
 
 class Departure:
-    """Tracks whether a worker leaves during one training. Must be called from the training thread.
+    """Track whether a worker leaves during one training. Must be called from the training thread.
 
     Args:
         session: session of this worker.
@@ -115,8 +115,8 @@ class Departure:
                 and session.recovery.phase is not Phase.OVER
                 and (left := deadline - time.monotonic()) > 0
             ):
-                # In slices: a signal received by another thread does not end this wait, and its handler runs in this
-                # thread.
+                # The wait is divided, because a signal that another thread receives does not end it, but its handler
+                # must run in this thread.
                 session.changed.wait(min(left, LOOK_S))
 
 

@@ -64,8 +64,8 @@ def current(*, trains: bool = False) -> WorkerRuntime:
     if _runtime is None or not _initialized:
         if _inherited is not None:
             raise NotInitialized(
-                "this process was forked from a worker, and can't run collectives, steps or commits: run them"
-                " in the worker itself. rank(), size() and other queries return the worker's values here"
+                "this process was forked from a worker, so it can't run collectives, steps or commits: run them in"
+                " the worker itself. In this process, only rank(), size() and other queries work"
             )
         raise NotInitialized(_why_not_initialized(trains=trains))
     return _runtime

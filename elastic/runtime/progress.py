@@ -1,4 +1,4 @@
-"""Tracks the position of this worker's training thread, and decides when to report it to the driver. Pure: times are
+"""Track the position of this worker's training thread, and decide when to report it to the driver. Pure: times are
 passed in.
 
 The training thread records each collective by two attributes and two clock reads. The link thread checks once a second,

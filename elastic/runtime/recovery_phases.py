@@ -1,4 +1,4 @@
-"""Measures the durations of the parts of a recovery, for the driver's log. Pure: times are passed in."""
+"""Measure the durations of the parts of a recovery, for the driver's log. Pure: times are passed in."""
 
 from __future__ import annotations
 

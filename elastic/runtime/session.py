@@ -39,7 +39,7 @@ ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detects whether this process was stopped. Pure: the link thread reports when it wakes, once a second."""
+    """Detector of stops of this process. Pure: the link thread calls it when it wakes, once a second."""
 
     def __init__(self) -> None:
         self._awake_at = 0.0  # 0 if the thread has not started

@@ -17,7 +17,7 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """Brings this worker into the worlds that the driver forms. For the training thread, except `restate`."""
+    """Entry of this worker into the worlds that the driver forms. For the training thread, except `restate`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -101,7 +101,7 @@ class DriverWorlds:
 
 
 class FixedWorlds:
-    """Brings this worker into worlds of a fixed size, without a driver."""
+    """Entry of this worker into worlds of a fixed size, without a driver."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""Tells from the syntax tree of a script when it calls ``commit()``. Pure: no I/O, no clock."""
+"""Tell from the syntax tree of a script when it calls ``commit()``. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which mistakes a training script makes, from observations of its steps. Pure: no I/O, no clock.
+"""Decide which mistakes a training script makes, from observations of its steps. Pure: no I/O, no clock.
 
 These mistakes raise no error as long as no worker fails, but make the training wrong after a failure, or from the
 start. docs/script-checks.md describes each kind.

@@ -1,4 +1,4 @@
-"""Observes the first steps of a training function, and reports mistakes.
+"""Observe the first steps of a training function, and report mistakes.
 
 After the check the step hook returns immediately but stays until the training ends: torch iterates over its hooks while
 they run, so a hook must not remove another one.
@@ -53,7 +53,7 @@ OURS = ("elastic", "horovod")
 
 
 class ScriptObserver:
-    """Observes one training. Methods must be called from the training thread."""
+    """Observer of one training. Methods must be called from the training thread."""
 
     def __init__(self, rt: WorkerRuntime, state: State, function: Callable[..., Any]) -> None:
         self._rt = rt

@@ -1,4 +1,4 @@
-"""Reads the source of a script, if it is that of the running code: when the script calls ``commit()``, and which
+"""Read the source of a script, if it is that of the running code: when the script calls ``commit()``, and which
 loops start again.
 """
 

@@ -1,4 +1,4 @@
-"""Observes optimizer steps in frameworks other than torch. Each framework's source registers itself when it is
+"""Observe optimizer steps in frameworks other than torch. Each framework's source registers itself when it is
 imported.
 """
 
@@ -12,7 +12,7 @@ from elastic.state.state import State
 
 
 class StepSource(Protocol):
-    """Observes one training of one framework. Methods must be called from the training thread."""
+    """Observer of one training of one framework. Methods must be called from the training thread."""
 
     def classes(self) -> list[type]:
         """Return the classes with objects that are passed to `meet`. Subclasses are included."""

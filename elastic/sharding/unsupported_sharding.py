@@ -163,8 +163,9 @@ def is_followed(optimizer: torch.optim.Optimizer) -> bool:
 def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
     """Return the error for an optimizer in no state that trains a fully sharded model in a state."""
     return NotElastic(
-        f"{type(optimizer).__name__} trains a fully sharded model that is in the state, and is not in the state itself:"
-        " its entries would keep the mesh of this world; add it, as in TorchState(model=model, optimizer=optimizer)",
+        f"{type(optimizer).__name__} trains a fully sharded model of the state, but is not in the state, so its"
+        " entries would keep the mesh of this world: add the optimizer, as in TorchState(model=model,"
+        " optimizer=optimizer)",
         Fixed.OPTIMIZER,
     )
 
@@ -175,8 +176,8 @@ def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotEl
     """
     return NotElastic(
         f"{type(optimizer).__name__} can't be combined with elastic.Shards: it is sharded, or trains a sharded model,"
-        " so gradients are reduced in each backward pass, but ranks compute different numbers of shards. Use one of"
-        " the two",
+        " so gradients are reduced in each backward pass, but ranks compute different numbers of shards. Omit Shards,"
+        " or use an optimizer and a model that are not sharded",
         kind,
     )
 
@@ -202,7 +203,7 @@ def refuse_optimizer(name: str) -> NotElastic:
     """Return the error for an optimizer whose models are not part of the state."""
     if any_fully_sharded():
         return NotElastic(
-            f"state.{name} trains a fully sharded model that is not in the state: add it, as in"
+            f"state.{name} trains a fully sharded model that is not in the state: add the model, as in"
             " TorchState(model=model, optimizer=optimizer)",
             Fixed.MODULE,
         )
@@ -212,8 +213,8 @@ def refuse_optimizer(name: str) -> NotElastic:
 def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
     """Return the error for an optimizer that trains a parameter that is in no model of the optimizer's state."""
     return NotElastic(
-        f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state:"
-        " fully_shard replaces parameters, so that an optimizer made before it trains none of them; make the optimizer"
+        f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state."
+        " fully_shard replaces parameters, so an optimizer created earlier trains none of them: create the optimizer"
         " after fully_shard, and add all models that it trains to the state",
         Fixed.PARAMETERS,
     )
@@ -222,9 +223,9 @@ def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
 def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> NotElastic:
     """Return the error for an optimizer in no state that has stepped a parameter of the sharded ``state.name``."""
     return NotElastic(
-        f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains: a"
-        f" commit has only the entries of state.{name}, so training would be wrong after a failure; step state.{name},"
-        f" or make a new state with the new optimizer, as in TorchState(..., {name}=...)",
+        f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains. A"
+        f" commit contains only the entries of state.{name}, so training would be wrong after a failure: step"
+        f" state.{name}, or create a new state with the new optimizer, as in TorchState(..., {name}=...)",
         Fixed.OPTIMIZER,
     )
 
@@ -232,8 +233,8 @@ def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> 
 def refuse_together(model: str, optimizer: str) -> NotElastic:
     """Return the error for a state with both a fully sharded model and a ZeRO optimizer."""
     return NotElastic(
-        f"state.{model} is fully sharded and state.{optimizer} is sharded by itself (ZeRO): commits of both together"
-        " are not supported; shard both models with fully_shard, or neither",
+        f"state.{model} is fully sharded and state.{optimizer} is sharded with ZeRO, but commits can't contain both:"
+        " shard the models of both with fully_shard, or none",
         Fixed.OPTIMIZER,
     )
 
@@ -241,8 +242,8 @@ def refuse_together(model: str, optimizer: str) -> NotElastic:
 def refuse_late(name: str) -> NotElastic:
     """Return the error for an assignment to ``state.name`` if the present or the new value is sharded."""
     return NotElastic(
-        f"state.{name} can't be replaced: its old or new value is a sharded model or optimizer, and commits contain"
-        f" the shards with which the state was created; create a new state, as in TorchState({name}=...)",
+        f"state.{name} can't be replaced, because its old or new value is a sharded model or optimizer, and commits"
+        f" contain the shards with which the state was created: create a new state, as in TorchState({name}=...)",
         Fixed.MODULE,
     )
 

@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer: check that it is supported, and divide its parameters in another world. Acts.
+"""torch's ZeroRedundancyOptimizer: check that it is supported, and divide its parameters in another world.
 
 Private names of torch are used (see `tested_torch`).
 """

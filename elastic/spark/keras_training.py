@@ -1,4 +1,4 @@
-"""Trains a Keras model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
+"""Train a Keras model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
 
 A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes. The
 state contains the position, that is, the epoch and the number of batches consumed in the epoch.

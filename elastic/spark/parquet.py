@@ -1,4 +1,4 @@
-"""Reads Parquet data of an estimator by row groups in the workers. pyarrow is imported on first use."""
+"""Read Parquet data of an estimator by row groups in the workers. pyarrow is imported on first use."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def found(url: str, options: Mapping[str, Any], columns: Sequence[str]) -> Parqu
             missing = set(columns) - set(parquet.schema_arrow.names)
             if missing:
                 raise Invalid(
-                    f"{url} has no column {', '.join(sorted(missing))}: pass columns of the DataFrame, or"
-                    " prepare the data again"
+                    f"{url} has no column {', '.join(sorted(missing))}: pass names of existing columns, or prepare the"
+                    " data again"
                 )
             lengths = [
                 parquet.metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)
@@ -96,11 +96,13 @@ def as_array(column: Any, name: str) -> Any:
     while not values.null_count and _is_list(values.type):
         lengths = pyarrow.compute.min_max(pyarrow.compute.list_value_length(values)).as_py()
         if lengths["min"] != lengths["max"]:
-            raise Invalid(f"column {name} has lists of different lengths: pad them before fit()")
+            raise Invalid(
+                f"column {name} has lists of different lengths: pad the lists to one length before fit()"
+            )
         shape.append(lengths["max"] or 0)
         values = values.flatten()
     if values.null_count:
-        raise Invalid(f"column {name} has null values: drop or fill them before fit()")
+        raise Invalid(f"column {name} has null values: drop or fill these rows before fit()")
     flat = values.to_numpy(zero_copy_only=False)
     if flat.dtype.kind not in "fiub":
         raise Invalid(

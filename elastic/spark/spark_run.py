@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from elastic.launcher.option_types import RayOptions
 
-NEEDS_SPARK = "elastic.spark needs Spark: pip install 'hvd-elastic[spark]', and Java 17 or later"
+NEEDS_SPARK = (
+    "elastic.spark needs Spark: run pip install 'hvd-elastic[spark]', and install Java 17 or later"
+)
 START_S = 600.0  # seconds; Horovod's limit for the start of the tasks
 LOOK_S = 0.25
 SAID_S = 5.0  # seconds of waiting for executors, after which the wait is logged
@@ -155,7 +157,10 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(fn, "__name__", "the function")
-        raise Invalid(f"{name}{signature} does not take these args and kwargs: {error}") from None
+        raise Invalid(
+            f"{name}{signature} can't be called with the given args and kwargs ({error}): pass arguments that match"
+            " its parameters"
+        ) from None
 
 
 def sizes(
@@ -201,7 +206,7 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
         if cluster.local or idle or now - began >= within_s:
             more = "use the master local[N]" if cluster.local else "add executors or cores"
             raise Invalid(
-                f"{needed} workers need as many slots, but Spark has {slots}: pass num_proc={max(1, slots)} or less,"
+                f"{needed} workers need {needed} slots, but Spark has {slots}: pass num_proc={max(1, slots)} or less,"
                 f" or {more}; a slot has spark.task.cpus cores"
             )
         time.sleep(LOOK_S)
@@ -237,7 +242,9 @@ def streams(
                     binary.write(data)
                 stream.flush()
             except Exception as error:  # a user's stream may raise any exception
-                raise OSError(f"the stream for output raised {type(error).__name__}") from error
+                raise OSError(
+                    f"the stream that forwards the workers' output raised {type(error).__name__}"
+                ) from error
 
         return write
 

@@ -1,4 +1,4 @@
-"""Trains a torch model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
+"""Train a torch model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
 
 A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes.
 Sums of losses and metrics are part of the state, so that each row counts once in the history.
@@ -289,6 +289,7 @@ def _weighted(loss: Any, output: Any, label: Any, weights: torch.Tensor) -> Any:
         each = loss(output, label, reduction="none")
     else:
         raise Invalid(
-            "sample_weight_col needs a loss with the argument reduction='none', as torch.nn.functional has: pass one"
+            "sample_weight_col needs a loss with the argument reduction='none', as the losses of torch.nn.functional"
+            " have: pass such a loss"
         )
     return (each.reshape(len(weights), -1).mean(1) * weights).mean()

@@ -1,4 +1,4 @@
-"""Chooses the calls of ``commit()`` that make a copy, so that copies take at most a given share of the time. Pure.
+"""Choose the calls of ``commit()`` that make a copy, so that copies take at most a given share of the time. Pure.
 
 All ranks make the same choice, because the choice depends only on the number of calls and on costs that the ranks have
 exchanged.

@@ -1,4 +1,4 @@
-"""Measures commits and exchanges their costs, for the choice of `commit_budget`. Acts."""
+"""Measure commits and exchange their costs, for the choice of `commit_budget`."""
 
 from __future__ import annotations
 

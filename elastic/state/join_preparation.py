@@ -1,4 +1,4 @@
-"""Preparation of a joining worker before it reports ready, so that other ranks need not wait for it. Acts."""
+"""Preparation of a joining worker before it reports ready, so that other ranks need not wait for it."""
 
 from __future__ import annotations
 

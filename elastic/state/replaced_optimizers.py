@@ -1,4 +1,4 @@
-"""Detects optimizers that have replaced a sharded optimizer of a state and step the sharded optimizer's parameters.
+"""Detect optimizers that have replaced a sharded optimizer of a state and step the sharded optimizer's parameters.
 
 A script may create another optimizer after the state. Commits would then contain the entries of an optimizer that does
 not train.

@@ -1,4 +1,4 @@
-"""Converts between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
+"""Convert between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
 
 On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy. Small
 tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see

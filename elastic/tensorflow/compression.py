@@ -10,7 +10,7 @@ from elastic.api.compression import NoneCompressor
 
 
 class CastInTensorFlow:
-    """Casts floating-point tensors to a smaller dtype. Other tensors are sent unchanged. The context is the original
+    """Cast floating-point tensors to a smaller dtype. Other tensors are sent unchanged. The context is the original
     dtype.
     """
 

@@ -1,4 +1,4 @@
-"""Converts errors that TensorFlow reports from inside a graph back to the original errors."""
+"""Convert errors that TensorFlow reports from inside a graph back to the original errors."""
 
 from __future__ import annotations
 

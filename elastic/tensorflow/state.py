@@ -71,7 +71,7 @@ class TensorFlowState(HandledState):
             with session.graph.as_default():
                 variables = tf.compat.v1.global_variables()
         if not variables:
-            raise Invalid("TensorFlowState got no variables: pass existing variables in a list")
+            raise Invalid("TensorFlowState got no variables: pass a list of existing variables")
         for variable in variables:
             if not hasattr(variable, "assign"):
                 raise Invalid(

@@ -27,7 +27,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any
     ) -> None:
         if fused:
-            raise ValueError("fused=True can't normalize over several ranks: omit fused")
+            raise ValueError("fused=True normalizes only the batch of one rank: omit fused")
         super().__init__(**(kwargs | ({"fused": False} if LEGACY else {})))
         self._process_set = process_set
 

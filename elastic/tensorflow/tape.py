@@ -133,8 +133,8 @@ def local_variables(local_layers: Any) -> list[Any]:
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise Invalid(
-                f"local_layers contains a {type(layer).__name__}, which is not a Keras layer: pass one layer, or"
-                " a list of layers"
+                f"local_layers contains a {type(layer).__name__}, which is not a Keras layer: pass one Keras layer, or"
+                " a list of them"
             )
     return [each for layer in layers for each in layer.trainable_weights]
 

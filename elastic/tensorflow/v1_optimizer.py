@@ -13,7 +13,7 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):
-    """Wraps an optimizer and reduces the gradients that it computes. All other attributes are the wrapped
+    """Wrapper of an optimizer that reduces the gradients that it computes. All other attributes are the wrapped
     optimizer's.
     """
 

@@ -1,4 +1,4 @@
-"""Provides this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend.
+"""Provide this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend.
 
 Used for workers that elasticrun has started: see `elastic.torch_autoload`. The module replaces the two functions of
 torch.distributed that create all process groups: the one that determines rank, size and store for ``env://``, and the
@@ -83,7 +83,7 @@ def new_group(
         if of_this_world and environment.read().elastic:
             raise Invalid(
                 f"a process group of backend {asked!r} can't follow an elastic job's world when workers are lost or"
-                " join: leave the backend out, or run a job of a fixed size, without --min-np"
+                " join: omit the backend, or run a job of a fixed size, without --min-np"
             )
         return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))

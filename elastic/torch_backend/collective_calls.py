@@ -1,4 +1,4 @@
-"""Implements torch.distributed's collectives with the five collectives of a group.
+"""Implement torch.distributed's collectives with the five collectives of a group.
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
 allgather if it is small. A reduce becomes an allreduce of a copy. A reduce_scatter becomes an alltoall whose rows each

@@ -1,4 +1,4 @@
-"""Excludes process groups and hooks from ``torch.compile``.
+"""Exclude process groups and hooks from ``torch.compile``.
 
 torch's own process groups are C++, which the compiler never sees. If a compiled model calls a Python method of a
 process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and fails at

@@ -88,7 +88,7 @@ class ElasticProcessGroup(FollowingGroup):
             if output.numel() != size * tensor.numel():
                 raise ValueError(
                     f"the output of all_gather_into_tensor has {output.numel()} elements, but {size} ranks with"
-                    f" {tensor.numel()} elements each need {size * tensor.numel()}"
+                    f" {tensor.numel()} elements each need {size * tensor.numel()}: pass an output of this size"
                 )
 
         def begin(group: Collectives) -> CollectiveCall:
@@ -137,7 +137,7 @@ class ElasticProcessGroup(FollowingGroup):
             if tensor.numel() != size * output.numel():
                 raise ValueError(
                     f"the input of reduce_scatter_tensor has {tensor.numel()} elements, but {size} ranks that receive"
-                    f" {output.numel()} elements each need {size * output.numel()}"
+                    f" {output.numel()} elements each need {size * output.numel()}: pass an input of this size"
                 )
         return self._reduce_scatter("reduce_scatter_tensor", outputs, inputs, opts)
 
@@ -156,8 +156,8 @@ class ElasticProcessGroup(FollowingGroup):
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
         if not len(outputs) == len(inputs) == self.getSize():
             raise ValueError(
-                f"all_to_all needs an input and an output tensor for each of {self.getSize()} ranks, but got"
-                f" {len(inputs)} and {len(outputs)}"
+                f"all_to_all got {len(inputs)} input and {len(outputs)} output tensors: pass one of each for each of"
+                f" the {self.getSize()} ranks"
             )
 
         def begin(group: Collectives) -> CollectiveCall:
@@ -222,7 +222,8 @@ class ElasticProcessGroup(FollowingGroup):
             return
         if len(lists) != self.getSize():
             raise ValueError(
-                f"{name} takes a list of {self.getSize()} tensors, one for each rank of the group, not of {len(lists)}"
+                f"{name} got a list of {len(lists)} tensors: pass {self.getSize()} tensors, one for each rank of the"
+                " group"
             )
         for each in lists:
             _same_kind(name, each, one)
@@ -243,7 +244,7 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 def _check_tag(name: str, tag: int) -> None:
     if not 0 <= tag <= MAX_TAG:
-        raise Invalid(f"{name} with tag {tag}: pass a tag of 0 to {MAX_TAG}")
+        raise Invalid(f"{name} was called with tag {tag}: pass a tag from 0 to {MAX_TAG}")
 
 
 def _device(opts: Any) -> torch.device:
@@ -254,8 +255,8 @@ def _device(opts: Any) -> torch.device:
 def _same_kind(name: str, one: torch.Tensor, other: torch.Tensor) -> None:
     if one.dtype is not other.dtype or one.device.type != other.device.type:
         raise ValueError(
-            f"{name}: a tensor of {one.dtype} on {one.device} and one of {other.dtype} on {other.device}: all tensors"
-            " need the same dtype and device"
+            f"{name}: a tensor of {one.dtype} on {one.device} and one of {other.dtype} on {other.device}: pass tensors"
+            " of one dtype on one device"
         )
 
 

@@ -1,4 +1,4 @@
-"""Converts torch's reduction operators to those of a group.
+"""Convert torch's reduction operators to those of a group.
 
 A group computes sums, products, minima and maxima. Averages and factors are scaled sums. Bitwise operators are applied
 to the gathered values of all ranks. Bools are reduced as bytes that are 0 or 1.
@@ -76,7 +76,7 @@ def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     bitwise = reduction.kind in _BITWISE
     if bitwise and tensor.is_floating_point():
         raise TypeError(
-            f"{reduction.kind.name} is not defined for {tensor.dtype}: use an integer type"
+            f"{reduction.kind.name} is not defined for {tensor.dtype}: convert the tensor to an integer dtype"
         )
     if tensor.dtype is torch.bool:
         if reduction.kind in (Kind.AVG, Kind.PREMUL_SUM):
@@ -84,7 +84,7 @@ def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         return tensor
     if tensor.dtype not in dtypes_and_ops.DTYPES and not bitwise:
         raise TypeError(
-            f"tensors of {tensor.dtype} can't be reduced: convert them to a type of 16 bits or more"
+            f"tensors of {tensor.dtype} can't be reduced: convert them to a dtype of 16 bits or more"
         )
     return tensor
 

@@ -1,4 +1,4 @@
-"""Registers the backend ``elastic`` with torch.distributed, and creates its process groups."""
+"""Register the backend ``elastic`` with torch.distributed, and create its process groups."""
 
 from __future__ import annotations
 

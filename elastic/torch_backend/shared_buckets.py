@@ -1,4 +1,4 @@
-"""Allocates DDP's buckets in the memory that the ranks of a host share, so that the buckets are reduced in place.
+"""Allocate DDP's buckets in the memory that the ranks of a host share, so that the buckets are reduced in place.
 
 DDP's reducer, in C++, allocates each bucket with ``empty``: when the reducer is created, and again when it has learned
 the order in which gradients become ready. Both are called from Python, so their calls of ``empty`` can be intercepted.

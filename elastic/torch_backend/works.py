@@ -406,7 +406,7 @@ def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futur
 
 
 class _Inner:
-    """Adapts a process group's work to the interface of a group's work."""
+    """Adapter of a process group's work to the interface of a group's work."""
 
     def __init__(self, work: ElasticWork) -> None:
         self._work = work
@@ -423,7 +423,7 @@ class _Inner:
 
 
 class _OrderedInner(_Inner):
-    """Adapts, like `_Inner`, a work that a stream can wait for."""
+    """Adapter like `_Inner`, for a work that a stream can wait for."""
 
     def follow(self, limit_s: float | None = None) -> None:
         if not self._work.follow():

@@ -1,4 +1,4 @@
-"""Handles arguments that Horovod has renamed."""
+"""Handle arguments that Horovod has renamed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: 
     if old_value is None:
         return value
     if value != default:
-        raise Invalid(f"{old} is the old name of {new}: pass {new} only")
+        raise Invalid(
+            f"{old} and {new} were both passed, but {old} is the old name of {new}: pass only {new}"
+        )
     warnings.warn(f"{what}({old}=...) is deprecated; use {new}", DeprecationWarning, stacklevel=3)
     return old_value

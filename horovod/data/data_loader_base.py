@@ -34,11 +34,7 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Adds prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, with the mixin first.
-
-    ``async_loader_queue_size`` is the number of batches to prefetch. With 0, batches are read in the caller's thread.
-    An exception in ``_iterate`` is raised in place of the batch. The thread of an abandoned pass is stopped.
-    """
+    """Mixin that adds prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, with the mixin first."""
 
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
         if async_loader_queue_size < 0:

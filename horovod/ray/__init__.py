@@ -10,7 +10,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if find_spec("ray") is None:
-    raise ImportError("horovod.ray needs Ray: pip install 'hvd-elastic[ray]'", name="ray")
+    raise ImportError(
+        "horovod.ray needs Ray, which is not installed: run pip install 'hvd-elastic[ray]'",
+        name="ray",
+    )
 
 if TYPE_CHECKING:
     from horovod.ray.elastic import ElasticRayExecutor as ElasticRayExecutor

@@ -12,7 +12,7 @@ ANSWER_S = 60.0  # seconds for a task without a CPU to start on a node that has 
 
 
 class Coordinator:
-    """Registers workers one by one, with ranks from 0 on. Call the two other methods after the last registration."""
+    """Registry of workers with ranks from 0 on. Call the two other methods after the last registration."""
 
     def __init__(self, settings: Any) -> None:
         """Create a coordinator. ``settings.timeout_s`` is the time for all workers to call ``hvd.init()``."""

@@ -11,7 +11,7 @@ from elastic.errors import Invalid
 
 
 class RayHostDiscovery:
-    """Counts free resources, of the cluster or of the placement group in which this process runs."""
+    """Count of the free resources, of the cluster or of the placement group in which this process runs."""
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
@@ -129,7 +129,10 @@ class TestDiscovery(RayHostDiscovery):
         """Check the arguments. ``_graceful`` has no effect."""
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
         if not 0 <= min_hosts <= max_hosts:
-            raise Invalid(f"min_hosts {min_hosts}, max_hosts {max_hosts}: pass 0 <= min <= max")
+            raise Invalid(
+                f"min_hosts {min_hosts} and max_hosts {max_hosts} allow no number of hosts: pass 0 <= min_hosts <="
+                " max_hosts"
+            )
         self._min_hosts = min_hosts
         self._max_hosts = max_hosts
         self._change_frequency_s = change_frequency_s

@@ -14,7 +14,7 @@ from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 
 class RayExecutor:
-    """Starts workers on a Ray cluster and calls functions on them.
+    """Start workers on a Ray cluster and call functions on them.
 
     Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on exactly that many hosts. The workers
     are started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` to ``max_workers``, by

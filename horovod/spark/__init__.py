@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if find_spec("pyspark") is None:
     raise ImportError(
-        "horovod.spark needs Spark: pip install 'hvd-elastic[spark]', and Java 17 or later",
+        "horovod.spark needs Spark: run pip install 'hvd-elastic[spark]', and install Java 17 or later",
         name="pyspark",
     )
 

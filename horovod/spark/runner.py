@@ -51,7 +51,9 @@ def run(
     """
     for name, value in {"use_mpi": use_mpi, "extra_mpi_args": extra_mpi_args}.items():
         if value:
-            raise Invalid(f"horovod.spark.run({name}=...): MPI is not used: omit {name}")
+            raise Invalid(
+                f"horovod.spark.run({name}=...) is not supported, because MPI is not used: omit {name}"
+            )
     return elastic.spark.run(
         fn,
         args,

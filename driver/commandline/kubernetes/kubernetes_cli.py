@@ -224,7 +224,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
 
 
 def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
-    """Remove the release, ignoring further Ctrl-C. If this fails, print how to remove it later."""
+    """Remove the release, and ignore further Ctrl-C. If this fails, print how to remove the release later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""One release of the chart. Helm installs and removes it, and the Kubernetes API returns its state. Acts."""
+"""One release of the chart. Helm installs and removes it, and the Kubernetes API returns its state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
 
 class ChartRelease:
-    """A release of the chart. Raises Invalid if the cluster, helm, or the release is missing."""
+    """Release of the chart in a cluster.
+
+    Raises:
+        Invalid: the cluster, helm, or the release is missing.
+    """
 
     def __init__(self, name: str, namespace: str | None) -> None:
         api, found = connection()
@@ -78,7 +82,7 @@ class ChartRelease:
             raise
 
     def exists(self) -> bool:
-        """Return whether helm knows a release of this name, in any state and of any chart."""
+        """Return whether helm has a release of this name, in any state and of any chart."""
         return self._chart() is not None
 
     def taken(self) -> NameTaken:
@@ -114,8 +118,10 @@ class ChartRelease:
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
     def scale(self, pods: int) -> int:
-        """Set the number of worker pods and return the previous number. Raises Invalid if the job could not continue
-        with so few.
+        """Set the number of worker pods and return the previous number.
+
+        Raises:
+            Invalid: the job cannot continue with so few pods.
         """
         job, workers = self._job(), self._workers()
         least = least_instead(job, workers, pods)
@@ -154,7 +160,7 @@ class ChartRelease:
     def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
         """Copy the logs of the job's drivers until the job has ended. Return its exit code.
 
-        Raises Invalid if the release is removed meanwhile.
+        Raises Invalid if the release is removed before the job has ended.
         """
         followed: set[str] = set()
         last_text, silence = "", ApiSilence(say)
@@ -319,10 +325,10 @@ class NameTaken(Invalid):
 
 
 class ApiSilent(Exception):
-    """The API server did not answer.
+    """The API server did not respond.
 
     Args:
-        unasked: whether an answer was interrupted that had already begun.
+        unasked: whether the connection failed during a response instead of before it.
     """
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:
@@ -331,8 +337,10 @@ class ApiSilent(Exception):
 
 
 class ApiSilence:
-    """Logs when the API server is lost and when it returns. Raises Invalid if it is lost for longer than AWAY_S
-    seconds.
+    """Log of the loss of the API server, and of its return.
+
+    Raises:
+        Invalid: the API server is lost for longer than AWAY_S seconds.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:

@@ -181,7 +181,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _check_place(out: str) -> None:
-    """Raise Invalid if no file can be written at this path. Called before anything is read."""
+    """Raise Invalid unless a file can be written at this path. Called before anything is read."""
     format_of(out)
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):

@@ -82,9 +82,7 @@ def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) ->
 
 
 def add_declared(add: Group, kind: Any, *names: str) -> None:
-    """Add the flags that a class of options declares, for all of its fields or only for ``names``, to a group of a
-    parser.
-    """
+    """Add the flags of a class of options to a group of a parser, for all of its fields or only for ``names``."""
     known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
     for name in names or kind.__annotations__:
         for arguments, more in known[name]:
@@ -92,7 +90,7 @@ def add_declared(add: Group, kind: Any, *names: str) -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that raises Invalid where argparse would print its usage and exit."""
+    """Argument parser that raises Invalid where argparse would print its usage and exit."""
 
     def __init__(self, **rest: Any) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
@@ -143,10 +141,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return add
 
     def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
-        """Parse arguments that must contain exactly one word besides flags. Return this word, and set the flags as
-        attributes of ``options``.
+        """Return the only word besides flags in the arguments, and set the flags as attributes of ``options``.
 
-        Raises Invalid with the text ``wanted`` if there is no such word or more than one.
+        Raises Invalid with the text ``wanted`` if the arguments have no such word or more than one.
         """
         own, rest = self.split(arguments)
         words = []

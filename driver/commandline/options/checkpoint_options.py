@@ -1,4 +1,4 @@
-"""Evaluates the checkpoint flags: from which commit a job begins, and which settings its workers receive.
+"""Evaluation of the checkpoint flags: the commit from which a job begins, and the settings for its workers.
 
 All problems of a checkpoint folder are detected here, before anything is started.
 """
@@ -47,12 +47,15 @@ class CheckpointPlan:
 def checkpoint_plan(
     options: Options, *, elastic: bool, traces: StartCleanup | None = None
 ) -> CheckpointPlan:
-    """Evaluate the checkpoint flags, and check that the folder can be read and written. Raise Invalid if not.
+    """Evaluate the checkpoint flags, and check that the folder can be read and written.
 
     Args:
         options: options of the job.
         elastic: whether the job can restart workers.
         traces: registry of created files, which are removed if the start is refused.
+
+    Raises:
+        Invalid: flags contradict each other, or the folder cannot be used or is in use.
     """
     traces = traces or StartCleanup()
     if options.checkpoint_dir is None:
@@ -130,7 +133,7 @@ def finished_before(same: SameCommand, options: Options) -> Manifest | None:
 
 
 def rerun_reason(same: SameCommand, options: Options) -> RerunReason | None:
-    """Return why a finished job runs again, or None if none has finished, or --fresh or --from is given."""
+    """Return the reason why a finished job runs again. None if no job has finished, or with --fresh or --from."""
     if options.fresh or options.begin_from is not None:
         return None
     return _unless_silent(same.rerun_reason)
@@ -147,9 +150,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result of ``work``, or None if the storage does not answer. This is reported at the start of the
-    job.
-    """
+    """Return the result of ``work``, or None if the storage does not respond, which the start of the job reports."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None
@@ -213,8 +214,10 @@ def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
 
 
 def _within(seconds: float, url: str, work: Any) -> Any:
-    """Run ``work`` with a timeout, and return its result. Raises Invalid if the storage at ``url`` does not answer in
-    time.
+    """Run ``work`` with a timeout, and return its result.
+
+    Raises:
+        Invalid: the storage at ``url`` does not respond within ``seconds``.
     """
     future = begun(work, "checkpoints")
     if not futures.wait([future], seconds).done:

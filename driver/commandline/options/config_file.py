@@ -1,4 +1,4 @@
-"""Conversion of a configuration file in Horovod's format (``--config-file``) to flags. Decides nothing.
+"""Conversion of a configuration file in Horovod's format (``--config-file``) to flags. Makes no decisions.
 
 Every entry becomes the equivalent flag, so that values are checked in one place. Flags of the command line take
 precedence.
@@ -38,7 +38,9 @@ def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple
             f"config file {path} can't be read: {reason}. Pass a readable file with --config-file"
         ) from None
     except yaml.YAMLError as error:
-        raise Invalid(f"config file {path} is not valid YAML: {_in_one_line(error)}") from None
+        raise Invalid(
+            f"config file {path} is not valid YAML: {_in_one_line(error)}. Correct the line"
+        ) from None
     except RecursionError:
         raise Invalid(
             f"config file {path} is nested too deeply: write sections of keys and values"

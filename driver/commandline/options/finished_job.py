@@ -1,4 +1,4 @@
-"""Detects a command that has already finished, so that it does not train again. Performs I/O, but starts nothing.
+"""Detect a command that has already finished, so that it does not train again. Performs I/O, but starts nothing.
 
 A command counts as finished under three conditions. First, a job with the same flags, program, environment and folder
 ended with exit code 0 after its training function returned. Second, its last commit is still the newest durable commit.
@@ -108,7 +108,7 @@ class SameCommand:
         return RerunReason.FILES if found.files != self.files else RerunReason.READ
 
     def _record(self) -> FinishedJob | None:
-        """Return the record of a finished job, or None if there is no readable record."""
+        """Return the record of a finished job, or None if no readable record exists."""
         try:
             return msgspec.json.decode(self.storage.read(FINISHED), type=FinishedJob)
         except (FileNotFoundError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""Flags of elasticrun: names, types and help texts. Reads neither files nor the environment, and decides nothing.
+"""Flags of elasticrun: names, types and help texts. Reads neither files nor the environment.
 
 The names are Horovod's, so that horovodrun command lines work unchanged. Horovod flags without an equivalent are
 accepted and recorded, so that the caller can log them with the reason.

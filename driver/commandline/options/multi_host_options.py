@@ -1,4 +1,4 @@
-"""Validates the flags for a job on several hosts. Decides nothing about the job.
+"""Validate the flags for a job on several hosts. Makes no decisions about the job.
 
 Secrets are read here, from files and environment variables. No repr shows them.
 """
@@ -203,8 +203,9 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
 
 
 def _secret_beside(journal: str) -> bytes:
-    """Return the job's secret from a file next to the journal, so that the next driver can resume the job. Create the
-    file if it is missing.
+    """Return the job's secret from a file next to the journal, so that the next driver can resume the job.
+
+    The file is created if it is missing.
     """
     path = f"{os.path.abspath(journal)}.secret"
     if not os.path.exists(path):

@@ -1,4 +1,4 @@
-"""Converts torchrun's flags to elasticrun's, or gives the reason why a flag is rejected. Starts nothing.
+"""Conversion of torchrun's flags to elasticrun's, with the reason for each flag that is rejected.
 
 torchrun is started on every host, with flags for finding the other hosts. elasticrun is started once, and finds the
 other hosts or starts agents on them. Flags about the location of hosts are therefore rejected, with a sentence that
@@ -74,13 +74,13 @@ def add_refused(add: Group) -> None:
 
 class _Refuse(argparse.Action):
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
-        raise Invalid(f"{option} of torchrun is not available; {REFUSED[self.dest][1]}")
+        raise Invalid(f"{option} of torchrun is not supported; {REFUSED[self.dest][1]}")
 
 
 def _backend(text: str) -> str:
     if text not in BACKENDS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a known backend: pass one of {', '.join(BACKENDS)}"
+            f"{text!r} is not a supported backend: pass one of {', '.join(BACKENDS)}"
         )
     return text
 
@@ -88,7 +88,7 @@ def _backend(text: str) -> str:
 def _per_host(text: str) -> str:
     if text not in ("auto", "gpu", "cpu") and not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a valid number of processes: pass a whole number, auto, gpu or cpu"
+            f"{text!r} is not a valid number of processes: pass a whole number of at least 1, auto, gpu or cpu"
         )
     return text
 
@@ -197,7 +197,8 @@ def _counted(options: Any, nodes: tuple[int, int], each: int) -> dict[str, Any]:
     least, most = nodes
     if most > 1 and not _knows_hosts(options):
         raise Invalid(
-            f"--nnodes {least if least == most else f'{least}:{most}'} needs hosts; {_ELSEWHERE}"
+            f"--nnodes {least if least == most else f'{least}:{most}'} needs several hosts, but none were given;"
+            f" {_ELSEWHERE}"
         )
     changes = {
         "num_proc": _first(options.num_proc, each * least),

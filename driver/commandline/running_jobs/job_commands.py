@@ -156,7 +156,8 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
         job, *words = words
     if not least <= len(words) <= most:
         raise Invalid(
-            f"elasticrun {name} takes {verb.usage or 'no arguments'}: see elasticrun {name} --help"
+            f"elasticrun {name} accepts {verb.usage or 'no arguments'}, but got other arguments: see elasticrun {name}"
+            " --help"
         )
     if name == "jobs":
         return _jobs(options, environ)
@@ -186,7 +187,11 @@ def _is_job(word: str) -> bool:
 
 
 def found_job(arguments: Sequence[str], environ: Mapping[str, str]) -> JobAddress:
-    """Return the job that flags of ``status`` select. Raises Invalid if no running job matches, or several do."""
+    """Return the job that flags of ``status`` select.
+
+    Raises:
+        Invalid: no running job matches, or several do.
+    """
     options = CommandOptions()
     command_parser("status").parse_args(arguments, namespace=options)
     return _found(options.job_name or "", options, environ)
@@ -222,7 +227,9 @@ def _found_in_ray(job: str) -> JobAddress:
     try:
         from elastic.driver.ray.detached_drivers import desk_of
     except ModuleNotFoundError:
-        raise Invalid("--ray needs Ray: pip install 'hvd-elastic[ray]'") from None
+        raise Invalid(
+            "--ray needs Ray, which is not installed: run pip install 'hvd-elastic[ray]'"
+        ) from None
     return JobAddress(job, *desk_of(job))
 
 

@@ -1,4 +1,4 @@
-"""Formats the state of a job as lines of text, in local time. `monitoring.dashboard.page_state` defines the state."""
+"""Format the state of a job as lines of text, in local time. `monitoring.dashboard.page_state` defines the state."""
 
 from __future__ import annotations
 

@@ -32,9 +32,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Build:
-    """Result of `probe` about torch. ``trouble`` is a clause with the problem if torch could not be
-    queried.
-    """
+    """Result of `probe` about torch. ``trouble`` is the problem as a clause if torch could not be queried."""
 
     torch: str = ""
     gloo: bool = False

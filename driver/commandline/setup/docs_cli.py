@@ -26,7 +26,11 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``elasticrun docs`` and return its exit code. Raises Invalid if the page or its section does not exist."""
+    """Run ``elasticrun docs`` and return its exit code.
+
+    Raises:
+        Invalid: the page or its section does not exist.
+    """
     if not arguments:
         for name, path in pages().items():
             if not name.startswith("decisions/"):

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def lines(host: str, found: Sequence[Check]) -> list[str]:
-    """Return a line for each check of a host, followed by the remedy, if any."""
+    """Return one line for each check of a host, followed by the remedy, if any."""
     result = [f"{host}:"]
     for each in found:
         result.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")

@@ -48,7 +48,7 @@ class Check(msgspec.Struct, frozen=True):
     """Result of one check of a host.
 
     Args:
-        do: the remedy, if ``level`` is not OK.
+        do: what the user should do, if ``level`` is not OK.
     """
 
     what: str

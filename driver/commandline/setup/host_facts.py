@@ -1,4 +1,4 @@
-"""Collects facts of this host for ``elasticrun doctor``. Acts: queries the system, and torch in a separate process.
+"""Collect facts of this host for ``elasticrun doctor``. Queries the system, and torch in a separate process.
 
 Run as a program on another host, this module prints the facts as one line of JSON.
 """
@@ -30,7 +30,7 @@ PACKAGES = ("elastic", "horovod")
 
 
 def facts() -> HostFacts:
-    """Return the facts of this host. Takes as long as an import of torch."""
+    """Return the facts of this host. This takes as long as an import of torch."""
     build = check_build.probe()
     shm = None
     with contextlib.suppress(OSError):

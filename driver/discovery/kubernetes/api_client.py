@@ -65,8 +65,9 @@ class KubernetesApi(Protocol):
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:
-        """Delete a pod without waiting for its processes. Use this for a pod whose node can no longer report its end.
-        Does nothing if a newer pod has the same name.
+        """Delete a pod without waiting for its processes. No effect if a newer pod has the same name.
+
+        Use this for a pod whose node can no longer report its end.
         """
 
 
@@ -74,7 +75,7 @@ def connection() -> tuple[Any, str]:
     """Return an ``ApiClient`` of the package `kubernetes`, and the default namespace.
 
     Raises:
-        Invalid: there is no client package, or no cluster.
+        Invalid: the package `kubernetes` is not installed, or no cluster is configured.
     """
     try:
         from kubernetes import client
@@ -83,7 +84,7 @@ def connection() -> tuple[Any, str]:
         if error.name is None or error.name.partition(".")[0] != "kubernetes":
             raise
         raise Invalid(
-            "the Kubernetes client for Python is missing: pip install 'hvd-elastic[kubernetes]'"
+            "the Kubernetes client for Python is not installed: run pip install 'hvd-elastic[kubernetes]'"
         ) from None
     config: Any = untyped
     settings: Any = client.Configuration()

@@ -23,8 +23,9 @@ TIMEOUT_S = 5.0
 
 
 class HeadlessServiceDiscovery:
-    """Resolves ``name`` every ``interval_s`` seconds. Each address in the answer is a host with ``slots`` slots. Known
-    hosts keep their order, and new hosts are appended.
+    """Discovery that resolves ``name`` every ``interval_s`` seconds.
+
+    Each address in the answer is a host with ``slots`` slots. Known hosts keep their order, and new hosts are appended.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class HeadlessServiceDiscovery:
         """Return the addresses in numerical order, because name servers shuffle them.
 
         Raises:
-            OSError: no address was found.
+            OSError: the name server failed, or returned no address.
         """
         found = await self._resolve(self._name, 0, self._timeout_s)
         families = {family for family, _ in found}
@@ -82,5 +83,5 @@ class HeadlessServiceDiscovery:
             self._family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         addresses = {address for family, address in found if family == self._family}
         if not addresses:
-            raise OSError("the name server returns no address")
+            raise OSError("the name server returned no address")
         return sorted(addresses, key=ipaddress.ip_address)

@@ -1,4 +1,4 @@
-"""Follows objects of one kind in a thread: lists them once, then watches for changes. Makes no decisions.
+"""Thread that follows objects of one kind: it lists them once, then watches for changes. Makes no decisions.
 
 After a watch has ended, the next one continues from the same version. If the API server no longer has that version, for
 example after a restart, the objects are listed again. Each kind of failure is reported once, and retried with
@@ -60,7 +60,7 @@ Told = Listed | Changed | WatchFailed
 
 
 class ListWatch:
-    """Follows the objects of one kind in a thread, which calls ``tell`` with each update."""
+    """Thread that follows the objects of one kind, and calls ``tell`` with each update."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ListWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop following. The thread ends after its pending request, and ``tell`` is not called again."""
+        """Stop the thread after its pending request. ``tell`` is not called again."""
         self._over.set()
 
     def run(self) -> None:

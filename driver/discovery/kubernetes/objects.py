@@ -1,4 +1,4 @@
-"""Extracts the properties of pods and nodes that the driver uses from the JSON of the Kubernetes API. Pure: no I/O, no
+"""Extract the properties of pods and nodes that the driver uses from the JSON of the Kubernetes API. Pure: no I/O, no
 clock.
 
 Missing fields and fields of an unexpected type are ignored, so that no object can crash the driver.

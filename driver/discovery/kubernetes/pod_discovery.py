@@ -44,7 +44,7 @@ DELETE_AGAIN_S = 30.0  # interval of attempts to delete one pod by force
 
 
 class PodDiscovery:
-    """Yields ``{address: slots}``, and calls ``noticed`` when the end of a host is announced.
+    """Discovery of pods as hosts, which calls ``noticed`` when the end of a host is announced.
 
     Args:
         fallback: discovery to use if the API server does not authorize this service account to list pods.

@@ -1,4 +1,4 @@
-"""Decides which pods are hosts, which of them are about to end, and which to delete by force. Pure: no I/O, no clock.
+"""Decide which pods are hosts, which of them are about to end, and which to delete by force. Pure: no I/O, no clock.
 
     pod created --> running, with an address: a host --> ended or deleted: not a host
                     deletion requested, or its node is about to end: a notice with the remaining time
@@ -29,10 +29,10 @@ OVERDUE_S = 2.0  # seconds after the grace period within which a pod should have
 
 @dataclass(frozen=True)
 class PodEnding:
-    """The announced end of a pod.
+    """Announced end of a pod.
 
     Args:
-        at: seconds since the epoch, or None if unknown.
+        at: time of the end in seconds since the epoch, or None if unknown.
     """
 
     text: str
@@ -40,7 +40,7 @@ class PodEnding:
 
 
 class Pods:
-    """Pods and nodes as last reported by the API server.
+    """Pods and nodes, as last reported by the API server.
 
     Args:
         slots: number of slots of each pod. None means the pod's number of GPUs, at least 1.

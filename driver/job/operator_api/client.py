@@ -38,14 +38,15 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class JobUnreachable(ElasticError):
-    """The driver of a job cannot be reached: it has exited, another driver has taken over, or the key belongs to
-    another job.
+    """The driver of a job cannot be reached.
+
+    It has exited, another driver has taken over, or the key belongs to another job.
     """
 
 
 @dataclass(frozen=True)
 class JobAddress:
-    """The address and key for reaching a job."""
+    """Address and key for reaching a job."""
 
     name: str
     address: str

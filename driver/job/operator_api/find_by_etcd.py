@@ -1,4 +1,4 @@
-"""Looks up the address for operators of a job in etcd. Decides nothing."""
+"""Lookup of the address for operators of a job in etcd. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ WITHIN_S = 5.0
 
 
 def desk_of(access: EtcdAccess, job: str) -> str:
-    """Return the address ``host:port`` for operators of a job. Raises Invalid if no driver leads the job, or if etcd
-    does not answer.
+    """Return the address ``host:port`` for operators of a job.
+
+    Raises:
+        Invalid: no driver leads the job, or etcd does not respond.
     """
     return asyncio.run(_desk_of(access, job))
 

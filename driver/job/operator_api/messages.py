@@ -23,7 +23,7 @@ class OperatorAnswer(OperatorMessage):
     """Answer to the driver's challenge, with the operator's own challenge.
 
     Args:
-        name: identifies the connection and its user.
+        name: identifier of the connection and its user.
     """
 
     name: str
@@ -94,7 +94,7 @@ class AskStop(OperatorMessage):
 
 
 class Told(OperatorMessage):
-    """Answer to a request. ``done`` is False if the request was refused; ``text`` is then the reason."""
+    """Answer to a request. If ``done`` is False, the request was refused, and ``text`` is the reason."""
 
     number: int
     done: bool

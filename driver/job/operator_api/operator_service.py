@@ -1,4 +1,4 @@
-"""Server for operators of a running job. Their requests become events for membership. Acts.
+"""Server for operators of a running job. Their requests become events for membership.
 
 The server listens on loopback, where `runtime_folder` finds it. If agents connect from other machines, it also listens
 on the address that the agents use. Connections are authenticated and sealed like any control connection.
@@ -61,7 +61,7 @@ async def _no_room(workers: int) -> str:
 
 
 class SteerableDriver(Protocol):
-    """The part of a driver's interface that operators' requests use."""
+    """Interface of a driver that operators' requests use."""
 
     def tell(self, event: Event) -> None: ...
     def dump(self, worker: Worker, *, all_threads: bool) -> None: ...
@@ -70,7 +70,7 @@ class SteerableDriver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorAccess:
-    """The name of a job, and the key that authenticates its operators."""
+    """Name of a job, and key that authenticates its operators."""
 
     name: str
     key: bytes
@@ -81,10 +81,10 @@ class OperatorAccess:
 
 
 class OperatorService:
-    """Answers the requests of operators of one driver.
+    """Server that answers the requests of operators of one driver.
 
-    ``grow`` adds slots on this machine for a number of workers if the user specified no hosts. It returns "", or the
-    reason for refusing.
+    ``grow`` adds slots on this machine for a number of workers if the user specified no hosts. It returns "" on
+    success, otherwise the reason for refusing.
     """
 
     def __init__(self, job: OperatorAccess, page: LivePage, log: Log) -> None:
@@ -125,8 +125,8 @@ class OperatorService:
             for other in [] if self.job.standby else others[:1]:
                 self._log(
                     "warning",
-                    f"job name {record.name} is already used here by process {other.pid}: select this job by its"
-                    f" process, {record.pid}, or start it with another --job",
+                    f"job name {record.name} is in use by process {other.pid}; select this job by its process ID,"
+                    f" {record.pid}",
                 )
         except (OSError, Invalid) as error:
             why = f"commands such as elasticrun status can't find this job: {error}"
@@ -214,7 +214,7 @@ class OperatorService:
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             request = event(number)
-            self._log("debug", f"{requester} asks: {request}")
+            self._log("debug", f"{requester} requested: {request}")
             self._driver.tell(request)
             answer: AnswerRequest | None = None
             with contextlib.suppress(asyncio.TimeoutError):

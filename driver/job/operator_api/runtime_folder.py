@@ -72,7 +72,7 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """Return the folder if no other user can access it. Raises Invalid otherwise."""
+    """Return the folder after a check that no other user can access it. Raises Invalid if another user can."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise Invalid(

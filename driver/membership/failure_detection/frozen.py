@@ -1,6 +1,6 @@
 """Decisions about workers that cannot run or cannot be reached. Deterministic.
 
-Their processes have not exited as far as is known, so no collective fails, but their world makes no progress:
+No exit of their processes was reported, so no collective fails, but their world makes no progress:
 
     frozen    its agent has found it unable to run (stopped, or its container is paused): fenced immediately if another
               worker trains with it, is about to, or waits for it; a worker that is alone in its world may have been
@@ -24,7 +24,7 @@ from elastic.protocol.messages import Worker
 
 
 class Frozen(Part):
-    """Handles reports of frozen workers and unreachable hosts, and checks their deadlines after every event."""
+    """Handler of reports of frozen workers and unreachable hosts, which checks their deadlines after every event."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -79,7 +79,7 @@ class Frozen(Part):
             self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
-        """Clear the frozen state of a worker that sent a message before its agent's next check."""
+        """Clear the frozen state of a worker that sent a message before the next check of its agent."""
         if record.frozen and not record.killed_for:
             record.frozen = ""
             self._alone_said.discard(record.worker)
@@ -162,7 +162,7 @@ class Frozen(Part):
             self.given_up(members[0], reason)
 
     def given_up(self, record: WorkerRecord, reason: Reason) -> None:
-        """Stop waiting for the exit of a worker that is not known to be dead."""
+        """Stop waiting for the exit of a worker that cannot be reached."""
         if not self.settings.elastic:
             self.worlds.end(
                 1, because(ReasonKind.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)

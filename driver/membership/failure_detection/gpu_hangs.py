@@ -1,4 +1,4 @@
-"""Detects which GPU hangs when all ranks of a group wait in it and no worker has exited. Pure; used by `stuck`.
+"""Detect which GPU hangs when all ranks of a group wait in it and no worker has exited. Pure; used by `stuck`.
 
 For each group, each worker reports how many collectives it has launched, how many its GPU has reached, and how many
 have ended. The first collective that has not ended on all ranks is examined:
@@ -39,7 +39,7 @@ class Hang(enum.Enum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """The GPU report of one rank of a group. Its content did not change from ``since`` until ``said_at``."""
+    """GPU report of one rank of a group. Its content did not change between the times ``since`` and ``said_at``."""
 
     worker: Worker
     launches: Launches
@@ -54,7 +54,7 @@ class HangFinding:
     Args:
         hang: kind of the hang.
         group: name of the group.
-        number: number of the collective that does not end.
+        number: number of the collective that does not complete.
         for_s: duration of the hang, in seconds.
         blamed: workers that cause the hang. Empty if no rank stands out.
     """

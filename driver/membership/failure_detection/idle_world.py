@@ -1,4 +1,4 @@
-"""Detects a world without progress in which no rank waits for another rank. Each rank may be in an endless loop.
+"""Detect a world without progress in which no rank waits for another rank. Each rank may be in an endless loop.
 
 Pure: no I/O, no clock.
 
@@ -21,7 +21,7 @@ NAMED = 8
 
 @dataclass
 class IdleWorld:
-    """Detects that the world of a job makes no progress.
+    """Detect that the world of a job makes no progress.
 
     Attributes:
         due: time of the next check, or None until a report arrives.
@@ -47,7 +47,7 @@ class IdleWorld:
             now: current time, in seconds.
 
         Returns:
-            the seconds without a step that were logged before this report, or None.
+            Seconds without a step that were logged before this report, or None.
         """
         idle_s = now - over_s - self._since if self.told else None
         self._intervals = [*self._intervals, over_s / steps][-INTERVALS:]
@@ -58,7 +58,7 @@ class IdleWorld:
         self.asked, self.due = True, now + LOCATE_S
 
     def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
-        """Return the log message about the lack of progress. Each lack is logged once.
+        """Return the log message about the lack of progress, which is logged once until progress resumes.
 
         Args:
             lines: ranks, and the script line of each as ``train.py:12``. Empty if unknown.

@@ -1,4 +1,4 @@
-"""Detects stragglers: workers so slow that all others wait for them. Pure: no I/O, no clock.
+"""Detect stragglers: workers so slow that all others wait for them. Pure: no I/O, no clock.
 
 Every worker regularly reports the share of its time that it spends in collectives; during the rest it is busy. All
 workers make the same number of steps, so the speed of a worker, compared with the median of the others, is the ratio of
@@ -25,11 +25,11 @@ LASTING = 2  # number of consecutive reports after which a straggler may be repl
 
 @dataclass
 class Stragglers:
-    """The stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
+    """Stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
 
     Args:
-        factor: speed below which a worker is a straggler, as a share of the median of the other workers. 0.0 means that
-            no worker is.
+        factor: speed below which a worker is a straggler, as a share of the median speed of the other workers. 0.0
+            disables the detection.
     """
 
     size: int = 0  # number of members of the world

@@ -1,10 +1,9 @@
-"""Detects workers that hold up the others, and decides whether to log this, fence the worker, or ignore it.
-Deterministic.
+"""Detect workers for which all other workers wait, and decide whether to log this, fence the worker, or ignore it.
 
-Members report when a collective has lasted a second. While some members are inside a collective, ready, or have
-returned, the remaining members are suspects and their processes are probed; `suspicion` judges the results. A single
-member holds up no other. If all members are inside, but not in the same collective, the script is wrong: no worker is
-fenced, and the log shows where each one waits.
+Deterministic. Members report when a collective has lasted a second. While some members are inside a collective, ready,
+or have returned, the remaining members are suspects and their processes are probed. `suspicion` judges the results. If
+all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log shows
+where each worker waits.
 
 `unresponsive_hosts` checks much sooner whether the hosts of suspects respond at all.
 """
@@ -46,7 +45,7 @@ NAMED = 4  # maximum number of workers that get their own log line at a time
 
 
 class Stuck(Part):
-    """Checks members that have held up others for some time."""
+    """Checks of members for which other members have waited for some time."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -199,7 +198,7 @@ class Stuck(Part):
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
-        """Check the members that have held up others for some time."""
+        """Check the members for which other members have waited for some time."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers(factor=self.settings.straggler_factor)
@@ -245,7 +244,7 @@ class Stuck(Part):
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
-        """If no member has completed a step for a long time although none waits, log the members' script lines."""
+        """Log the members' script lines if no member has completed a step for a long time although none waits."""
         if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
             return
         now = self.actions.now
@@ -262,7 +261,7 @@ class Stuck(Part):
             self.actions.log("warning", self._idle.sentence(sorted(lines), now))
 
     def _ask_hosts(self) -> None:
-        """Query the hosts on which all workers are suspects. A host whose agent does not answer is given up."""
+        """Query the hosts on which all workers are suspects. A host whose agent does not respond is treated as lost."""
         if not self.settings.silence_s:
             return
         if self.worlds.phase is Phase.ENDING or not self._any_waiting():
@@ -493,8 +492,8 @@ class Stuck(Part):
             )
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Describe the collectives in which ranks wait. Those with the fewest ranks are first, because these ranks have
-        diverged.
+        """Describe the collectives in which ranks wait, beginning with the collectives with the fewest ranks, which
+        have diverged.
         """
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:

@@ -1,4 +1,4 @@
-"""Classifies workers for which others wait as stuck, slow or excused. Pure. `stuck` determines the waits.
+"""Classify workers for which others wait as stuck, slow or excused. Pure. `stuck` determines the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^
@@ -33,9 +33,7 @@ TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process in /proc/PID/st
 
 
 def probe_every_s(settings: Settings) -> float:
-    """Return the seconds between two probes of a worker that holds up others. The first probe is delayed by the same
-    time.
-    """
+    """Return the seconds between two probes of a suspected worker, and before the first probe."""
     limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
     limits += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
     return max(0.1, min([PROBE_S, *limits]))
@@ -49,7 +47,7 @@ class Verdict(enum.Enum):
 
 
 class Next(enum.Enum):
-    """The result of judging a suspect."""
+    """Decision about a suspect."""
 
     NOTHING = "nothing"
     NAME = "name"  # log a warning that names the worker
@@ -58,7 +56,7 @@ class Next(enum.Enum):
 
 @dataclass
 class Suspicion:
-    """Suspicion against one worker that holds up others. ``_at`` and ``since`` are times on the caller's clock."""
+    """Suspicion against one worker for which others wait. ``_at`` and ``since`` are times on the caller's clock."""
 
     worker: Worker
     since: float  # start of the wait for this worker
@@ -117,7 +115,7 @@ class Suspicion:
         return None
 
     def judge(self, settings: Settings, now: float) -> Next:
-        """Return the verdict about the worker, given the current information."""
+        """Return the decision about the worker at the time ``now``."""
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
@@ -173,7 +171,7 @@ class Suspicion:
 
 
 class Suspicions:
-    """All workers that are suspected of holding up others."""
+    """All workers that are suspected because other workers wait for them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -188,9 +186,7 @@ class Suspicions:
         return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
-        """Make these the only suspects. What is known about them is kept, and what is known about other workers is
-        discarded.
-        """
+        """Limit the suspects to these workers. Observations of other workers are discarded."""
         known = self._all
         self._all = {}
         for new in suspects:

@@ -1,12 +1,12 @@
-"""Detects unresponsive hosts for which workers wait. Pure. `stuck` determines the waits.
+"""Detect unresponsive hosts for which workers wait. Pure. `stuck` determines the waits.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
                                          |
                                          +--all have answered: asked again after silence_s, as long as others wait
 
 A host's kernel acknowledges packets even if the host's processes do not run, so acknowledgements cannot distinguish a
-stopped agent (on a paused or swapping machine) from a busy one. This is harmless as long as no worker waits for the
-host. If all others wait only for workers on hosts that do not answer, the wait could last forever.
+stopped agent (on a paused or swapping machine) from a busy one. This is harmless while no worker waits for the host. If
+all other workers wait only for workers on hosts that do not answer, the wait could last forever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LATE_S = 0.5  # If a check is this late, the driver itself was paused and has mi
 
 @dataclass
 class UnresponsiveHosts:
-    """The hosts that do not answer during one wait. Times are seconds on the caller's clock."""
+    """Hosts that do not answer during one wait. Times are in seconds on the caller's clock."""
 
     silence_s: float
     look_at: float | None = None  # time of the next check, or None if no worker waits
@@ -48,7 +48,7 @@ class UnresponsiveHosts:
         return True
 
     def for_s(self, now: float) -> float:
-        """Return the seconds since the hosts were asked whether they respond, or 0 if no request is pending."""
+        """Return the seconds since the hosts were asked to respond, or 0 if no request is pending."""
         return now - (now if self._asked_at is None else self._asked_at)
 
     def silent(self, now: float) -> frozenset[str]:

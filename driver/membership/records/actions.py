@@ -1,4 +1,4 @@
-"""The actions decided for the current event, in order, and the time of the event. Decides nothing."""
+"""Actions decided for the current event, in order, and the time of the event. Makes no decisions."""
 
 from __future__ import annotations
 

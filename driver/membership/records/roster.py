@@ -1,4 +1,4 @@
-"""The state of each live worker process, and queries over all of them. Decides nothing."""
+"""State of each live worker process, and queries over all of them. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 @dataclass(eq=False)
 class WorkerRecord:
-    """State of one live worker process. Fields ending in ``_at`` are times and in ``_by`` deadlines, in seconds on the
-    caller's clock.
+    """State of one live worker process.
+
+    Fields ending in ``_at`` are times and in ``_by`` deadlines, in seconds on the caller's clock.
     """
 
     worker: Worker
@@ -103,17 +104,17 @@ class WorkerRecord:
 
     @property
     def in_plans(self) -> bool:
-        """Return whether the worker may be a member of the next world."""
+        """Whether the worker may be a member of the next world."""
         return self.stage not in (WorkerStage.FINISHED, WorkerStage.DISMISSED)
 
     @property
     def patient(self) -> bool:
-        """Return whether the worker leaves only if enough other workers stay."""
+        """Whether the worker leaves only if enough other workers stay."""
         return self.unlisted or self.noticed
 
     @property
     def hurried(self) -> bool:
-        """Return whether the worker leaves even if too few stay."""
+        """Whether the worker leaves even if too few workers stay."""
         return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
@@ -124,7 +125,7 @@ class WorkerRecord:
 
 
 class Roster(dict[Worker, WorkerRecord]):
-    """All live worker processes by worker, with indexes for frequent queries."""
+    """Live worker processes by worker, with indexes for frequent queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class Roster(dict[Worker, WorkerRecord]):
             self._file(record, name)
 
     def remove(self, worker: Worker) -> WorkerRecord | None:
-        """Remove an exited process and return its record. Return None if the process is unknown."""
+        """Remove an exited process and return its record, or None if the process is unknown."""
         record = self.get(worker)
         if record is None:
             return None
@@ -204,7 +205,7 @@ class Roster(dict[Worker, WorkerRecord]):
     def overdue(self, now: float) -> list[WorkerRecord]:
         """Return the workers that should have exited, longest overdue first, and clear their deadlines.
 
-        The caller may set a new deadline for each.
+        The caller may set a new deadline for each worker.
         """
         found: dict[Worker, WorkerRecord] = {}
         while (exit_by := self.first_exit_by()) is not None and exit_by <= now:
@@ -240,6 +241,6 @@ class Roster(dict[Worker, WorkerRecord]):
         return (s for s in self.values() if s.in_plans)
 
     def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
-        """Return the records of those ``members`` that are alive and were not dismissed, in the same order."""
+        """Return the records of the ``members`` that are alive and were not dismissed, in the order of ``members``."""
         found = (self.get(worker) for worker in members)
         return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]

@@ -1,8 +1,8 @@
 """Cooldown of failed slots. Pure: no I/O, no clock.
 
-The cooldown of a slot doubles each time its worker dies, and the slot is given up after a number of failures. If a
-world that used the slot makes progress, its failures are cleared and the next one costs the shortest cooldown. A host
-is given up only when the configured limit of slots is reached, never because one worker died.
+The cooldown of a slot doubles after each failure of its worker, and the slot is given up after a number of failures. If
+a world that used the slot makes progress, its failures are cleared, so the next cooldown is the shortest one. A host is
+given up only when the configured limit of slots is reached, never because one worker died.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SlotRecord:
 
 @dataclass
 class Cooldown:
-    """Cooldowns of all slots. Times are seconds on the caller's clock."""
+    """Cooldowns of all slots. Times are in seconds on the caller's clock."""
 
     min_s: float
     max_s: float
@@ -82,7 +82,7 @@ class Cooldown:
         return (record is not None and record.given_up) or self.host_given_up(slot[0])
 
     def ready_at(self, slot: Slot) -> float | None:
-        """Return the time from which the slot may be used. Return None if the slot was given up."""
+        """Return the time from which the slot may be used, in seconds, or None if the slot was given up."""
         if self.given_up(slot):
             return None
         record = self._records.get(slot)

@@ -15,7 +15,7 @@ from elastic.protocol.messages import Commit, Place, Worker
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Order of the workers of a world. Ranks are indices in ``order``. Ranks below ``holders`` hold ``commit``."""
+    """Order of the workers of a world. Ranks are indices in ``order``, and ranks below ``holders`` hold ``commit``."""
 
     order: list[Worker]
     holders: int
@@ -46,7 +46,7 @@ def arrange(
 
 
 def places(order: Sequence[Worker]) -> list[Place]:
-    """Return each worker's place. The local rank is the slot, since a survivor cannot change its GPU."""
+    """Return each worker's place. The local rank is the slot number, since a survivor cannot change its GPU."""
     on_host: dict[str, int] = {}
     hosts_of_slot: dict[int, list[str]] = {}
     for worker in order:

@@ -17,7 +17,7 @@ from elastic.protocol.messages import Worker
 
 
 class Slots:
-    """All slots that discovery lists, and the history of their workers."""
+    """Slots that discovery lists, and the history of their workers."""
 
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has yielded a list yet
@@ -91,9 +91,7 @@ class Slots:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the last worker of every slot failed. If there is only one slot, its workers must have failed
-        twice.
-        """
+        """Return whether the last worker of every slot failed. A single slot must have failed twice."""
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
 
@@ -108,9 +106,7 @@ class Slots:
         return Worker(*slot, self._incarnations[slot])
 
     def leave(self, slot: Slot) -> None:
-        """Record that the worker of a slot was asked to leave. The slot stays empty unless the job has too few
-        workers.
-        """
+        """Record that the worker of a slot was asked to leave. The slot stays empty unless workers are lacking."""
         self._left.add(slot)
         self.version += 1
 
@@ -120,7 +116,7 @@ class Slots:
         self.version += 1
 
     def reopen(self, host: str) -> None:
-        """Allow workers on a host again, because its machine stays or was replaced."""
+        """Allow workers on a host again, because its machine is no longer about to be reclaimed, or was replaced."""
         if self._closed.pop(host, None) is not None:
             self.version += 1
 
@@ -129,20 +125,18 @@ class Slots:
         return now < self._closed.get(host, now)
 
     def drain(self, host: str) -> None:
-        """Start no workers on the host until `refill`, or until it leaves the list."""
+        """Drain a host: no workers start on it until `refill`, or until the host leaves the list."""
         self._drained.add(host)
         self.version += 1
 
     def refill(self, host: str) -> None:
-        """Start workers again on a host that was drained or has quarantined slots."""
+        """Allow workers again on a host that was drained or has quarantined slots."""
         self._drained.discard(host)
         self._release(host)
         self.version += 1
 
     def quarantine(self, slot: Slot, why: Reason) -> None:
-        """Start no workers in a slot, or on its whole host, until `refill` is called, or until the host leaves the
-        list.
-        """
+        """Quarantine a slot, or its whole host, until `refill` is called, or until the host leaves the list."""
         self.quarantined[slot] = why
         self.version += 1
 
@@ -189,7 +183,7 @@ class Slots:
         return self.cooldown.failed(slot, now, fruitful=fruitful)
 
     def failed_check(self, slot: Slot, now: float, why: Reason) -> float:
-        """Record that a slot failed its health check. Return the seconds until the slot may be used again."""
+        """Record a failed health check of a slot. Return the seconds until the slot may be used again."""
         self.unhealthy[slot] = why
         self.version += 1
         return self.cooldown.unhealthy(slot, now)
@@ -216,7 +210,7 @@ class Slots:
         ]
 
     def next_at(self, taken: Collection[Slot], now: float, *, short: bool) -> float | None:
-        """Return the time at which the next cooling slot becomes usable. Return None if no slot is cooling."""
+        """Return the time at which the next cooling slot becomes usable, in seconds, or None if no slot is cooling."""
         usable = self._usable(taken)
         times = [at for slot, at in usable if at > now and (short or slot not in self._left)]
         return min(times, default=None)
@@ -230,7 +224,7 @@ class Slots:
                     yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
-        """Return whether no listed slot can ever be used again. Not true of an empty list, which may still grow."""
+        """Return whether no listed slot can ever be used again. False for an empty list, which may still grow."""
         listed = list(rank_order.slots(self._hosts))
         return bool(listed) and all(
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed

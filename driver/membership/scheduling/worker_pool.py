@@ -1,9 +1,7 @@
-"""Decides about worker processes: when they are started in free slots, released, or killed because they are late.
+"""Decisions about worker processes: when they are started in free slots, released, or killed because they are late.
 
-Pure: no I/O, no clock.
-
-The pool knows the current members but no phases or worlds. `membership` decides when a worker may start or has to
-leave. The pool decides how, and by which deadline.
+Pure: no I/O, no clock. The pool knows the current members but no phases or worlds. `membership` decides when a worker
+may start or has to leave. The pool decides how, and by which deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ CHECK_SLACK_S = 10.0  # time for the result of a health check to arrive after it
 
 
 class WorkerPool:
-    """All live processes and all slots."""
+    """Live processes and slots of a job."""
 
     def __init__(self, settings: Settings, actions: ActionList) -> None:
         self.settings = settings
@@ -89,7 +87,7 @@ class WorkerPool:
             self.actions.add(StartWorker(worker, places[worker], because(why)))
 
     def hold(self, record: WorkerRecord) -> None:
-        """Leave init() unanswered until the health check of the slot has passed, with a deadline for its result."""
+        """Delay the answer to init() until the health check of the slot has passed, with a deadline for its result."""
         record.stage = WorkerStage.HELD
         record.held_until = self.actions.now + HELD_S
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
@@ -107,7 +105,7 @@ class WorkerPool:
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def has_waiting_starts(self) -> None:
-        """Start the timeout within which all other starting workers must call init()."""
+        """Start the timeout within which all starting workers must call init(), because one worker waits there."""
         if self._first_ready_at is None:
             self._first_ready_at = self.actions.now
 
@@ -184,7 +182,7 @@ class WorkerPool:
             self.actions.add(LetGo(record.worker, reason))
 
     def release_all(self, reason: Reason) -> None:
-        """Release all workers, except those that have finished and exit by themselves."""
+        """Release all workers, except workers that have finished and exit by themselves."""
         for record in [*self.roster.in_plans()]:
             if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
                 self.kill(record, reason)
@@ -192,9 +190,7 @@ class WorkerPool:
                 self.release(record, reason)
 
     def part_again(self, record: WorkerRecord) -> None:
-        """Send a worker that should have left, but still sends messages, the request to leave again, or kill it
-        again.
-        """
+        """Repeat the request to leave, or the kill, of a worker that should have left but still sends messages."""
         worker = record.worker
         if record.killed_for:
             self.actions.add(KillWorker(worker, record.killed_for))
@@ -220,7 +216,7 @@ class WorkerPool:
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
-        """Kill and replace a worker that cannot continue although it has not failed itself."""
+        """Kill and replace a worker that cannot continue, although it has not failed itself."""
         record.leaving = reason
         self.dismiss(record, reason, self.settings.disconnect_s)
         self.kill(record, reason)
@@ -242,7 +238,7 @@ class WorkerPool:
         self.kill(record, reason)
 
     def quarantine(self, record: WorkerRecord, why: Reason, members: Collection[Worker]) -> None:
-        """Stop using the slot, or the host, of a worker that computes wrong gradients. See `Settings.quarantine`.
+        """Quarantine the slot, or the host, of a worker that computes wrong gradients. See `Settings.quarantine`.
 
         In a job with health checks, the check of the next worker in the slot decides instead.
         """
@@ -282,7 +278,7 @@ class WorkerPool:
         if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":
             return  # The slot does not become free with time. See `quarantine`.
         if not self.slots.lists(worker):
-            self.actions.log("info", f"{worker} ended with {what}; its slot is not listed any more")
+            self.actions.log("info", f"{worker} ended with {what}; its slot is no longer listed")
             return
         if self.slots.closed(worker.host, now):
             text = f"{worker} ended with {what}; its machine is being reclaimed"
@@ -341,7 +337,7 @@ class WorkerPool:
                 yield next_at
 
     def some_return(self) -> bool:
-        """Return whether an empty slot will have a worker again soon.
+        """Return whether an empty slot will soon have a worker again.
 
         This is the case if the slot's last worker is about to exit, or if the slot cools down. Slots of machines that
         will be reclaimed do not count.
@@ -351,7 +347,7 @@ class WorkerPool:
         return self._wanted() > 0 and later
 
     def next_slot_at(self) -> float | None:
-        """Return the time at which a cooling slot becomes usable. Return None if no slot is cooling."""
+        """Return the time at which a cooling slot becomes usable, in seconds, or None if no slot is cooling."""
         state = (self.roster.version, self.slots.version, self._short())
         if state != self._cooling[0] or self._cooling[1] <= self.actions.now:
             at = None

@@ -18,7 +18,7 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass(frozen=True)
 class Composition:
-    """A possible next world. ``arrangement`` contains its workers. A worker that is in no list waits as a standby."""
+    """Possible next world. ``arrangement`` contains its workers. A worker that is in no list waits as a standby."""
 
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)

@@ -16,7 +16,7 @@ IMPORTS_S = 120.0
 
 
 class Deadlines(Part):
-    """The deadlines of the current phase, and of processes that are starting or exiting."""
+    """Deadlines of the current phase, and of processes that are starting or exiting."""
 
     def all(self) -> Iterator[float]:
         """Yield all deadlines."""
@@ -105,10 +105,9 @@ class Deadlines(Part):
                 )
 
     def _init_remind_at(self) -> float | None:
-        """Return the time at which to log that workers have not called init(), or None if no worker is expected to call
-        it.
+        """Return the time at which to log that workers have not called init(), or None if no worker must call it.
 
-        In a job of a fixed size, no worker is, because such a job may run any program.
+        In a job of a fixed size, no worker must call it, because such a job may run any program.
         """
         first = next(self.roster.first_at(WorkerStage.STARTING), None)
         if first is None or self.worlds.members or not self.settings.elastic:

@@ -32,9 +32,7 @@ class Kind(enum.Enum):
 
 @dataclass
 class Gathering:
-    """The phase between two worlds. Fields ending in ``_by`` and ``_at`` are times on the caller's clock, in
-    seconds.
-    """
+    """Phase between two worlds. Fields ending in ``_by`` and ``_at`` are times on the caller's clock, in seconds."""
 
     kind: Kind
     reason: Reason
@@ -91,7 +89,7 @@ class Gathering:
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:
-        """Restart the deadline, because no worker could become ready in the meantime."""
+        """Restart the deadline, because no worker could become ready until now."""
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now
@@ -128,8 +126,11 @@ class Gathering:
 def candidates(
     ready: Sequence[WorkerRecord], members: Sequence[Worker]
 ) -> tuple[list[WorkerRecord], list[WorkerRecord], list[WorkerRecord]]:
-    """Return three lists: ready old members in rank order, ready newcomers, and ready workers that need the other kind
-    of world (of init() or of elastic.run).
+    """Sort ready workers into three lists.
+
+    Returns:
+        Ready old members in rank order, ready newcomers, and ready workers that need the other kind of world (of init()
+        or of elastic.run).
     """
     rank = {worker: index for index, worker in enumerate(members)}
     old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])

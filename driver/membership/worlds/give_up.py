@@ -35,7 +35,7 @@ class GiveUpRules:
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """Return the minimum size of a world now. It is 1 once some workers have finished."""
+        """Return the minimum size of the next world. It is 1 after some workers have finished."""
         if not self._settings.elastic:
             return self._settings.np
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
@@ -50,7 +50,7 @@ class GiveUpRules:
     def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
         """Return the reason to end the job if all members are lost.
 
-        Newcomers have no state, so continuing with them would silently discard the training, unless a checkpoint can
+        Newcomers have no state, so they would silently restart the training from the beginning, unless a checkpoint can
         be restored.
         """
         here = self._staff.roster.first_at(*AT_STAKE)
@@ -93,7 +93,7 @@ class GiveUpRules:
         self._restarts = 0
 
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
-        """Handle a worker that was rejected because its state differs from the world's.
+        """Record the rejection of a worker whose state differs from the world's.
 
         Return the reason to end the job if the previous member in its slot differed in the same way, because this would
         recur forever.
@@ -165,8 +165,10 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Handle a shortage of workers, which is logged once for each number of workers. Return the reason to end the
-        job, or None.
+        """Record a shortage of workers, which is logged once for each number of workers.
+
+        Returns:
+            The reason to end the job, or None.
         """
         slots, need = self._staff.slots, self.needed()
         if not slots.known:

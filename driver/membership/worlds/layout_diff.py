@@ -1,4 +1,4 @@
-"""Describes the differences between two layouts of a state. Pure: no I/O, no clock."""
+"""Describe the differences between two layouts of a state. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

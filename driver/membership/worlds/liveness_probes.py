@@ -1,8 +1,7 @@
-"""Decides which standbys the next world includes: those that answer a probe when a gathering begins. Pure: no I/O, no
-clock.
+"""Choice of the standbys of the next world, which are those that answer a probe when a gathering begins.
 
-A standby may wait for hours, and its agent checks only four times a second whether it can run. If the world included a
-standby that was stopped a moment ago, all members would wait for it.
+Pure: no I/O, no clock. A standby may wait for hours, and its agent checks only four times a second whether it can run.
+If the world included a standby that was stopped a moment ago, all members would wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ ANSWER_S = 0.05  # seconds for an answer, once all other workers are ready
 
 @dataclass
 class LivenessProbes:
-    """Liveness probes of one job. Times are seconds on the caller's clock."""
+    """Liveness probes of one job. Times are in seconds on the caller's clock."""
 
     # standbys that were probed in this gathering and have not answered yet
     asked: set[Worker] = field(default_factory=set)
@@ -39,8 +38,9 @@ class LivenessProbes:
         self.silent.discard(worker)
 
     def awaited(self, now: float) -> bool:
-        """Return whether the gathering must still wait for answers, once all other workers are ready. Standbys that are
-        too late are marked as silent.
+        """Return whether the gathering must still wait for answers after all other workers are ready.
+
+        Standbys that are too late are marked as silent.
         """
         if self.by is None and self.asked:
             self.by = now + ANSWER_S

@@ -1,4 +1,4 @@
-"""Decides when a planned change begins, and at which check all members stop. Pure: no I/O, no clock.
+"""Decide when a planned change begins, and at which check all members stop. Pure: no I/O, no clock.
 
 Every member answers with its number of checks and waits at the next check. No member has passed the check after the
 largest answer, so all members continue to that check and stop at the same point.
@@ -17,8 +17,9 @@ REMIND_S = 30.0  # seconds without a commit until the waiting workers are logged
 
 @dataclass
 class PlannedChange:
-    """The current or most recent planned change. Fields ending in ``_s`` are seconds, other times are on the caller's
-    clock.
+    """Current or most recent planned change.
+
+    Fields ending in ``_s`` are seconds, other times are on the caller's clock.
     """
 
     settings: Settings
@@ -34,8 +35,8 @@ class PlannedChange:
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Decide when a change that a worker's join or leave requires may start. Return None to start it now, otherwise
-        the time of the next decision.
+        """Return when a change for a joining or leaving worker may start: None means now, otherwise the time of the
+        next decision.
 
         Args:
             now: current time, in seconds.
@@ -67,7 +68,7 @@ class PlannedChange:
         self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
-        """Return the number of the check at which all members stop. Call this once all have answered."""
+        """Return the number of the check at which all members stop. Call this after all members have answered."""
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check

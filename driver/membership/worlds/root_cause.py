@@ -1,4 +1,4 @@
-"""Attributes a failure to one worker or to the script. Pure: no I/O, no clock.
+"""Attribute a failure to one worker or to the script. Pure: no I/O, no clock.
 
 `RootCauseSearch`: in a job that cannot recover, survivors may report a failure before the exit of the lost worker is
 known. The search therefore waits briefly for an exit, and the first worker that exits without having reported a failure
@@ -43,10 +43,11 @@ def exit_code(code: int) -> int:
 
 @dataclass
 class RootCauseSearch:
-    """Search for the root cause of a failure. ``verdict`` is the reason if no cause is found before the time ``by``.
+    """Search for the root cause of a failure.
 
-    A worker that has not reported the failure is a suspect. It may only be slow to exit, so the search waits for it
-    until the time ``latest``.
+    ``verdict`` is the reason if no cause is found before the time ``by``. A worker that has not reported the failure is
+    a
+    suspect. It may only be slow to exit, so the search waits for it until the time ``latest``.
     """
 
     by: float
@@ -69,7 +70,7 @@ class RootCauseSearch:
         return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
-        """Decide at the time ``by`` whether a suspect gets more time. Return True if the search continues."""
+        """Return whether the search continues after the time ``by``, because a suspect may only be slow."""
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False
         self.by = self.latest
@@ -84,7 +85,7 @@ class RootCauseSearch:
 
 @dataclass
 class Mismatches:
-    """The different calls in which the ranks of the last world broke it."""
+    """Calls of the last world's ranks that did not match and broke the world."""
 
     _generation: int = 0
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each call
@@ -109,9 +110,7 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass
 class Exceptions:
-    """Exceptions that members' user code has raised. Commit 0 of a world denotes the state from which the world
-    started.
-    """
+    """Exceptions that members' user code has raised. Commit 0 of a world is the state from which the world started."""
 
     _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
     _began_with: dict[int, Commit] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Records which workers are missing because their script failed, and which have a different state.
+"""Record of the workers that are missing because their script failed or their state differs.
 
 Pure: no I/O, no clock.
 
@@ -42,7 +42,7 @@ class ScriptFailures:
         self._of[slot] = reason
 
     def exited(self, slot: Slot, code: int, cause: ExitCause, reason: Reason) -> None:
-        """Record an exit with a nonzero code that the worker did not report before it exited.
+        """Record an exit with a nonzero code that the worker had not announced.
 
         An uncaught exception counts as a failure of the script. An unexplained exit code counts only if the slot's
         previous worker exited with the same code. The loss of a peer or of the driver never counts.
@@ -92,6 +92,6 @@ class ScriptFailures:
         return before[0] if before is not None and before[1] == layout else None
 
     def turned_away_before(self, generation: int) -> Worker | None:
-        """Return the member that was turned away at the formation of this generation."""
+        """Return the member that was rejected when this generation was formed."""
         last = self._last_turned_away
         return last[0] if last is not None and last[1] == generation - 1 else None

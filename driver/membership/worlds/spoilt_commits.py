@@ -1,4 +1,4 @@
-"""Decides which commits may contain wrong gradients, and to which older commit a job returns. Pure: no I/O, no clock.
+"""Decide which commits may contain wrong gradients, and to which older commit a job returns. Pure: no I/O, no clock.
 
 A worker that is found to compute wrongly may have done so since its first step. Every commit since then may contain its
 gradients, except where all gradients are compared before they are used. Workers keep copies of older commits (see
@@ -17,12 +17,12 @@ from elastic.protocol.messages import Commit, KeptCommit, Worker
 
 @dataclass(frozen=True)
 class Beginning:
-    """The commits from which the next world may begin.
+    """Commits from which the next world may begin.
 
     Attributes:
         commits: for each worker, the commit that it contributes, or None if it has no copy.
         older: the commit, if it is older than the newest one; otherwise None.
-        whole: whether there is a commit from before the first doubtful step. If False, wrong gradients may remain.
+        whole: whether a commit from before the first doubtful step exists. If False, wrong gradients may remain.
     """
 
     commits: dict[Worker, Commit | None]
@@ -32,7 +32,7 @@ class Beginning:
 
 @dataclass
 class SpoiltCommits:
-    """The doubtful commits of a job: those after the commit ``after``, up to generation ``until``."""
+    """Doubtful commits of a job: all commits after the commit ``after``, up to generation ``until``."""
 
     after: Commit | None = None
     until: int = 0

@@ -23,7 +23,7 @@ from elastic.protocol.messages import Commit
 
 
 class Stop(Part):
-    """Handles a stop request that waits for a last checkpoint."""
+    """Handler of a stop request that waits for a last checkpoint."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -36,7 +36,7 @@ class Stop(Part):
         self._newest: Commit | None = None  # newest durable commit
 
     def heard(self, event: Event) -> None:
-        """Take note of an event that another part handles."""
+        """Record an event that another part handles."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:
                 if self.worlds.members and worker == self.worlds.members[0]:

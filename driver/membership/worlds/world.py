@@ -26,8 +26,9 @@ DIGESTS = 64  # number of commits with stored digests
 
 @dataclass
 class World:
-    """One published world. ``members`` are in rank order, and include dead members. Generation 0 means that no world
-    has been published yet.
+    """Published world.
+
+    ``members`` are in rank order, and include dead members. Generation 0 means that no world has been published yet.
     """
 
     generation: int = 0
@@ -79,8 +80,10 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Compare the digest of a commit with the first reported digest of the same commit. Return the wrong worker and
-        the right worker if the digests differ, otherwise None.
+        """Compare the digest of a commit with the first reported digest of the same commit.
+
+        Returns:
+            The wrong worker and the right worker if the digests differ, otherwise None.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:

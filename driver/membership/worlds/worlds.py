@@ -43,13 +43,11 @@ class Phase(enum.Enum):
 
 
 class JobFinished(Exception):
-    """Raised once the outcome of the job is decided. The exception unwinds to `handle`, so that no action can follow
-    EndJob.
-    """
+    """The outcome of the job is decided. This exception unwinds to `handle`, so that no action can follow EndJob."""
 
 
 class Worlds:
-    """The sequence of worlds of one job. Methods add their actions to the list of the current event."""
+    """Sequence of the worlds of one job. Methods add their actions to the list of the current event."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -415,7 +413,7 @@ class Worlds:
             s.stage in (WorkerStage.RETURNED, WorkerStage.FINISHED) for s in live
         )
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
-            self.actions.log("warning", f"{reason}, after all others returned")
+            self.actions.log("warning", f"{reason}, after all other workers had returned")
             return
         self.break_up(reason, lost=True)
 

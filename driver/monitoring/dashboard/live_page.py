@@ -1,4 +1,4 @@
-"""Updates the page of a running job, and serves it if requested. Acts. `page_model` makes the decisions.
+"""Update the page of a running job, and serve it if requested. `page_model` makes the decisions.
 
 Events arrive in the event loop's thread. Log lines may come from any thread.
 """

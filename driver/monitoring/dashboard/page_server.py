@@ -1,4 +1,4 @@
-"""HTTP server of a job's live page, which runs in the driver's event loop without blocking it. Decides nothing.
+"""HTTP server of a job's live page, which runs in the driver's event loop without blocking it. Makes no decisions.
 
     GET /         the page: one file, the same for every job
     GET /events   server-sent events: the whole state first, then each patch, until the viewer disconnects

@@ -1,6 +1,6 @@
 """Actor on a Ray node for one job: runs the node's agent process, and forwards calls to its workers.
 
-Decides nothing.
+Makes no decisions.
 
 The actor starts the agent in a folder of its own and passes it the bootstrap on standard input, which stays open while
 the actor lives. The agent therefore ends with the actor, and the workers end with the agent. The actor also ends with

@@ -1,4 +1,4 @@
-"""Socket for calls to the persistent workers of one host. Acts, decides nothing, unpickles nothing.
+"""Socket for calls to the persistent workers of one host. Makes no decisions, unpickles nothing.
 
 A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. Both sides then send frames: four bytes with
 the length, big endian, followed by the data. The worker answers every call with one frame, in order.
@@ -91,14 +91,18 @@ class WorkerCalls:
             )
         caller = self._workers.get(rank)
         if caller is None:
-            raise CallFailed(f"no worker of rank {rank} runs on this host")
+            raise CallFailed(
+                f"no worker of rank {rank} runs on this host: call a rank of this host"
+            )
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         caller.waiting.append(answer)
         caller.writer.write(len(blob).to_bytes(LENGTH_BYTES, "big") + blob)
         try:
             return await within(answer, timeout_s)
         except asyncio.TimeoutError:
-            raise CallFailed(f"rank {rank} did not respond within {timeout_s:g} s") from None
+            raise CallFailed(
+                f"the worker of rank {rank} did not answer the call within {timeout_s:g} s: pass a longer timeout"
+            ) from None
 
     async def close(self) -> None:
         if self._server is not None:
@@ -122,7 +126,7 @@ class WorkerCalls:
             while True:
                 answer = await _frame(reader)
                 if not caller.waiting:
-                    raise ValueError("the worker sent a reply without a request")
+                    raise ValueError("the worker sent an answer without a call")
                 waiting = caller.waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(answer)
@@ -173,6 +177,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     if length > FRAME_LIMIT:
         raise ValueError(
-            f"the response of the worker has {length} bytes, but the limit is {FRAME_LIMIT}"
+            f"the response of the worker has {length} bytes, but the limit is {FRAME_LIMIT}: return a smaller value,"
+            " or write it to a file"
         )
     return await reader.readexactly(length)

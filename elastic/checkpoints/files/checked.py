@@ -63,7 +63,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Compares a file's bytes, which are passed in order, with its recorded checksum."""
+    """Compare a file's bytes, which are passed in order, with its recorded checksum."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks

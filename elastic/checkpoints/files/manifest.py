@@ -246,7 +246,7 @@ def _check_format(content: bytes, what: str) -> None:
     last = _CHECKSUM.search(content)
     body = content[: last.start()] + b"}" if last else content
     if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
-        raise UnreadableCommit(f"{what} is damaged: the checksum differs")
+        raise UnreadableCommit(f"{what} is damaged: its checksum differs from the recorded one")
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Reads rows of sharded tensors from the files of a checkpoint. `row_ranges` determines the bytes to read. Acts."""
+"""Read rows of sharded tensors from the files of a checkpoint. `row_ranges` determines the bytes to read."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def read(
         try:
             content = storage.read_range(f"{folder}/{part.file}", part.offset, part.length)
         except FileNotFoundError:
-            raise UnreadableCommit(f"{part.file} is missing") from None
+            raise UnreadableCommit(f"{part.file} is missing from the commit") from None
         if zlib.crc32(content, part.sum_before) != part.sum_after or len(content) != part.length:
             raise UnreadableCommit(
-                f"{part.file} is damaged: the checksum of {stored[0].name} differs"
+                f"{part.file} is damaged: the checksum of {stored[0].name} differs from the recorded one"
             )
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(into.dtype)
         rows = rows.view(len(part.rows), *into.shape[1:])

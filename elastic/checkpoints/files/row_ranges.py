@@ -1,4 +1,4 @@
-"""Determines the byte ranges with the rows that a rank needs, and checks that a checkpoint contains all rows.
+"""Determine the byte ranges with the rows that a rank needs, and check that a checkpoint contains all rows.
 
 Pure: no I/O, no clock.
 

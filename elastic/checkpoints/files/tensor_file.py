@@ -1,4 +1,4 @@
-"""Writes tensors in the format of ``torch.save`` in a single pass over their bytes.
+"""Write tensors in the format of ``torch.save`` in a single pass over their bytes.
 
 Apart from the CRC-32, the bytes around a tensor's data are the same for all tensors of the same dtype, shape and
 stride. torch writes these bytes once for an empty tensor, and they are cached.

@@ -1,4 +1,4 @@
-"""Starts collectives that move rows without reducing them: broadcast, allgather, alltoall.
+"""Start collectives that move rows without reducing them: broadcast, allgather, alltoall.
 
 The number of rows of each rank is known from the negotiation of the collective.
 """

@@ -1,4 +1,4 @@
-"""Starts reductions on one group: scaling, precision, and shared buffers for small tensors.
+"""Start reductions on one group: scaling, precision, and shared buffers for small tensors.
 
 Each function that starts a reduction returns the works to wait for and a function that produces the result. It checks
 its arguments before it sends anything.

@@ -1,4 +1,4 @@
-"""Sums sparse gradients over the ranks of a group, by gathering all indices and values.
+"""Sum sparse gradients over the ranks of a group, by gathering all indices and values.
 
 The caller ensures that all ranks pass the same group and the same order of gradients.
 """

@@ -49,9 +49,8 @@ _THREADS = 2  # number of collectives of one group that can progress at the same
 _DRAIN_STEP_S = 0.0005
 _QUIET_S = 0.02  # seconds without activity until a group counts as drained
 _CLOSE_S = 0.1  # seconds in which work in flight usually ends once the sockets are closed
-# How often a waiting thread checks whether the group was aborted. Needed because Gloo occasionally (in 1 of 80 aborts
-# during an allreduce) loses the wake-up of a send that is queued while its socket closes, and then waits for the whole
-# timeout. An allreduce takes no longer because of it; a rank that waits for a late one uses 1 % of a core.
+# A waiting thread checks this often whether the group was aborted, because Gloo occasionally (in 1 of 80 aborts) loses
+# the wake-up of a queued send. The check does not slow an allreduce, and a waiting rank uses 1 % of a core for it.
 _SLICE = timedelta(milliseconds=20)
 _LOOK_EVERY = 50  # number of slices between two such checks
 _AT_ONCE = timedelta(milliseconds=1)
@@ -181,7 +180,10 @@ class GlooCollectives:
         """
         own = sockets.find_listener(value)
         if own is None:
-            raise CollectiveFailed("the listener of this group is not among the open sockets")
+            raise CollectiveFailed(
+                "Gloo opened no listener for this group, so a blocked collective could not be interrupted: check that"
+                " no other library replaces torch's Gloo"
+            )
         self._own = own
         self._raise_if_failed()
         mine = msgspec.msgpack.encode((own, key, value, self._word))
@@ -691,7 +693,8 @@ class _Addresses(c10d.Store):
         missing = [key for key in keys if key not in self._known]
         if missing:
             raise RuntimeError(
-                f"Gloo is waiting for the key {missing}, but no rank has published the key"
+                f"Gloo is waiting for the key {missing}, but no rank has published this key: check that all ranks"
+                " called the same collective"
             )
 
 

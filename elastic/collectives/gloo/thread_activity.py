@@ -1,4 +1,4 @@
-"""Detects whether Gloo's threads are asleep, by the kernel's counters. Read-only.
+"""Detect whether Gloo's threads are asleep, by the kernel's counters. Read-only.
 
 A collective that lost its wake-up never completes, although no thread works on it. Unlike that of a collective that
 still writes, its thread has not run for a while.

@@ -19,7 +19,7 @@ _SLICE_S = 1.0
 
 
 class OrderedExecutor:
-    """Executes works in one thread. ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never
+    """Execute works in one thread. ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never
     blocks.
     """
 

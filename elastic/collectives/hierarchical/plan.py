@@ -1,4 +1,4 @@
-"""Divides the work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no clock.
+"""Divide the work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no clock.
 
 A rank communicates through its host's memory and through the network between hosts. Every rank has the number of its
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:

@@ -10,7 +10,7 @@ import bisect
 
 
 class Allocator:
-    """Allocates regions in a range of ``size`` bytes. Not thread-safe."""
+    """Allocate regions in a range of ``size`` bytes. Not thread-safe."""
 
     def __init__(self, size: int, page: int) -> None:
         self._page = page
@@ -45,7 +45,9 @@ class Allocator:
     def free(self, offset: int) -> None:
         """Free a region that `allocate` returned. Adjacent free space is merged with it."""
         if offset not in self._bytes:
-            raise ValueError(f"offset {offset} is not the start of an allocated region")
+            raise ValueError(
+                f"offset {offset} is not the start of an allocated region: free each region once"
+            )
         del self._bytes[offset]
         self._starts.pop(bisect.bisect_left(self._starts, offset))
 

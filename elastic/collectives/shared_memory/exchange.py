@@ -44,7 +44,10 @@ class MemoryOffer:
             raise PeerMemoryUnavailable(arena.why_not())
         self._staging = self._arena.take(library.elastic_staging_bytes())
         if self._staging is None:
-            raise PeerMemoryUnavailable("the shared memory of this process is full")
+            raise PeerMemoryUnavailable(
+                "the shared memory of this process is full, so it can't be offered to other ranks: start the job with"
+                " ELASTIC_NATIVE=0"
+            )
         control_bytes = library.elastic_control_bytes(min(size, backend_selection.MAX_LOCAL_RANKS))
         self._control = memfd.create("elastic-control", control_bytes)
         return RankInfo(

@@ -59,8 +59,8 @@ class _Mapped:
     def drop(self) -> None:
         os.close(self.pidfd)
         if self.keep:
-            # No other process has the pages of an exited process, so the system frees each of them: 50 ms for 100 MB,
-            # for which the next world would wait. Not by `threading`, whose locks this thread may hold.
+            # The system frees the pages of an exited process here, which takes 50 ms for 100 MB, so another thread
+            # does it. It is not started by `threading`, whose locks this thread may hold.
             try:
                 _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
                 return
@@ -186,7 +186,7 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
             raise PeerMemoryUnavailable(
-                f"process {owner.pid} has exited, and a new process has the same ID"
+                f"process {owner.pid} has exited, and a new process has the same process ID"
             )
         fd = os.open(f"{_PROC}/{owner.pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -294,7 +294,8 @@ class SharedCollectives:
         if not begun:
             self._messages.discard(message)
             raise ValueError(
-                f"rank {self.rank} of this group can't exchange messages with rank {peer}"
+                f"rank {self.rank} of this group can't exchange messages with rank {peer}: pass another rank of the"
+                " group"
             )
         return message
 

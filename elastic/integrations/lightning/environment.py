@@ -1,4 +1,4 @@
-"""Tells Lightning this worker's place in the world. Computed at each query, so that a new world applies immediately."""
+"""Tell Lightning this worker's place in the world. Computed at each query, so that a new world applies immediately."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ElasticEnvironment(ClusterEnvironment):
         env = environment.read()
         if env.driver is None and env.started is None:
             raise Invalid(
-                'strategy="elastic" requires a worker that elasticrun started: run  elasticrun -np 2 python'
-                ' script.py  or leave strategy="elastic" out'
+                'strategy="elastic" requires a worker that elasticrun started: run `elasticrun -np 2 python'
+                ' script.py`, or omit strategy="elastic"'
             )
 
     @property

@@ -124,15 +124,15 @@ class ElasticFitLoop(Trained):
         trainer = self.trainer
         if trainer.reload_dataloaders_every_n_epochs:
             raise Invalid(
-                'strategy="elastic" keeps one position in one train dataloader; leave reload_dataloaders_every_n_epochs'
-                " out, or change the dataset between epochs in on_train_epoch_start"
+                'strategy="elastic" supports one train dataloader, whose position it keeps: omit'
+                " reload_dataloaders_every_n_epochs, or change the dataset between epochs in on_train_epoch_start"
             )
         if isinstance(
             _select_data_fetcher(trainer, RunningStage.TRAINING), _DataLoaderIterDataFetcher
         ):
             raise Invalid(
-                'training_step can\'t take a dataloader_iter with strategy="elastic", which has to know which batches'
-                " were used: take the batch as an argument"
+                'training_step can\'t take a dataloader_iter with strategy="elastic", which must record the batches'
+                " that were used: give training_step the arguments batch and batch_idx"
             )
         with self.strategy.dealing():
             super().setup_data()

@@ -1,4 +1,4 @@
-"""Assigns gradients to buckets, and decides the order in which buckets are reduced. Pure: uses only sizes, no tensors.
+"""Assign gradients to buckets, and decide the order in which buckets are reduced. Pure: uses only sizes, no tensors.
 
 Buckets follow the order in which backward computes gradients, so the first ones are full, and are reduced, while
 backward computes the rest. The order is observed in the first step. Until then it is assumed to be the reverse of the

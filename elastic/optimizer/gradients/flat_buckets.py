@@ -151,9 +151,8 @@ class FlatBucket:
         self._mark = self._sent[-1] if marked else None
         self._heard = HostStepFlag(self._sent[-1]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
-        # The tensors that become ``parameter.grad``. Module.to() and some scripts replace the memory of such a tensor,
-        # after which it is no longer a view of the buffer. Each has its own version counter, independent of the rest
-        # of the buffer.
+        # The tensors that become ``parameter.grad``. They are separate from the views, because Module.to() and some
+        # scripts replace the memory of a gradient, and because each gradient needs its own version counter.
         self._given = [view.data for view in self._views]
         small = GPU_SMALL_BYTES if device.type == "cuda" else SMALL_BYTES
         self._small = [
@@ -366,7 +365,7 @@ class CompressedGradient:
         return 0 if changed else None
 
     def heard(self, op: Op) -> StepFlag:
-        raise AssertionError("this bucket has no step flag")
+        raise AssertionError("this bucket was created without a step flag")
 
     def discard(self, position: int) -> None:
         if self._work is not None:
@@ -394,7 +393,7 @@ class FlagBucket:
         return wire_of(self._wire)
 
     def fill(self, position: int, *, watch: bool) -> None:
-        raise AssertionError("this bucket has no slot for a gradient")
+        raise AssertionError("the gradient does not belong to this bucket")
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         self._wire.fill_(mark_value(op, mark))

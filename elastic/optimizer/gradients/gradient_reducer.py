@@ -1,4 +1,4 @@
-"""Schedules the reduction of gradients: counts backward passes, launches full buckets in plan order, and waits for
+"""Schedule the reduction of gradients: counts backward passes, launch full buckets in plan order, and wait for
 them.
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
@@ -75,7 +75,7 @@ _made: collections.Counter[int] = collections.Counter()
 
 
 class GradientReducer:
-    """Reduces the gradients of one optimizer.
+    """Reducer of the gradients of one optimizer.
 
     All methods except the hooks must be called from the training thread.
     """
@@ -590,7 +590,7 @@ class GradientReducer:
                 if verdict.joined:
                     joined_rank.send_layout(group, device, verdict.source, None)
                 raise ValueError(
-                    "sparse gradients can be reduced with Average and Sum, not with"
+                    "sparse gradients can be reduced only with Average or Sum, not with"
                     f" {self._options.op.name.title()}: pass sparse_as_dense=True"
                 )
         plan.arrange(found, order, bucket_bytes(world, plan.device))

@@ -1,4 +1,4 @@
-"""Lets a joined rank take part in the steps of an optimizer: it contributes zeros, and its own state does not change.
+"""Let a joined rank take part in the steps of an optimizer: it contributes zeros, and its own state does not change.
 
 This module also has the exchanges by which ranks agree on a plan, because both sides must match. Their meaning is
 defined in `plan_agreement`. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
@@ -156,8 +156,8 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
     data = share_bytes(group, device, source)
     if not data:
         raise StateMismatch(
-            "the active ranks disagree about how to reduce an optimizer's gradients: see the errors of these"
-            " ranks"
+            "the active ranks disagree about how to reduce an optimizer's gradients: see the errors of these ranks"
+            " for the difference"
         )
     return StepPlan.decode(data)
 
@@ -181,7 +181,7 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """Takes part in the steps of one plan. The reduction of the plan's first buffer ends when the other ranks step."""
+    """Take part in the steps of one plan. The reduction of the plan's first buffer ends when the other ranks step."""
 
     def __init__(
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED

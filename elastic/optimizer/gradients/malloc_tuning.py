@@ -1,4 +1,4 @@
-"""Tunes glibc's malloc so that the memory of gradients stays in the process between steps. Acts once per process.
+"""Tune glibc's malloc so that the memory of gradients stays in the process between steps. Runs once per process.
 
 Backward allocates every gradient, which is freed as soon as it was copied into its bucket. By default, glibc returns
 such large blocks to the system, and in the next step the kernel allocates them again, page by page and filled with

@@ -1,4 +1,4 @@
-"""Tracks the progress of a step: which gradients have arrived, and which backward pass is the last. Pure: no I/O, no
+"""Track the progress of a step: which gradients have arrived, and which backward pass is the last. Pure: no I/O, no
 clock.
 
 A step begins with its first gradient, or in `finish` if it has none::

@@ -1,4 +1,4 @@
-"""Schedules the sums of a step's shards: bucket by bucket during backward of the last shard.
+"""Schedule the sums of a step's shards: bucket by bucket during backward of the last shard.
 
 Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
 along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
@@ -44,7 +44,7 @@ PURPOSE = f"{GRADIENTS} of shards"
 
 
 class ShardReducer:
-    """Sums the gradients of one optimizer over shards.
+    """Sum the gradients of one optimizer over shards.
 
     Args:
         optimizer: the optimizer.
@@ -297,8 +297,8 @@ class ShardReducer:
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
-                # Backward can use the same memory for the gradients of several parameters, and in-place sums of one
-                # would change the others. (torch's own accumulation computes such sums incorrectly.)
+                # Backward can use the same memory for the gradients of several parameters, so an in-place sum of one
+                # gradient would change the other gradients.
                 parameter.grad = gradient.clone()
             self._storages.add(storage)
         slot.bucket.take(slot.position)

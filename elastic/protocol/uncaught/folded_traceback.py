@@ -1,4 +1,4 @@
-"""Formats an exception as Python prints it, with the frames of this package folded into one line, by file names alone.
+"""Format an exception as Python prints it, with the frames of this package folded into one line, by file names alone.
 
       File "train.py", line 21, in <module>
         train(state)

@@ -1,4 +1,4 @@
-"""Sends an exception that ends a worker's script to the agent, as a line of JSON in a pipe that only the two share.
+"""Send an exception that ends a worker's script to the agent, as a line of JSON in a pipe that only the two share.
 
 The pipe exists before the script begins and works without `init()`. The agent keeps both of its ends, and the worker
 opens it through /proc. If it cannot be opened, or no longer has a reader, `send` returns False.

@@ -10,9 +10,8 @@ import torch
 
 from elastic.errors import DeviceLost
 
-# CUDA error codes (cudaError_t) reported by a device, its links or its driver; most invalidate the context. Excluded:
-# out of memory, a missing device, an invalid launch, and assertions in kernels (710, for example an index out of
-# range).
+# CUDA error codes (cudaError_t) of faults in a device, its links or its driver. Faults of scripts are excluded: out of
+# memory, a missing device, an invalid launch, and assertions in kernels (710, for example an index out of range).
 _HARDWARE = {
     46,
     100,

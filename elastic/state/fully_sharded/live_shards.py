@@ -1,4 +1,4 @@
-"""Handlers for the parts of a state that are sharded by rows. Acts.
+"""Handlers for the parts of a state that are sharded by rows.
 
 Values that all ranks share (buffers, parameters that are not sharded, step counters, options) are committed and sent
 like those of any other state. `sharded_commits` handles the sharded tensors: the handlers provide this rank's rows by

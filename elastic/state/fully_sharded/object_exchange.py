@@ -1,4 +1,4 @@
-"""Exchange of Python objects between the ranks of a group through its collectives. Acts."""
+"""Exchange of Python objects between the ranks of a group through its collectives."""
 
 from __future__ import annotations
 

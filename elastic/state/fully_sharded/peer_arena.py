@@ -1,4 +1,4 @@
-"""Memory of a bank that outlives its process while another process on the host maps it. Acts.
+"""Memory of a bank that outlives its process while another process on the host maps it.
 
 The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
 The other ranks can therefore check the contents no matter when the process was killed.
@@ -22,8 +22,8 @@ HEADER = 64  # bytes: 8 int64
 _WHOLE = 0x7E1A5710C0331701
 
 
-# Flags by bank. A process that leaves or raises drops its state before its exit. Without the flag, the arena would
-# reuse memory that other processes on the host still need.
+# Flags by bank. They prevent the reuse of memory that other processes on the host still need after a process that
+# leaves or raises has dropped its state.
 _kept: dict[int, torch.Tensor] = {}
 
 

@@ -1,4 +1,4 @@
-"""Host memory of one bank: this rank's shard, copies of other ranks' shards, and the replicated values. Acts."""
+"""Host memory of one bank: this rank's shard, copies of other ranks' shards, and the replicated values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits of a sharded state: copy, mirror and seal; and restoring a commit in another world. Acts.
+"""Commits of a sharded state: copy, mirror and seal; and restoring a commit in another world.
 
 Decisions are made by `elastic.sharding`. This module copies and sends. A commit is a copy of this rank's shard
 in one of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done

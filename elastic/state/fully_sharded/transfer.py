@@ -1,4 +1,4 @@
-"""Exchange of bytes between all ranks, in the background. Acts."""
+"""Exchange of bytes between all ranks, in the background."""
 
 from __future__ import annotations
 

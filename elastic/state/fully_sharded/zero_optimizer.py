@@ -1,4 +1,4 @@
-"""Handlers of optimizers whose entries are divided among the ranks (ZeRO-1). Acts.
+"""Handlers of optimizers whose entries are divided among the ranks (ZeRO-1).
 
 Options are the same on all ranks. Each entry of a ZeroRedundancyOptimizer belongs to one rank and is committed and sent
 as a whole. With a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.

@@ -1,4 +1,4 @@
-"""Detects operations that may change tensors without incrementing the tensors' ``_version``.
+"""Detect operations that may change tensors without incrementing the tensors' ``_version``.
 
 Fused optimizers, ``p.data.add_`` and BatchNorm's running statistics change values but not ``_version``. A commit
 therefore relies on ``_version`` only if no operation was recorded here, that is, no step of a torch optimizer and no

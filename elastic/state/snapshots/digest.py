@@ -1,4 +1,4 @@
-"""Computes digests of tensors at memory bandwidth. Equal bits give equal digests on all workers, for any strides.
+"""Compute digests of tensors at memory bandwidth. Equal bits give equal digests on all workers, for any strides.
 
 The digests are not cryptographic. A large tensor is reduced to its row and column sums, which detect a changed bit, a
 swapped tensor and moved rows or columns, but not deliberate manipulation.

@@ -1,4 +1,4 @@
-"""Asynchronous copies from CUDA devices to pinned host memory while training continues. Acts, and makes no decisions.
+"""Asynchronous copies from CUDA devices to pinned host memory while training continues. Makes no decisions.
 
 A copy that is in flight when the world breaks is valid and is waited for. A commit begins after all collectives of the
 step have ended (`Runtime.settle`). The tensors at a commit therefore never depend on a collective that an abort could

@@ -1,4 +1,4 @@
-"""Memory that a joining worker allocates and writes to before it joins, so that other ranks wait less. Acts.
+"""Memory that a joining worker allocates and writes to before it joins, so that other ranks wait less.
 
 The first write to new memory takes several times as long as a copy, because the kernel has to allocate each
 page and fill it with zeros. A joining worker needs memory for the optimizer entries that it receives and for

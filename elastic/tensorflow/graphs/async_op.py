@@ -324,7 +324,8 @@ class _TensorFlowLibrary:
             held = _starts.get(token)
             if held is None:
                 raise RuntimeError(
-                    "the graph was created by another process, or no longer exists: build the graph in this process"
+                    "the graph of this operation was created by another process, or no longer exists: build the graph"
+                    " in this process"
                 )
             held.start(call)
         except BaseException as error:

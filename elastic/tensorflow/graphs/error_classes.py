@@ -1,4 +1,4 @@
-"""Maps errors of collectives to TensorFlow's error classes, as Horovod does.
+"""Map errors of collectives to TensorFlow's error classes, as Horovod does.
 
 An error raised by a graph is an instance of TensorFlow's class only. In eager mode, it is an instance of both classes.
 """

@@ -1,4 +1,4 @@
-"""Packs small tensors of a graph into one, because passing a tensor to Python and back costs about 20 us."""
+"""Pack small tensors of a graph into one, because passing a tensor to Python and back costs about 20 us."""
 
 from __future__ import annotations
 

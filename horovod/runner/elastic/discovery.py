@@ -70,7 +70,7 @@ class FixedHosts(HostDiscovery):
 
 
 class HostManager:
-    """Stores the result of a discovery and compares it with the next one. There is no ``blacklist``, since the driver
+    """Store the result of a discovery and compare it with the next one. There is no ``blacklist``, since the driver
     decides about failed hosts.
     """
 

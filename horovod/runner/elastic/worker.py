@@ -12,7 +12,7 @@ from elastic.runtime.host_updates import HostUpdateListener, HostUpdateResult
 
 
 class WorkerNotificationManager:
-    """Registers objects with ``on_hosts_updated(timestamp, update_res)``; shared by all managers of a process."""
+    """Registry of objects with ``on_hosts_updated(timestamp, update_res)``, shared by all managers of a process."""
 
     def init(
         self,

@@ -30,13 +30,7 @@ class Backend:
 
 
 class SparkBackend(Backend):
-    """Runs the function with `horovod.spark.run`, or with `run_elastic` if an argument of that is given.
-
-    Args:
-        num_proc: number of workers. Default: spark.default.parallelism.
-        env: added to the workers' environment.
-        kwargs: further arguments of `horovod.spark.run` or `run_elastic`, such as ``min_num_proc``.
-    """
+    """Backend that runs the function with `horovod.spark.run`, or with `run_elastic` if given one of its arguments."""
 
     def __init__(
         self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any

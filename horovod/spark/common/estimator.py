@@ -195,7 +195,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
         if len(found) != len(self.getOutputCols()):
             raise Invalid(
                 f"the model has {len(found)} outputs, but there are {len(self.getOutputCols())} label columns: pass"
-                " a label for each output"
+                " one label column for each output"
             )
         return [_flat(each).shape[1] for each in found]
 
@@ -208,7 +208,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
 
 
 class ParamsWriter(MLWriter):
-    """Saves an estimator or a model: its parameters, pickled, in the format of pyspark.ml."""
+    """Writer of an estimator or a model, which saves its pickled parameters in the format of pyspark.ml."""
 
     def __init__(self, instance: Any) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class ParamsWriter(MLWriter):
 
 
 class ParamsReader(MLReader):
-    """Loads the files that `ParamsWriter` has saved. The files are unpickled, so load only files that you trust."""
+    """Loader of the files that `ParamsWriter` has saved. The files are unpickled, so load only files that you trust."""
 
     def __init__(self, cls: type) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ class EstimatorParams(Params):
             if value[name] is not None and value[name] < least:
                 raise Invalid(f"{name} is {value[name]}: pass {least} or more")
         if value["backend"] is not None and value["num_proc"] is not None:
-            raise Invalid("backend and num_proc are both set: pass the number to the backend")
+            raise Invalid("backend and num_proc are both set: pass num_proc only to the backend")
         check_validation(value["validation"])
 
 

@@ -228,7 +228,7 @@ class HDFSStore(FilesystemStore):
         **kwargs: Any,
     ) -> None:
         if driver != "libhdfs":
-            raise Invalid(f"driver is {driver!r}: pyarrow has only 'libhdfs'; leave it out")
+            raise Invalid(f"driver is {driver!r}, but pyarrow supports only 'libhdfs': omit driver")
         given: dict[str, Any] = {"host": host, "port": port, "user": user}
         given |= {"kerb_ticket": kerb_ticket, "extra_conf": extra_conf}
         options = {name: value for name, value in given.items() if value is not None}

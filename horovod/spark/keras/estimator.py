@@ -108,9 +108,9 @@ class KerasEstimator(HorovodEstimator):
         if not model.built:
             raise Invalid("the model is not built: add a keras.Input, or call the model once")
         if self.getOptimizer() is None and getattr(model, "optimizer", None) is None:
-            raise Invalid("optimizer is missing: pass one, or compile the model")
+            raise Invalid("optimizer is missing: pass a Keras optimizer, or compile the model")
         if self.getLoss() is None:
-            raise Invalid("loss is missing: pass one")
+            raise Invalid("loss is missing: pass a loss, or compile the model")
         if self.getCheckpointCallback() is not None:
             raise Invalid(
                 "checkpoint_callback is not supported: the model of the last epoch is kept"

@@ -111,14 +111,16 @@ class TorchEstimator(HorovodEstimator):
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
             raise Invalid(
-                "the optimizer has parameters that are not the model's: create it for this model"
+                "the optimizer has parameters that are not the model's: create it from model.parameters()"
             )
         if bool(self.getLoss()) == bool(self.getLossConstructors()):
             raise Invalid(
                 "loss and loss_constructors are both set, or both missing: pass exactly one of them"
             )
         if self.getCallbacks():
-            raise Invalid("callbacks are not supported for torch: use train_minibatch_fn")
+            raise Invalid(
+                "callbacks are not supported by TorchEstimator: omit them, and use train_minibatch_fn"
+            )
         self._shared()  # checks the numbers of losses and metrics
 
     def _shared(self) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class TorchEstimator(HorovodEstimator):
         ]
         if any(len(group) != labels for group in groups):
             raise Invalid(
-                f"metrics has lists of another length than {labels}: pass a function for each label"
+                f"metrics contains a list whose length is not {labels}: pass one function for each label"
             )
         for name, shapes, columns in (
             ("input_shapes", self.getInputShapes(), self.getFeatureCols()),

@@ -22,7 +22,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
         found = [os.environ[name] for name in names if name in os.environ]
         if len(found) == 1:
             raise RuntimeError(
-                f"only one of {names[0]} and {names[1]} is set: set both, or unset both"
+                f"only one of {names[0]} and {names[1]} is set: set both variables, or unset both"
             )
         if found:
             return int(found[0]), int(found[1])

@@ -44,16 +44,12 @@ def past(*, hosts: dict[str, int], ended: bool = False) -> RecoveredJob:
 @pytest.mark.parametrize(
     ("found", "connected", "expected"),
     [
-        (
-            [past(hosts={"g": 1, "h": 1})],
-            False,
-            ["no agent of the previous job has connected from g, h: "],
-        ),
+        ([past(hosts={"g": 1, "h": 1})], False, ["no agent connected from g, h; "]),
         # They connect to the new driver, which ends their workers.
         ([past(hosts={"g": 1, "h": 1})], True, []),
         ([past(hosts={}, ended=True)], False, []),
         ([None], False, []),
-        (Invalid("on a full disk"), False, ["no agent of the previous job has connected from k: "]),
+        (Invalid("on a full disk"), False, ["no agent connected from k; "]),
     ],
 )
 async def test_agent_that_does_not_connect_is_named(found, connected, expected, monkeypatch):
@@ -67,5 +63,5 @@ async def test_agent_that_does_not_connect_is_named(found, connected, expected, 
     plan.server_tls.return_value = None
     lines: list[str] = []
     await orphaned_agents.end(job, plan, "journal", ["k"], lambda level, text: lines.append(text))
-    assert [line.partition(": ")[0] + ": " for line in lines] == expected
+    assert [line.partition("; ")[0] + "; " for line in lines] == expected
     assert archive.close.called == (not connected)

@@ -291,7 +291,7 @@ def test_waiting_for_room_is_logged():
     assert bench.log == [
         (
             "info",
-            "waiting for resources on the Ray cluster: 1 of 2 workers of CPU 1 each are placed",
+            "waiting for resources on the Ray cluster: 1 of 2 workers of CPU 1 each were placed",
         )
     ]
 

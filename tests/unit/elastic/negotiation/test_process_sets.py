@@ -153,7 +153,7 @@ def test_added_and_removed_and_added_again(world):
     assert process_sets.process_sets() == [global_process_set, added]
     assert remove_process_set(added) is True
     assert (added.process_set_id, added.ranks, added.size()) == (None, [0, 1], None)
-    with refuses(r"process set \[0, 1\] was removed: add it again"):
+    with refuses(r"process set \[0, 1\] was removed: register it again"):
         resolve(added)
     assert remove_process_set(added) is False
     with refuses("process set ID 1 is not registered"):
@@ -167,7 +167,7 @@ def test_what_can_not_be_added_or_removed(world):
         add_process_set(global_process_set)
     assert remove_process_set(global_process_set) is False
     assert remove_process_set(ProcessSet([0])) is False
-    with refuses("pass the ProcessSet that was added"):
+    with refuses("pass a ProcessSet that was registered"):
         remove_process_set([0])  # type: ignore[arg-type]
     with refuses("contains rank 4, but the ranks of this job are 0 to 3"):
         add_process_set([1, 4])
