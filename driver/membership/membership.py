@@ -78,6 +78,11 @@ class Membership:
         return self.worlds.generation
 
     @property
+    def prepares(self) -> bool:
+        """Return whether the world of an elastic job is outside elastic.run, so that training has not begun."""
+        return self.settings.elastic and bool(self.members) and not self.worlds.world.running
+
+    @property
     def members(self) -> list[Worker]:
         """Return the members of the last world in rank order, including dead ones."""
         return self.worlds.members

@@ -41,6 +41,7 @@ SOON_S = 0.001
 # Seconds for which all remaining members must wait before the cause is examined.
 ALL_INSIDE_S = 30.0
 SILENT_S = 15.0  # Three times the interval at which a waiting worker reports.
+OUTSIDE = "training runs outside elastic.run, where a lost worker can end the job"
 NAMED = 4  # maximum number of workers that get their own log line at a time
 
 
@@ -61,6 +62,8 @@ class Stuck(Part):
         self._unnamed = 0  # number of suspects without a log line
         self._all_inside_said = ""
         self._idle = IdleWorld()
+        # whether progress was reported, so that a missing elastic.run has been logged
+        self._warned_outside = False
         # Last time at which members were known to hold up other members.
         self._stalled_at: float | None = None
 
@@ -132,6 +135,10 @@ class Stuck(Part):
             return
         if record.stage is not WorkerStage.MEMBER or record.killed_for:
             return
+        if event.collectives and self.settings.elastic and not self._warned_outside:
+            self._warned_outside = True
+            if not self.worlds.trained:
+                self.actions.log("warning", OUTSIDE)
         suspicion = self._suspicions.get(event.worker)
         since = self.actions.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:

@@ -16,9 +16,12 @@ from harness.conversation import (
     outside,
     paced,
     running,
+    started,
+    static,
     the,
     worker,
 )
+from harness.golden import recorded
 
 REPORTED = [paced("h:0", 2, 0.1), paced("h:1", 2, 0.1)]
 
@@ -60,6 +63,24 @@ def test_idle_world_is_known_after_a_snapshot():
 
 def test_idle_world_is_not_reported_before_the_first_progress_report():
     assert not running(2).wait(100 * LEAST_S)
+
+
+@pytest.mark.parametrize("entered", [False, True])
+def test_progress_when_no_worker_has_entered_elastic_run_then_it_is_logged_once(entered):
+    talk = running(2, workers_min=1) if entered else started(2, workers_min=1)
+    assert talk.m.prepares is not entered
+    generation = talk.m.generation
+    lines = warnings(talk.tell(paced("h:0", generation, 0.1), paced("h:1", generation, 0.1)))
+    assert len(lines) == (0 if entered else 1)
+    for line in lines:
+        recorded("log", line.text)
+    assert not warnings(talk.tell(paced("h:0", generation, 0.1)))
+
+
+def test_progress_when_the_size_is_fixed_then_elastic_run_is_not_expected():
+    talk = static(2)
+    assert not talk.m.prepares
+    assert not warnings(talk.tell(paced("h:0", 1, 0.1)))
 
 
 def test_idle_limit_grows_with_the_length_of_steps():
