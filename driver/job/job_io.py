@@ -120,11 +120,13 @@ class JobIO:
             self.view.note(event, actions, self.epoch + now)
         self.page.changed()
 
-    def adopted(self, workers: Mapping[Worker, tuple[int, int | None]], generation: int) -> None:
+    def adopted(
+        self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, *, prepares: bool
+    ) -> None:
         """Record the workers of the previous driver. See `JobView.adopt`."""
         self.inherited = True
         with self.changing:
-            self.view.adopt(workers, generation, time.time())
+            self.view.adopt(workers, generation, time.time(), prepares=prepares)
 
     def unfolding(self) -> bool:
         """Return whether summaries of log lines are still delayed until the end of a failure."""

@@ -490,7 +490,7 @@ class _Run:
         for worker, record in membership.roster.items():
             place = membership.place_of(worker)
             found[worker] = record.pid, None if place is None else place.rank
-        self.job_io.adopted(found, membership.generation)
+        self.job_io.adopted(found, membership.generation, prepares=membership.prepares)
 
     def _adopted(self, clock_offset: float) -> driver_loop.Adopted | None:
         if self.past is None:

@@ -157,7 +157,12 @@ class JobView:
                 decided(action, now)
 
     def adopt(
-        self, workers: Mapping[Worker, tuple[int, int | None]], generation: int, now: float
+        self,
+        workers: Mapping[Worker, tuple[int, int | None]],
+        generation: int,
+        now: float,
+        *,
+        prepares: bool = False,
     ) -> None:
         """Take over a job that is already running.
 
@@ -165,13 +170,15 @@ class JobView:
             workers: for each running process, its process ID (0 if unknown) and its rank (None outside the world).
             generation: generation of the current world.
             now: current time, in seconds.
+            prepares: whether this is a world of an elastic job outside elastic.run.
         """
         self.touched = []
+        self.elastic = prepares
         members = [(rank, worker) for worker, (_, rank) in workers.items() if rank is not None]
         for worker, (pid, _) in workers.items():
             self.workers[worker] = WorkerView(worker, Stage.CONNECTED, pid, now)
         for _, worker in members:
-            self.workers[worker].running = True
+            self.workers[worker].running = not prepares
         self._publish({worker: rank for rank, worker in sorted(members)}, generation)
         self.touched = [*self.workers.values()]
         for adopted in self._of_adoption:

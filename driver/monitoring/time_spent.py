@@ -204,8 +204,8 @@ class TimeSpent(ViewReader):
                 if worker in self.view.ranks and self._stretch == "training":
                     self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
-                # What the job did under the previous driver is unknown, so it counts as training.
-                self._stretch = "training"
+                # Since when the job trained under the previous driver is unknown, so all of it counts as training.
+                self._stretch = "starting" if self.view.prepares else "training"
             case _:
                 pass
 

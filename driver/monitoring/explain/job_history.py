@@ -156,7 +156,8 @@ class JobHistory(ViewReader):
         self.began = self.last = now
         self.hosts.update(worker.host for worker in self.view.workers)
         self.largest = len(self.view.ranks)
-        self.trained_at, self._running = now, True
+        self._running = not self.view.prepares
+        self.trained_at = now if self._running else None
 
     def trouble(self, reason: Reason, now: float) -> None:
         """Record a problem outside the job, such as an outage of etcd."""

@@ -149,7 +149,9 @@ class JournalEntries:
         self._membership = membership
         places = ((worker, membership.place_of(worker)) for worker in membership.members)
         members = {worker: (0, place.rank) for worker, place in places if place is not None}
-        self.reading.view.adopt(members, membership.generation, snapshot.at)
+        self.reading.view.adopt(
+            members, membership.generation, snapshot.at, prepares=membership.prepares
+        )
 
     def _summed_up(self) -> None:
         reading = self.reading

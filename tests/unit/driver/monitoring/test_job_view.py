@@ -303,6 +303,17 @@ def test_workers_of_the_previous_driver_are_adopted():
     assert [known.pid for known in view.workers.values()] == [11, 12, 13]
 
 
+def test_workers_when_adopted_outside_elastic_run_then_the_job_prepares():
+    view = JobView()
+    view.adopt({A: (11, 0), B: (12, 1)}, 1, 50.0, prepares=True)
+    assert (view.prepares, view.trains) == (True, False)
+    assert stages(view) == {A: Stage.CONNECTED, B: Stage.CONNECTED}
+    decide(view, world(2, A, B))
+    assert view.prepares
+    view.note(events.WorkerReady(A, 2, None, STORE, running=True), [world(3, A, B)], 60.0)
+    assert not view.prepares
+
+
 def test_commit_that_only_the_previous_driver_was_told_is_known_from_the_next_world():
     view = JobView()
     view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)

@@ -351,6 +351,19 @@ def test_state_of_the_previous_driver_is_shown():
     assert page.state.values["job"]["generation"] == 7 and page.state.values["job"]["size"] == 1
 
 
+def test_failover_when_no_worker_has_entered_elastic_run_then_the_job_starts():
+    page = model()
+    page.view.adopt({A: (11, 0), B: (12, 1)}, 1, 50.0, prepares=True)
+    page.view.note(events.DriverRestarted(), [], 50.0)
+    page.go_on(60.0)
+    assert page.state.values["job"]["phase"] == "starting"
+    assert page.spent.stretches()["training"] == 0.0
+    page.view.note(
+        events.WorkerReady(A, 1, None, STORE, running=True), [world(A, B, generation=2)], 60.0
+    )
+    assert page.state.values["job"]["phase"] == "training"
+
+
 def test_commit_of_the_next_world_is_shown_after_a_failover():
     page = model()
     page.view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)
