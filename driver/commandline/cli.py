@@ -792,10 +792,16 @@ def _writable_place(flag: str, path: str | None) -> str | None:
         trouble = "it is a device, a pipe or a socket"
     elif not os.path.isdir(folder):
         trouble = f"the directory {folder} does not exist"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    elif os.path.exists(path) and not os.access(path, os.W_OK):
         trouble = "permission denied, or a read-only file system"
     else:
-        return os.path.abspath(path)
+        try:
+            # Permissions do not show whether a file system such as /proc accepts new files.
+            if replaces or not os.path.exists(path):
+                tempfile.TemporaryFile(dir=folder).close()
+            return os.path.abspath(path)
+        except OSError as error:
+            trouble = f"{folder} accepts no new files: {error.strerror}"
     raise Invalid(f"{flag} {path or repr(path)} is not writable: {trouble}. Pass another file")
 
 

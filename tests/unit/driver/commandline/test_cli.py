@@ -555,6 +555,8 @@ def test_timeline_started_by_the_script_is_left_to_it():
         ("", {"ELASTIC_CHECKS": "maybe"}),
         ("", {"ELASTIC_DIGESTS": "tensor"}),
         ("", {"ELASTIC_NATIVE": "no"}),
+        ("--report /proc/r.html", {}),
+        ("--timeline-filename /proc/t.json", {}),
     ],
 )
 def test_values_that_workers_cannot_parse_are_rejected_before_the_start(line, environ):
