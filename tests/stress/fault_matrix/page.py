@@ -88,7 +88,7 @@ def _table(victim: str, results: Mapping[Cell, Result], reasons: list[str]) -> s
     lines = [f"## {victim.capitalize()}\n", f"{faults.VICTIMS[victim].capitalize()}.\n"]
     why = {faults.impossible(Cell(victim, f, p)) for f in faults.FAULTS for p in faults.PHASES}
     if len(why) == 1 and "" not in why:
-        return "\n".join([*lines, f"This victim is not applicable, because {why.pop()}.\n"])
+        return "\n".join([*lines, f"No faults are injected, because {why.pop()}.\n"])
     lines.append("| | " + " | ".join(faults.FAULTS) + " |")
     lines.append("|---" * (1 + len(faults.FAULTS)) + "|")
     for phase in faults.PHASES:

@@ -23,9 +23,9 @@ INTRODUCTION = """\
 Look up how the driver and the workers react when a worker dies, joins, freezes or gets stuck. Each scenario links to a
 file with the full sequence of events and actions. The code of the driver and the worker generates these files.
 
-In these files, lines that begin with `>` are events. Indented lines are the actions of the driver or the worker, with
-the seconds since the start. `h:2` is the first worker in slot 2 of host h, and `h:2#2` is the second worker in the same
-slot.
+In the scenario files, lines that begin with `>` are events. Indented lines are the actions of the driver or the worker,
+with the seconds since the start. `h:2` is the first worker in slot 2 of host h, and `h:2#2` is the second worker in the
+same slot.
 
 The scenarios are also tests. `pytest tests/unit/driver/membership/test_scenarios.py` runs each scenario and compares
 the output. `--rewrite-scenarios` updates the scenarios and this page to the current code. Review the diff.
