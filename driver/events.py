@@ -148,8 +148,9 @@ class WorkerDigested(Event):
 
 
 class WorkerMiscomputed(Event):
-    """A worker reported the result of a vote: ``rank`` computed wrong gradients of a shard. See
-    `protocol.messages.Miscomputed`.
+    """A worker reported the result of a vote: ``rank`` computed wrong gradients of a shard.
+
+    See `protocol.messages.Miscomputed`.
     """
 
     worker: Worker
@@ -165,8 +166,9 @@ class WorkerMiscomputed(Event):
 
 
 class WorkerProgressed(Event):
-    """A worker started or stopped waiting in a collective, or is in a phase marked as long. See
-    `protocol.messages.Progress`.
+    """A worker started or stopped waiting in a collective, or is in a phase marked as long.
+
+    See `protocol.messages.Progress`.
     """
 
     worker: Worker
@@ -180,8 +182,9 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """A worker that holds up other workers reported the line of the script that it executes. See
-    `protocol.messages.Located`.
+    """A worker that holds up other workers reported the line of the script that it executes.
+
+    See `protocol.messages.Located`.
     """
 
     worker: Worker
@@ -190,8 +193,9 @@ class WorkerLocated(Event):
 
 
 class WorkerPaced(Event):
-    """A worker reported the share of the last seconds that it spent inside collectives. See
-    `protocol.messages.Pace`.
+    """A worker reported the share of the last seconds that it spent inside collectives.
+
+    See `protocol.messages.Pace`.
     """
 
     worker: Worker
@@ -613,8 +617,9 @@ class LetGo(Action):
 
 
 class RejectWorker(Action):
-    """Reject a worker whose layout of the state differs from the world's. The loop compares the two texts to describe
-    the difference.
+    """Reject a worker whose layout of the state differs from the world's.
+
+    The loop compares the two texts to describe the difference.
     """
 
     worker: Worker

@@ -228,8 +228,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def start_checkpoint(facts: Mapping[str, Any]) -> str:
-    """Describe a checkpoint, for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``. See
-    `StartCheckpoint`.
+    """Describe a checkpoint, for example ``step 300, checkpoint r0001-g0002-c00000300 in /checkpoints``.
+
+    See `StartCheckpoint`.
     """
     step = "" if facts["step"] is None else f"step {facts['step']}, "
     return f"{step}checkpoint {facts['name']} in {facts['place']}"

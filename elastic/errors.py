@@ -29,8 +29,9 @@ class PeerLost(Interrupted):
 
 
 class WorldChanging(Interrupted):
-    """A planned change of the world. ``commit()`` and ``check_host_updates()`` raise this exception, so no work is
-    lost.
+    """A planned change of the world.
+
+    ``commit()`` and ``check_host_updates()`` raise this exception, so no work is lost.
     """
 
 
@@ -93,8 +94,9 @@ class ShardLost(ElasticError):
 
 
 class GradientsDiffer(ElasticError):
-    """Ranks computed different gradients of one shard, and a vote cannot identify the correct ones. See
-    `elastic.Shards`.
+    """Ranks computed different gradients of one shard, and a vote cannot identify the correct ones.
+
+    See `elastic.Shards`.
 
     Args:
         step: step of the gradients.
@@ -131,8 +133,9 @@ class RequestRefused(ElasticError):
 
 
 class JobOver(JobFailed):
-    """The job has failed, as seen by a worker. The driver has already reported the reason, so the worker exits
-    without a traceback.
+    """The job has failed, as seen by a worker.
+
+    The driver has already reported the reason, so the worker exits without a traceback.
     """
 
 
@@ -149,8 +152,9 @@ class WorkerOrphaned(JobFailed, DriverLost):
 
 
 class Differing(NamedTuple):
-    """A group whose ranks called different collectives. ``key`` identifies the group on all its ranks within their
-    world.
+    """A group whose ranks called different collectives.
+
+    ``key`` identifies the group on all its ranks within their world.
     """
 
     key: str
@@ -159,8 +163,9 @@ class Differing(NamedTuple):
 
 
 class CollectiveFailed(HorovodInternalError):
-    """A collective of one group failed or was aborted. The runtime converts the error to ``PeerLost`` if the job can
-    recover.
+    """A collective of one group failed or was aborted.
+
+    The runtime converts the error to ``PeerLost`` if the job can recover.
 
     In a world of a fixed size the error reaches the script, because the lost worker is not replaced.
 
@@ -205,8 +210,9 @@ class CollectiveFailed(HorovodInternalError):
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):
-    """The ranks submitted mismatched tensors under one name. Every rank raises this error. The message names the
-    difference.
+    """The ranks submitted mismatched tensors under one name.
+
+    Every rank raises this error. The message names the difference.
 
     The class is a HorovodInternalError, but ``elastic.run`` does not recover from it, because the same code would
     submit the same tensors again. The error ends the worker with a traceback.

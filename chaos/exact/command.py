@@ -153,8 +153,9 @@ def _check_steps(story: JobProgress, driver: int, now: float) -> None:
 
 
 def _read(path: Path) -> tuple[list[digests.HeldCommit], bool]:
-    """Read a journal. Return its commits, and whether the job ended by itself and succeeded. Raises Invalid if the file
-    is not a journal.
+    """Read a journal.
+
+    Return its commits, and whether the job ended by itself and succeeded. Raises Invalid if the file is not a journal.
     """
     _, entries = journal.read(path)
     ended = any(

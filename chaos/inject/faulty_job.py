@@ -195,8 +195,9 @@ class _Fire:
 
 
 class _Stop:
-    """Handler of a signal that requests the end of the run. The signal is passed on to the job, unless it came from a
-    terminal, which sends it to the job as well.
+    """Handler of a signal that requests the end of the run.
+
+    The signal is passed on to the job, unless it came from a terminal, which sends it to the job as well.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

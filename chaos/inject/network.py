@@ -90,8 +90,9 @@ def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
 
 
 def _end(text: str) -> End:
-    """Parse an address of ``/proc/net/tcp`` such as ``0100007F:1F90``, which means 127.0.0.1 and port 8080. Its
-    four-byte words are in this machine's byte order.
+    """Parse an address of ``/proc/net/tcp`` such as ``0100007F:1F90``, which means 127.0.0.1 and port 8080.
+
+    Its four-byte words are in this machine's byte order.
     """
     words, _, port = text.partition(":")
     data = b"".join(
@@ -138,8 +139,9 @@ def _host(end: End) -> str:
 
 
 class PacketFilter:
-    """Context manager that drops all TCP packets of selected sockets while it is open. Raises OSError if this is not
-    possible.
+    """Context manager that drops all TCP packets of selected sockets while it is open.
+
+    Raises OSError if this is not possible.
     """
 
     def __init__(self, number: int) -> None:
@@ -206,8 +208,9 @@ class PacketFilter:
         self._nft.stdin.flush()
 
     def _check(self) -> None:
-        """Wait until nft has created the table. nft does not report this. Raises OSError if the table does not
-        appear.
+        """Wait until nft has created the table. nft does not report this.
+
+        Raises OSError if the table does not appear.
         """
         deadline = time.monotonic() + ANSWER_S
         while self._nft.poll() is None and time.monotonic() < deadline:

@@ -186,8 +186,9 @@ def report(
 
 
 def percentiles(values: Iterable[float], shares: Sequence[float] = (50, 90, 100)) -> list[float]:
-    """Return percentiles by the nearest-rank method, so that each is a measured value. Return an empty list if
-    ``values`` is empty.
+    """Return percentiles by the nearest-rank method, so that each is a measured value.
+
+    Return an empty list if ``values`` is empty.
     """
     ordered = sorted(values)
     return [ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in shares if ordered]

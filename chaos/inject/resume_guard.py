@@ -20,8 +20,9 @@ except ProcessLookupError:
 
 
 class Guard:
-    """A child process that continues the victim if this process exits. Create it before the victim is stopped, and
-    `close` it when the victim continues.
+    """A child process that continues the victim if this process exits.
+
+    Create it before the victim is stopped, and `close` it when the victim continues.
     """
 
     def __init__(self, pidfd: int) -> None:

@@ -197,8 +197,9 @@ class Invariants:
         )
 
     def finish(self, *, ended: bool = True) -> None:
-        """Check the end of the journal. Raise BrokenInvariant if the job did not end or did not train every sample
-        once.
+        """Check the end of the journal.
+
+        Raise BrokenInvariant if the job did not end or did not train every sample once.
 
         Args:
             ended: whether the job should have ended. If so, it is a violation that it has not.

@@ -38,8 +38,9 @@ class Epoch:
 
 
 class SampleHistory:
-    """Checks the samples of each world and report, in the order of the journal. Each method returns a description of a
-    violation, or an empty string.
+    """Checks the samples of each world and report, in the order of the journal.
+
+    Each method returns a description of a violation, or an empty string.
     """
 
     def __init__(self, samples: int = 0) -> None:

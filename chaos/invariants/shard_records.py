@@ -114,8 +114,9 @@ class ShardRecords:
     # ---- sealed commits ----------------------------------------------------------------------------------------------
 
     def _sealed(self, commit: Commit | None) -> None:
-        """Record a commit that a worker reported as sealed. The report may arrive after the next world was
-        published.
+        """Record a commit that a worker reported as sealed.
+
+        The report may arrive after the next world was published.
         """
         if commit is None:
             return

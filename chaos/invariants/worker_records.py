@@ -73,8 +73,9 @@ class WorkerRecords:
                     self._is_late_event(speaker, event)
 
     def _goes(self, host: str, notice: events.Notice | None) -> None:
-        """Record a preemption notice. Of two notices, the one with the earlier deadline counts. None means that the
-        machine stays or was replaced.
+        """Record a preemption notice.
+
+        Of two notices, the one with the earlier deadline counts. None means that the machine stays or was replaced.
         """
         for _, known in self._on(host):
             known.noticed = notice is not None

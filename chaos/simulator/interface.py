@@ -79,6 +79,7 @@ class SimulatedJob(Protocol):
         """Check an order of the driver to an agent. Raises AssertionError if the order violates an invariant."""
 
     def decided(self, event: Event, actions: list[Action]) -> None:
-        """Check a decision of the driver before it is carried out. Raises AssertionError if the decision violates an
-        invariant.
+        """Check a decision of the driver before it is carried out.
+
+        Raises AssertionError if the decision violates an invariant.
         """

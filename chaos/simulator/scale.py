@@ -1,5 +1,6 @@
-"""Large jobs on the virtual clock, and the cost of a regroup as a function of their size. The state machines are the
-real ones.
+"""Large jobs on the virtual clock, and the cost of a regroup as a function of their size.
+
+The state machines are the real ones.
 
 A step of a world is one event, and a heartbeat is one event per host. The faults are the most common ones in large
 jobs: whole hosts that die during training and return. At the end of the time, no more hosts fail, and the job may
@@ -23,8 +24,9 @@ SIZES = (10, 100, 1_000, 10_000)
 
 
 class Scale:
-    """Simulation of a large job. It trains for a given virtual time while hosts fail, then continues until all workers
-    are back.
+    """Simulation of a large job.
+
+    It trains for a given virtual time while hosts fail, then continues until all workers are back.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Scale:
             sim.clock.at(at, self._lose_a_host)
 
     def run(self) -> Outcome:
-        """Run the simulation. Raises Violation if an invariant is broken, or if not all workers train LIVENESS_S
-        seconds after the last fault.
+        """Run the simulation.
+
+        Raises Violation if an invariant is broken, or if not all workers train LIVENESS_S seconds after the last fault.
         """
         sim = self.simulation
         membership = sim.driver.membership

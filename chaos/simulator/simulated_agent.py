@@ -124,8 +124,9 @@ class SimulatedAgent:
                 pass
 
     def _check_health(self, worker: Worker) -> None:
-        """Begin a health check that passes, fails, hangs or computes wrongly, and ends early or late. After the phase
-        with faults, every check passes.
+        """Begin a health check that passes, fails, hangs or computes wrongly, and ends early or late.
+
+        After the phase with faults, every check passes.
         """
         clock, limit_s = self.sim.clock, self.sim.settings.health_check_s
         code: int | None = 0
@@ -174,8 +175,9 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def watch(self) -> None:
-        """Start to sample the workers. While all workers can run, samples would only renew leases, so none are
-        taken.
+        """Start to sample the workers.
+
+        While all workers can run, samples would only renew leases, so none are taken.
         """
         if not self._watching:
             self._watching = True

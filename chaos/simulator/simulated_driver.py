@@ -255,8 +255,9 @@ class SimulatedDriver:
         self._meet(pool_events.AgentConnected(agent))
 
     def agent_message(self, connection: Connection, agent: AgentId, message: AgentMessage) -> None:
-        """Handle an agent's message. Messages of a lost connection are handled too, except reports of running
-        workers.
+        """Handle an agent's message.
+
+        Messages of a lost connection are handled too, except reports of running workers.
         """
         if not self.up or (isinstance(message, Registered) and connection.over):
             return

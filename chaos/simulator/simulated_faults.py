@@ -219,8 +219,9 @@ def spoil_all(sim: SimulatedJob) -> None:
 
 
 def change_hosts(sim: SimulatedJob) -> None:
-    """Set the host list to a random subset of the hosts, possibly empty. Often, all hosts are listed again shortly
-    afterwards.
+    """Set the host list to a random subset of the hosts, possibly empty.
+
+    Often, all hosts are listed again shortly afterwards.
     """
     hosts = {h: n for h, n in sim.hosts.items() if sim.clock.random.random() < 0.7}
     if not _spared(sim, [p for p in sim.processes.values() if p.worker.host not in hosts]):

@@ -98,8 +98,9 @@ class SimulatedNetwork:
 
 
 class Connection:
-    """One connection between a process and the driver. ``lost`` notifies the process of its end. The driver is notified
-    through `DriverEnd`.
+    """One connection between a process and the driver.
+
+    ``lost`` notifies the process of its end. The driver is notified through `DriverEnd`.
     """
 
     __slots__ = (
@@ -182,8 +183,9 @@ class Connection:
                 self._carry(way, self._sent[way])
 
     def close(self) -> None:
-        """Close the connection because its process has exited. Messages in flight arrive before the driver detects the
-        end.
+        """Close the connection because its process has exited.
+
+        Messages in flight arrive before the driver detects the end.
         """
         if not self.over:
             self.send(INWARD, self._closed)

@@ -26,8 +26,9 @@ class State(NamedTuple):
     spoilt: frozenset[Worker] = frozenset()  # workers whose wrong gradients are part of the state
 
     def sample(self, rank: int, epoch: int) -> int:
-        """Return the number of the sample that this rank trains next, counted over all epochs. The last round of an
-        epoch is padded with repeated samples.
+        """Return the number of the sample that this rank trains next, counted over all epochs.
+
+        The last round of an epoch is padded with repeated samples.
         """
         before = self.cursor % epoch
         left = epoch - before
@@ -51,8 +52,9 @@ class State(NamedTuple):
 
 
 class Collective:
-    """One collective of one generation. It is complete when all ranks have entered it. Each rank detects this at a
-    different time.
+    """One collective of one generation.
+
+    It is complete when all ranks have entered it. Each rank detects this at a different time.
     """
 
     __slots__ = (
@@ -256,8 +258,9 @@ class Training:
     # ---- lost peers ------------------------------------------------------------------------------------------------
 
     def peers_lose(self, process: Process, generation: int) -> None:
-        """Close the sockets of a worker in one generation. In the other ranks, blocked collectives then fail at
-        different times.
+        """Close the sockets of a worker in one generation.
+
+        In the other ranks, blocked collectives then fail at different times.
         """
         world = self.worlds.get(generation)
         if world is None:

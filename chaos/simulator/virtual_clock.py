@@ -1,5 +1,6 @@
-"""A virtual clock that advances to the next event. It contains the run's only source of random numbers, which is
-seeded.
+"""A virtual clock that advances to the next event.
+
+It contains the run's only source of random numbers, which is seeded.
 """
 
 from __future__ import annotations

@@ -204,8 +204,9 @@ class HostAgent:
             self._uplink.drop(f"a driver of term {term} is now the leader")
 
     def fence(self, generation: int, job: str) -> None:
-        """Kill the workers if the newest generation in etcd shows that the job continued without them. See
-        `AgentState.fenced`.
+        """Kill the workers if the newest generation in etcd shows that the job continued without them.
+
+        See `AgentState.fenced`.
         """
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(

@@ -85,8 +85,9 @@ class Seen(AgentMessage):
 
 
 class Printed(AgentMessage):
-    """Message to the driver: output of a worker. Chunks may end within a line or a character. An empty chunk marks the
-    end.
+    """Message to the driver: output of a worker.
+
+    Chunks may end within a line or a character. An empty chunk marks the end.
     """
 
     worker: Worker
@@ -108,8 +109,9 @@ class Announced(AgentMessage):
 
 
 class Here(AgentMessage):
-    """Message to the driver: answer to `Beat`. It shows that the agent is running, and not only that its connection is
-    open.
+    """Message to the driver: answer to `Beat`.
+
+    It shows that the agent is running, and not only that its connection is open.
     """
 
 
@@ -117,8 +119,9 @@ class Here(AgentMessage):
 
 
 class Attach(AgentMessage, tag="Hire"):  # earlier releases use this name in messages
-    """First message of a driver to an agent: identity of the driver. If the agent has served a later driver, it closes
-    the connection.
+    """First message of a driver to an agent: identity of the driver.
+
+    If the agent has served a later driver, it closes the connection.
     """
 
     job: str  # ID of the job, unique even among jobs with the same name
@@ -138,8 +141,9 @@ class Reject(AgentMessage, tag="Refused"):
 
 
 class Start(AgentMessage):
-    """Order to an agent: start this incarnation of a worker. The agent adds environment variables that describe the
-    agent and its host.
+    """Order to an agent: start this incarnation of a worker.
+
+    The agent adds environment variables that describe the agent and its host.
     """
 
     worker: Worker

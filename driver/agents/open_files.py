@@ -36,8 +36,9 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
 
 
 def allow_hosts(hosts: int | None) -> None:
-    """Raise this process's limit of open files for a job with this number of hosts. Raises Invalid if the hard limit is
-    too low.
+    """Raise this process's limit of open files for a job with this number of hosts.
+
+    Raises Invalid if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit_for(hosts, soft, hard)

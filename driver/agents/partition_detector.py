@@ -22,8 +22,9 @@ class PartitionDetector:
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
-        """Record a reachable host. Return the hosts that were treated as running until now, and restart their
-        deadlines.
+        """Record a reachable host.
+
+        Return the hosts that were treated as running until now, and restart their deadlines.
         """
         self._known.add(host)
         self._here.add(host)

@@ -31,8 +31,9 @@ class Discovery(Protocol):
     """Interface of a source of hosts."""
 
     def watch(self) -> AsyncIterator[dict[str, int]]:
-        """Yield complete lists ``{host: slots}`` in order of preference. The first list is the current one, and each
-        change follows.
+        """Yield complete lists ``{host: slots}`` in order of preference.
+
+        The first list is the current one, and each change follows.
 
         The iterator ends when the list can no longer change. Never blocks the event loop. If a source fails, the last
         valid list is kept and one warning is logged. Called once per object.

@@ -1,5 +1,6 @@
-"""Discovery with a constant list of hosts, from ``-H`` or a hostfile. With only ``-np``, the list contains this machine
-with as many slots as needed.
+"""Discovery with a constant list of hosts, from ``-H`` or a hostfile.
+
+With only ``-np``, the list contains this machine with as many slots as needed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ class StaticDiscovery:
 
 
 class OwnSlots:
-    """Discovery of this machine alone, for jobs without specified slots. The machine has one slot per allowed
-    worker.
+    """Discovery of this machine alone, for jobs without specified slots.
+
+    The machine has one slot per allowed worker.
     """
 
     def __init__(self, hosts: dict[str, int]) -> None:
@@ -40,8 +42,9 @@ class OwnSlots:
             await self._yielded.wait()
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
-        """Yield the list with this machine, and again after each change of its number of slots. See
-        `Discovery.watch`.
+        """Yield the list with this machine, and again after each change of its number of slots.
+
+        See `Discovery.watch`.
         """
         while True:
             self._grown.clear()

@@ -185,8 +185,9 @@ class EtcdClient:
             yield items.get(key)
 
     async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]:
-        """Yield all keys with a prefix, with their values, and again after each change. States may be repeated, and
-        intermediate changes may be omitted.
+        """Yield all keys with a prefix, with their values, and again after each change.
+
+        States may be repeated, and intermediate changes may be omitted.
         """
         async for items in self._watch(prefix, _end_of(prefix)):
             yield items

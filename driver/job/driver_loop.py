@@ -652,8 +652,9 @@ class Driver:
         actions: Sequence[events.StartWorker | events.KillWorker | events.LetGo],
         given: Sequence[Reason | None],
     ) -> None:
-        """Log actions of one kind on several workers, in one line for each reason. A reason that was already logged is
-        not repeated.
+        """Log actions of one kind on several workers, in one line for each reason.
+
+        A reason that was already logged is not repeated.
         """
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:

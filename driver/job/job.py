@@ -32,8 +32,10 @@ class Stoppable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Complete and validated definition of a job. At most one of ``hosts``, ``script`` and ``allocation`` is set. If
-    none of them is set, ``fleet`` supplies the hosts.
+    """Complete and validated definition of a job.
+
+    At most one of ``hosts``, ``script`` and ``allocation`` is set. If none of them is set, ``fleet`` supplies the
+    hosts.
 
     The variables in ``settings.env`` are added to every worker's environment. ``environ`` is the driver's environment.
     """
@@ -83,8 +85,9 @@ class Job:
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
-    """Return the hosts that the discovery script or Slurm lists now, or None if the job uses neither. Later failures of
-    the script or of Slurm are only logged.
+    """Return the hosts that the discovery script or Slurm lists now, or None if the job uses neither.
+
+    Later failures of the script or of Slurm are only logged.
 
     Raises Invalid if there is no valid list, or if a job of a fixed size needs more slots than its allocation has. A
     script may list no hosts, because hosts may appear later.

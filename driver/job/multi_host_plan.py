@@ -73,8 +73,9 @@ class MultiHostPlan:
 
     @property
     def left_by_sigterm(self) -> bool:
-        """Return whether SIGTERM ends only this driver and not the job. In Kubernetes, a driver's pod is replaced when
-        its node is drained.
+        """Return whether SIGTERM ends only this driver and not the job.
+
+        In Kubernetes, a driver's pod is replaced when its node is drained.
         """
         return self.pods is not None and self.outlived
 

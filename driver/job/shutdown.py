@@ -142,8 +142,9 @@ class Shutdown:
         return [events.Report("error", f"{named} {lost} {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Record a stop request. The job cannot succeed any more, and the remaining workers are killed after GRACE_S
-        seconds.
+        """Record a stop request.
+
+        The job cannot succeed any more, and the remaining workers are killed after GRACE_S seconds.
         """
         self.code = code
         self._remind_at = None

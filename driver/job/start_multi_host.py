@@ -478,8 +478,9 @@ class _Run:
         return journal if copy is None else JournalCopy(journal, copy)
 
     def _none_waiting(self) -> bool:
-        """Return whether all workers train and none is about to reconnect or exit. Only then is a snapshot taken,
-        because a snapshot of a large job takes long.
+        """Return whether all workers train and none is about to reconnect or exit.
+
+        Only then is a snapshot taken, because a snapshot of a large job takes long.
         """
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None

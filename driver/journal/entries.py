@@ -168,8 +168,9 @@ def header_of(
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """Return a command as printable words. Arguments may contain bytes that are not valid text and that JSON cannot
-    represent.
+    """Return a command as printable words.
+
+    Arguments may contain bytes that are not valid text and that JSON cannot represent.
     """
     return [word.encode(errors="backslashreplace").decode() for word in words]
 
@@ -256,8 +257,9 @@ def _kinds(fact: object) -> Any:
 
 
 def readable_lines(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
-    """Yield readable lines for journal entries. Each event is preceded by the seconds since ``since`` and followed by
-    its actions.
+    """Yield readable lines for journal entries.
+
+    Each event is preceded by the seconds since ``since`` and followed by its actions.
     """
     for entry in entries:
         yield f"{entry.at - since:+10.3f}  {describe(entry.event)}"

@@ -249,8 +249,9 @@ class FileJournal(Journal):
             self.failed(f"the journal {path} ends here: {error.strerror}{followed}")
 
     def _abandon(self) -> None:
-        """Mark the journal as incomplete, so that no driver resumes from it. The mark overwrites existing bytes and
-        needs no space.
+        """Mark the journal as incomplete, so that no driver resumes from it.
+
+        The mark overwrites existing bytes and needs no space.
         """
         try:
             with open(self._archive.path, "r+b") as file:

@@ -127,8 +127,9 @@ class Journal:
         out."""
 
     async def rest(self) -> None:
-        """Take a snapshot if one is due. Call this only if no decision is pending and all recorded entries are
-        settled.
+        """Take a snapshot if one is due.
+
+        Call this only if no decision is pending and all recorded entries are settled.
         """
         if self._due(1) and self._suits():
             self._snapshot()
@@ -175,7 +176,7 @@ class Archive(Protocol):
     """Storage of the journal of one job. While the archive is open, no other process writes to the journal."""
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None if there is none.
+        """Return the job to resume, or None if the archive contains none.
 
         Raises:
             Invalid: the job cannot be resumed.
@@ -190,7 +191,7 @@ class Archive(Protocol):
         """Continue the journal of a resumed job as its next driver."""
 
     def close(self) -> None:
-        """Release the storage. Has no effect once a journal was begun; close that journal instead."""
+        """Release the storage. No effect after `begin` or `go_on`, whose journal must be closed instead."""
 
 
 # ---- reading a file -------------------------------------------------------------------------------------------------

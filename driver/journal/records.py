@@ -12,7 +12,7 @@ PIECE = 768 * 1024  # size of a piece in bytes; etcd accepts 1.5 MiB per transac
 
 @dataclass(eq=False)
 class PendingRecord:
-    """A record of which not all pieces have been written yet."""
+    """Record some of whose pieces have not been written yet."""
 
     data: bytearray
     begins: bool = False  # whether the record invalidates everything before it

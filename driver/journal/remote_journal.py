@@ -20,8 +20,9 @@ R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):
-    """An open journal in a remote store. Writing waits until the store answers, or until another driver leads the
-    job.
+    """An open journal in a remote store.
+
+    Writing waits until the store answers, or until another driver leads the job.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Restore a job from its journal for another driver, and convert times between their clocks.
+"""Restoration of a job from its journal for another driver, and conversion of times between drivers' clocks.
 
 `past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
 of the process that wrote it. `clock_offset` returns the offset of another clock.
@@ -36,7 +36,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         lines: all lines after the header, or the lines from a snapshot on.
 
     Raises:
-        Invalid: a line is invalid, or this version decides differently.
+        Invalid: a line is invalid, or this version makes other decisions.
     """
     settings, writer = header.checked(), header.writer
     membership: Membership | None = None
@@ -81,8 +81,9 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Describe how a command and its settings differ from those at the start of the job. Return one text per
-    difference.
+    """Describe how a command and its settings differ from those at the start of the job.
+
+    Return one text per difference.
     """
     found = []
     if list(command) != past.command:
@@ -101,10 +102,9 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
 
 
 def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Settings) -> None:
-    """Check that the command and settings match those at the start of the job.
+    """Raise Invalid if the command or the settings differ from those at the start of the job.
 
-    Raises:
-        Invalid: they differ; the message lists all differences.
+    The message lists all differences.
     """
     found = differences(past, command, settings)
     if found:
@@ -202,8 +202,9 @@ def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: s
 
 
 def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
-    """Return a description of this process as the driver that writes the journal from now on. Its clock is the clock of
-    asyncio's event loops plus ``offset_s``.
+    """Return a description of this process as the driver that writes the journal from now on.
+
+    Its clock is the clock of asyncio's event loops plus ``offset_s``.
     """
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):

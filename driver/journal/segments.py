@@ -1,4 +1,4 @@
-"""Determine the valid part of a journal that several drivers have written in pieces, each in its own chapters.
+"""Search for the valid part of a journal that several drivers have written in pieces, each in its own chapters.
 
 Pure: no I/O, no clock.
 
@@ -40,7 +40,7 @@ _heads = msgspec.json.Decoder(Head)
 
 @dataclass(eq=False)
 class SegmentedRecord(PendingRecord):
-    """A record in which each piece has a head.
+    """Record in which each piece has a head.
 
     Args:
         after: end of the record that this record continues.

@@ -33,7 +33,7 @@ def users_modules(path: Sequence[str], own: Sequence[str], engines: str) -> list
 
 
 def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
-    """Return the ``sys.path`` of an agent. No file of the user can shadow the agent's imports.
+    """Return the ``sys.path`` of an agent, in which no file of the user can shadow the agent's imports.
 
     Args:
         own: path of the interpreter.

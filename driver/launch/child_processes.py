@@ -38,8 +38,9 @@ _LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(
 
 
 def as_logged(line: str) -> tuple[str, str]:
-    """Return the level and text of a line of an agent's log. A line in another format, such as a traceback's, is a
-    warning.
+    """Return the level and text of a line of an agent's log.
+
+    A line in another format, such as a traceback's, is a warning.
     """
     if found := _LOGGED.match(line):
         return found[1] or "debug", found[2].strip()
@@ -98,11 +99,11 @@ class ChildProcess:
         self._send()
 
     def said(self) -> str:
-        """Return the last lines that the process has written to stdout and stderr."""
+        """Last lines that the process has written to stdout and stderr."""
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close the standard input of the process, which then treats its parent as exited."""
+        """Close the standard input of the process, which then assumes that its parent has exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()

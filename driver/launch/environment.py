@@ -1,4 +1,4 @@
-"""The environment of a worker that is about to be started. Pure: no I/O, no clock."""
+"""Environment of a worker that is about to be started. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def worker_environment(
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that a worker may inherit, which excludes secrets."""
+    """Return the variables of an environment that a worker may inherit, without secrets."""
     return {name: value for name, value in environ.items() if name not in _KEPT_BACK}
 
 
@@ -108,8 +108,9 @@ def job_environment(
 
 
 def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
-    """Return the variables that torchrun would set. In its terms, each host is a group, and all workers have one
-    role.
+    """Return the variables that torchrun would set.
+
+    In its terms, each host is a group, and all workers have one role.
     """
     return {
         "RANK": str(place.rank),
@@ -153,7 +154,8 @@ def host_environment(
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """Return the number of threads per worker: an equal share of the cores. By default, torch would use a thread per
-    core in each worker.
+    """Return the number of threads per worker, an equal share of the cores.
+
+    By default, torch would use one thread per core in each worker.
     """
     return max(1, cores // max(1, workers))

@@ -10,7 +10,9 @@ from elastic.protocol.messages import Worker
 
 
 class Launcher(Protocol):
-    """Starts, watches and kills worker processes. All methods are called in the thread of the driver's event loop."""
+    """Interface that starts, watches and kills workers. All methods are called in the thread of the driver's event
+    loop.
+    """
 
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
@@ -37,7 +39,7 @@ class Launcher(Protocol):
         """
 
     def probe(self, workers: Sequence[Worker]) -> None:
-        """Inspect these processes. A WorkerProbed is reported for each. Unknown workers are ignored."""
+        """Inspect the processes of these workers. A WorkerProbed is reported for each. Unknown workers are ignored."""
 
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
         """Make a worker write the stack of its training thread, if possible. Unknown workers are ignored.

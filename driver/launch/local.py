@@ -1,4 +1,4 @@
-"""Start workers on this machine, through an agent in the driver's process."""
+"""Launcher of workers on this machine, through an agent in the driver's process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from elastic.protocol.messages import Worker
 
 
 class LocalLauncher:
-    """Launcher that runs all workers on this machine, regardless of their host names. Tests use several "hosts" on one
-    machine.
+    """Launcher that runs all workers on this machine, regardless of their host names.
+
+    Tests use several "hosts" on one machine.
     """
 
     def __init__(

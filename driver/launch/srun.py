@@ -1,4 +1,4 @@
-"""Start agents on the nodes of a Slurm allocation with srun, in one job step per node.
+"""Starter of agents on the nodes of a Slurm allocation with srun, in one job step per node.
 
 The bootstrap is sent on srun's standard input. Slurm authenticates that connection but does not encrypt it.
 """

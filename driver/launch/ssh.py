@@ -1,4 +1,4 @@
-"""Start agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
+"""Starter of agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
 
 The remote command is constant, so that no remote shell can misinterpret a name. All parameters are sent on standard
 input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected as long as the agent
@@ -58,7 +58,7 @@ class SshOptions:
     """Options of ssh on the command line.
 
     Raises:
-        Invalid: a value is invalid. Only what this machine can check is checked.
+        Invalid: a file is not readable, or a value is malformed. Names of other hosts are not checked.
     """
 
     port: int | None = None
@@ -91,7 +91,7 @@ class SshOptions:
 
 
 class SshStarter:
-    """Start agents with ssh. Must be created in the event loop.
+    """Starter of agents with ssh, which must be created in the event loop.
 
     Args:
         environ: environment of ssh, for example for ssh-agent. It is not passed to agents.

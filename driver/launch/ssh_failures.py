@@ -1,4 +1,4 @@
-"""Explain in one sentence, from the output of ssh and the remote command, why an agent could not be started.
+"""Explanation, from the output of ssh and the remote command, of the failed start of an agent.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Decide which worker receives the driver's standard input. Pure: no I/O, no clock."""
+"""Choice of the worker that receives the driver's standard input. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
 class StandardInput:
     """Standard input of a job, for the worker with the given rank. If ``rank`` is None, no worker receives it.
 
-    Only one worker at a time receives the input. When this worker has ended, the next worker in its slot or with its
-    rank receives the rest.
+    Only one worker at a time receives the input. After this worker has ended, the next worker in its slot or with its
+    rank receives the remaining input.
     """
 
     def __init__(self, rank: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Interface of all ways to start an agent process on a host. Implementations make no decisions.
+"""Interface of the starters of agent processes on hosts. Implementations make no decisions.
 
 The agent reads its parameters from standard input, as one line of JSON. Therefore neither its arguments nor its
 environment contain a secret, and the starter needs no file on the other machine.
@@ -25,8 +25,9 @@ RUN_MODULE = (
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
-    """Parameters of an agent process. Either ``drivers`` or ``etcd`` is set, and determines where the agent finds the
-    driver.
+    """Parameters of an agent process.
+
+    Either ``drivers`` or ``etcd`` is set, and determines where the agent finds the driver.
     """
 
     job: str
@@ -55,11 +56,12 @@ class StartFailed(ElasticError):
 
 
 class Starter(Protocol):
-    """Start agent processes. All methods are called in the thread of the driver's event loop."""
+    """Interface that starts agent processes. All methods are called in the thread of the driver's event loop."""
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """Start the agent of ``bootstrap.host``. Return once the agent runs and has read its bootstrap, even if it has
-        not reached the driver yet.
+        """Start the agent of ``bootstrap.host``.
+
+        Return once the agent runs and has read its bootstrap, even if it has not reached the driver yet.
 
         Raises:
             StartFailed: no agent runs. Raised within a time limit.

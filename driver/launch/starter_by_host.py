@@ -1,4 +1,4 @@
-"""Choose the starter of an agent by its host: a child process on this machine, another starter elsewhere."""
+"""Choice of the starter of an agent by its host: a child process on this machine, another starter elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start agents as child processes with a session of their own, on this machine or through a program such as srun."""
+"""Starter of agents as child processes with their own sessions, on this machine or through a program such as srun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOSE_S = 10.0
 
 
 class ChildStarter:
-    """Start agents as child processes. Must be created in the event loop.
+    """Starter of agents as child processes, which must be created in the event loop.
 
     In tests, several agents with different names may run on this machine.
 

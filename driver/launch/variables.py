@@ -1,4 +1,4 @@
-"""The known environment variables, by which mistyped ones are detected. Pure: no I/O, no clock."""
+"""Known environment variables, by which mistyped ones are detected. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

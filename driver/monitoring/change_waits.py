@@ -1,4 +1,4 @@
-"""Track planned changes of the world that wait for the members' next commit, at which workers join and leave.
+"""Waits of planned changes of the world for the members' next commit, at which workers join and leave.
 
 Pure: no I/O, no clock.
 
@@ -27,7 +27,7 @@ NAMED = 8  # maximum number of joining workers that are listed
 
 @dataclass(frozen=True)
 class ChangeWait:
-    """The wait of one planned change for a commit.
+    """Wait of one planned change for a commit.
 
     Args:
         until: end of the wait, or the time of the query if the wait has not ended.
@@ -57,7 +57,7 @@ class ChangeWait:
 
 
 class ChangeWaits(ViewReader):
-    """The waits of a job's planned changes that lasted at least WAIT_S seconds.
+    """Waits of a job's planned changes that lasted at least WAIT_S seconds.
 
     Attributes:
         count: number of past waits.
@@ -74,7 +74,7 @@ class ChangeWaits(ViewReader):
         view.follow(self)
 
     def current(self, now: float) -> ChangeWait | None:
-        """Return the wait of the current planned change, or None if none waits."""
+        """Return the wait of the current planned change, or None if no change waits."""
         if self._since is None or now - self._since < WAIT_S:
             return None
         if not (self._joining or self._leaving):

@@ -1,4 +1,4 @@
-"""Measure the number of commits per second of a job. The last measurement decays while no commits are possible.
+"""Commits per second of a job. The last measurement decays while no commits are possible.
 
 Pure: no I/O, no clock.
 """
@@ -12,7 +12,7 @@ HEARD_S = 11.0  # Twice the interval of about 5 s at which rank 0 reports the ne
 
 
 class CommitRate:
-    """Commit rate of one job. Times are seconds on the caller's clock."""
+    """Commit rate of one job. Times are in seconds on the caller's clock."""
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
@@ -42,9 +42,9 @@ class CommitRate:
     def value(self, now: float) -> float | None:
         """Return the current number of commits per second, or None if unknown.
 
-        Ranks that wait for others make no commits. Once the usual interval between two commits has passed, the rate
-        therefore decays, and reaches 0 within STALL_S seconds. The rate is also 0 if no newer commit was reported for
-        two usual intervals.
+        Ranks that wait for other ranks make no commits. Once the usual interval between two commits has passed, the
+        rate therefore decays, and reaches 0 within STALL_S seconds. The rate is also 0 if no newer commit was reported
+        for two usual intervals.
         """
         rate = self._measured
         if not rate:

@@ -1,4 +1,4 @@
-"""Timer that fires when no event has occurred for a moment. It serves to combine related log lines."""
+"""Timer that fires after a period without events. It serves to combine related log lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ HELD_S = 20.0  # maximum delay in seconds while more events are expected
 
 
 class DebounceTimer:
-    """Call ``then`` in the event loop's thread QUIET_S seconds after the last `touch`, but not while ``held()`` is
-    True.
+    """Timer that calls ``then`` in the event loop's thread QUIET_S seconds after the last `touch`.
+
+    It does not fire while ``held()`` is True.
     """
 
     def __init__(self, then: Callable[[], None], held: Callable[[], bool] = lambda: False) -> None:

@@ -1,5 +1,6 @@
-"""Log lines about slots whose workers have exited. The first line is logged immediately, and later lines are
-combined.
+"""Log lines about slots whose workers have exited.
+
+The first line is logged immediately, and later lines are combined.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Combine the log lines about exits of one job. While ``held()`` is True, they are collected for one summary. Must
-    be called in the event loop's thread.
+    """Log lines about exits of one job, which are combined in one summary while ``held()`` is True.
+
+    Must be called in the event loop's thread.
     """
 
     def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
@@ -42,8 +44,9 @@ class ExitLines:
         return starting
 
     def job_failed(self) -> None:
-        """Log the deferred lines of a failed startup at level debug. Cooldowns are omitted, because no slot is used
-        again.
+        """Log the deferred lines of a failed startup at level debug.
+
+        Cooldowns are omitted, because no slot is used again.
         """
         if self._first is None:
             return

@@ -1,4 +1,4 @@
-"""Access control of the live page: decides how a request is answered, from its head. Pure: no I/O, no clock.
+"""Access control of the live page, which decides from the head of a request how it is answered. Pure: no I/O, no clock.
 
 A connection to the page's port is not trusted: it may come from a browser that another site directed here, a scanner,
 or another user of this machine. Requests are refused as follows:
@@ -27,7 +27,7 @@ SAME_SITE = ("same-origin", "")
 
 @dataclass(frozen=True)
 class PageRefusal:
-    """The reason why a request is refused.
+    """Reason why a request is refused.
 
     Args:
         status: HTTP status code and phrase.
@@ -39,7 +39,7 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """Decide which HTTP requests are answered.
+    """Access control of the live page's HTTP requests.
 
     Args:
         token: access token, never empty.

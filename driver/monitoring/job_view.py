@@ -1,4 +1,4 @@
-"""The state of a job, derived from its events and decisions: workers, stages, ranks, world, commits, end.
+"""State of a job, derived from its events and decisions: workers, stages, ranks, world, commits, end.
 
 Pure: no I/O, no clock.
 
@@ -188,7 +188,7 @@ class JobView:
 
     @property
     def prepares(self) -> bool:
-        """True if the newest world of an elastic job is outside elastic.run, so that training has not begun."""
+        """Whether the newest world of an elastic job is outside elastic.run, so that training has not begun."""
         return self.elastic and not self.trains
 
     @property
@@ -200,7 +200,7 @@ class JobView:
         return max(0, self.commits - earlier - self.durable.number)
 
     def get(self, worker: Worker) -> WorkerView | None:
-        """Return a running process, or the process that the current event ended."""
+        """Return the running process of a worker, or the process that the current event ended."""
         return self.workers.get(worker) or self.exited.get(worker)
 
     # ---- private ---------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ FENCES = {
 
 @dataclass
 class Waits:
-    """The collectives of one worker in the current world, and the time spent in them, from the worker's own reports."""
+    """Collectives of one worker in the current world, and the time spent in them, from the worker's own reports."""
 
     collectives: int = 0
     waited_s: float = 0.0
@@ -74,7 +74,7 @@ def _durations() -> Histogram:
 
 
 class JobMetrics(ViewReader):
-    """All metrics of one job. The times of ``spent`` and its view are seconds since 1970."""
+    """Metrics of one job. The times of ``spent`` and its view are in seconds since 1970."""
 
     def __init__(self, spent: TimeSpent) -> None:
         # durations of recoveries, by kind
@@ -95,8 +95,9 @@ class JobMetrics(ViewReader):
         self.view.follow(self)
 
     def report(self, report: Report) -> None:
-        """Store the numbers in the outermost dict of a report. Ranks outside the world and ranks from RANKS on are
-        ignored.
+        """Store the numbers in the outermost dict of a report.
+
+        Ranks outside the world and ranks from RANKS on are ignored.
         """
         if report.rank >= min(RANKS, len(self.view.ranks)):
             return
@@ -344,10 +345,10 @@ def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float
 
 
 def bound_visitors(server: Any) -> None:
-    """Limit the connections of a server that is open to untrusted clients.
+    """Limit the connections of a server that untrusted clients can reach.
 
-    At most VISITORS connections are served at a time, with VISIT_S for each read and write. Further connections are
-    closed immediately. Errors of a connection are not logged.
+    At most VISITORS connections are served at a time, with VISIT_S seconds for each read and write. Further connections
+    are closed immediately. Errors of a connection are not logged.
     """
     inside = threading.BoundedSemaphore(VISITORS)
     begin, process = server.process_request, server.process_request_thread
@@ -407,7 +408,7 @@ class MetricsServer(Collector):
         changing: lock that the driver's thread holds while it changes ``figures``, which the threads of scrapes read.
 
     Raises:
-        Invalid: the server cannot listen on the address.
+        Invalid: the address cannot be bound.
     """
 
     def __init__(

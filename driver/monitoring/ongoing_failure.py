@@ -1,4 +1,4 @@
-"""Decide whether a failure is still in progress, so that its log lines can be combined in one summary.
+"""Detection of a failure that is still in progress, so that its log lines can be combined in one summary.
 
 Pure: no I/O, no clock.
 

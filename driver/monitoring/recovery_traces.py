@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of recoveries and planned changes. Each is a span, and its phases are child spans.
+"""OpenTelemetry traces of recoveries and planned changes. Each change is a span, and its phases are child spans.
 
 Enabled by `--opentelemetry`. The SDK is configured by its own environment variables: OTEL_EXPORTER_OTLP_ENDPOINT,
 _HEADERS and the like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
@@ -52,7 +52,7 @@ def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
 
 
 class RecoveryTraces(ViewReader):
-    """Traces of one job, on a clock of seconds since 1970.
+    """OpenTelemetry traces of one job, on a clock of seconds since 1970.
 
     Args:
         processors: destinations of spans (default: those that the environment variables configure).
@@ -66,7 +66,7 @@ class RecoveryTraces(ViewReader):
         *,
         processors: Sequence[SpanProcessor] | None = None,
     ) -> None:
-        """Create the tracer. Raises Invalid if the SDK is not installed."""
+        """Create the tracer. Raises Invalid if the SDK or the exporter is not installed."""
         try:
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
             from opentelemetry.sdk.trace import TracerProvider

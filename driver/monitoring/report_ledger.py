@@ -1,4 +1,4 @@
-"""Decide which reports of workers are new, and which workers need an acknowledgement.
+"""Record of the reports of workers, which shows which are new and which workers need an acknowledgement.
 
 Pure: no I/O, no clock.
 
@@ -17,7 +17,7 @@ OVERHEAD_BYTES = 100
 
 
 class ReportLedger:
-    """The reports that one driver has received and acknowledged."""
+    """Reports that one driver has received and acknowledged."""
 
     def __init__(self) -> None:
         self._taken: dict[Worker, int] = {}  # number of the last accepted report of each worker

@@ -20,7 +20,7 @@ STEPS = "steps"  # name for the total number of steps, which is not shown as a c
 
 
 class Series:
-    """The values of one name over time."""
+    """Values of one name over time."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -69,7 +69,7 @@ class ReportedSeries:
                 self._number(rank, name, float(value), at)
 
     def shown(self) -> dict[str, Series]:
-        """Return the series to plot, without the step counters, which serve only to count repeated steps."""
+        """Return the series to plot. Step counters are omitted, because they only serve to count repeated steps."""
         counted = (STEP, STEPS) if self.steps else ()
         return {name: each for name, each in self.series.items() if name not in counted}
 

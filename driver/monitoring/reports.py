@@ -1,4 +1,4 @@
-"""Pass workers' reports to a callback, and acknowledge them. `report_ledger` decides which reports are new.
+"""Delivery of workers' reports to a callback, and their acknowledgement. `report_ledger` decides which reports are new.
 
 The callback runs in the event loop's thread, so it blocks the driver while it runs.
 """
@@ -37,7 +37,7 @@ class Reports:
         self._dropped_said_at = float("-inf")
 
     def serve(self, send_each: SendEach) -> None:
-        """Set the function that sends messages to workers. Called once the server runs."""
+        """Set the function that sends messages to workers. Called after the server has started."""
         self._send_each = send_each
 
     def heard(self, worker: Worker, message: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How a sharded state is divided among workers, which commit is sealed, and where lost shards came from.
+"""Status of a sharded state: its division among workers, the sealed commit, and the sources of lost shards.
 
 Pure: no I/O, no clock.
 """
@@ -26,7 +26,7 @@ _ORIGINS = {
 
 
 class ShardStatus:
-    """The newest reports on the sharded state of one job. If the job has no such state, `facts` is None."""
+    """Newest reports on the sharded state of one job. If the job has no such state, `facts` is None."""
 
     def __init__(self) -> None:
         self._workers = 0
@@ -99,8 +99,9 @@ def recovery_facts(divided: ShardsDivided | None) -> dict[str, Any] | None:
 
 
 def source_sentence(facts: Facts | None) -> str:
-    """Describe where lost shards came from, for example ``shard 2 from another host, 1.3 MB sent``. Empty if none were
-    lost.
+    """Describe the sources of lost shards, for example ``shard 2 from another host, 1.3 MB sent``.
+
+    Empty if no shards were lost.
     """
     if facts is None:
         return ""

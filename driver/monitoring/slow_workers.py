@@ -1,4 +1,4 @@
-"""Stragglers of a job: how slow each was, for how long, and what became of it. Pure: no I/O, no clock.
+"""Stragglers of a job: the speed of each, the duration, and the end of its slow period. Pure: no I/O, no clock.
 
 The driver names stragglers (`failure_detection.stragglers`) and logs each change of the list. ``explain``, the report
 and the metrics read the same `SlowWorkers`.
@@ -35,11 +35,11 @@ class SlowWorker:
 
     Args:
         since: beginning of the first period.
-        speed: lowest speed at the beginning of a period, as a share of the others' median.
-        seconds: total duration of the periods that have ended.
-        waited_s: time that the others spent in collectives during the periods, from their reports.
-        over_s: time that these reports cover.
-        end: what ended the last period; None while it lasts.
+        speed: lowest speed at the beginning of a period, as a share of the median of the other workers.
+        seconds: total duration of the periods that have ended, in seconds.
+        waited_s: seconds that the other workers spent in collectives during the periods, from their reports.
+        over_s: seconds that these reports cover.
+        end: cause of the end of the last period, or None while it lasts.
     """
 
     worker: Worker
@@ -74,7 +74,7 @@ class SlowWorkers(ViewReader):
     Args:
         workers: all stragglers so far, at most KEPT, in the order of their first slow period.
         more: number of stragglers that are not stored.
-        current: the present ones.
+        current: the current stragglers.
     """
 
     def __init__(self, view: JobView) -> None:

@@ -1,4 +1,4 @@
-"""Detect training stalls: whether the world stalls, since when, and which ranks the others wait for.
+"""Detection of training stalls: their begin, and the ranks for which the other ranks wait.
 
 Pure: no I/O, no clock.
 
@@ -47,10 +47,10 @@ class StallEnd(enum.Enum):
 
 @dataclass(frozen=True)
 class Culprit:
-    """A member for which the others wait in a stall.
+    """Member for which the other members wait in a stall.
 
     Args:
-        line: line of the script at which the member is, as ``train.py:12``. Empty if unknown.
+        line: line of the script that the member executes, as ``train.py:12``. Empty if unknown.
     """
 
     worker: Worker
@@ -62,7 +62,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall of training.
+    """One stall of training. Times are in seconds.
 
     Args:
         until: end of the stall, or the time of the query if ``end`` is None.
@@ -104,7 +104,7 @@ class Stall:
 
 @dataclass
 class OpenWait:
-    """The members that currently wait in one collective."""
+    """Members that currently wait in one collective."""
 
     since: float
     last: float  # time at which the last of the waiting members began to wait
@@ -114,7 +114,7 @@ class OpenWait:
 
 
 class Stalls(ViewReader):
-    """The stalls of one job.
+    """Stalls of one job.
 
     The cost of an event does not depend on the number of members, except at the end of a world or of a wait.
     """
@@ -223,8 +223,9 @@ class Stalls(ViewReader):
 
     @property
     def waits_since(self) -> float | None:
-        """Return the time since which members have waited in a collective, including brief waits. None if no member
-        waits.
+        """Return the time since which members have waited in a collective, including brief waits.
+
+        None if no member waits.
         """
         return min((wait.since for wait in self._waits.values()), default=None)
 
@@ -236,8 +237,9 @@ class Stalls(ViewReader):
         )
 
     def awaited(self, now: float) -> Stall | None:
-        """Return the current wait as a stall, however short. None if no member waits, or if the culprits are more than
-        half of the members.
+        """Return the current wait as a stall, however short.
+
+        None if no member waits, or if the culprits are more than half of the members.
         """
         if not self._waits or 2 * len(self._late) > len(self._ranks):
             return None
@@ -422,7 +424,7 @@ def blamed(facts: Mapping[str, Any]) -> str:
 def as_sentence(facts: Mapping[str, Any]) -> str:
     """Describe a stall's facts as a clause.
 
-    For example ``3 ranks wait for rank 1 (h:1#1) at train.py:12``; in the past tense once the stall has ended.
+    For example ``3 ranks wait for rank 1 (h:1#1) at train.py:12``, or in the past tense after the end of the stall.
     """
     culprits, others = blamed(facts), counted(facts["others"], "rank")
     now = "waits" if facts["others"] == 1 else "wait"

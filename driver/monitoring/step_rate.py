@@ -1,4 +1,4 @@
-"""Measure the optimizer steps and samples per second of a job, from the reports of its first worker.
+"""Optimizer steps and samples per second of a job, from the reports of its first worker.
 
 Pure: no I/O, no clock.
 """
@@ -11,7 +11,7 @@ from elastic.protocol.messages import Worker
 
 
 class StepRate:
-    """Optimizer steps and samples per second of one job. Times are seconds on the caller's clock."""
+    """Optimizer steps and samples per second of one job. Times are in seconds on the caller's clock."""
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
@@ -43,16 +43,17 @@ class StepRate:
             self._rate.committed(steps, now)
 
     def steps(self, now: float) -> float | None:
-        """Return steps per second, or None if unknown. While no steps are made, the rate decays to 0 as in
-        `CommitRate.value`.
+        """Return steps per second, or None if unknown.
+
+        While no steps are made, the rate decays to 0 as in `CommitRate.value`.
         """
         return self._rate.value(now)
 
     def mean(self) -> float | None:
-        """Return steps per second of the whole job, including recoveries and stalls, or None if unknown."""
+        """Return the steps per second of the whole job, including recoveries and stalls, or None if unknown."""
         return self._made / self._over_s if self._over_s > 0 else None
 
     def samples(self, now: float, size: int) -> float | None:
-        """Return samples per second of ``size`` workers, or None if unknown."""
+        """Return the samples per second of ``size`` workers, or None if unknown."""
         steps = self.steps(now)
         return None if steps is None or self._batch is None else steps * self._batch * size

@@ -1,5 +1,6 @@
-"""Measure how long members wait for the member that waits least, from their reports on collectives. Pure: no I/O, no
-clock.
+"""Measure how long members wait for the member that waits least, from their reports on collectives.
+
+Pure: no I/O, no clock.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
 collective waits least in it, so the difference between two workers' means is the time that one waited for the other. A
@@ -43,8 +44,9 @@ class Histogram:
 
 
 class StragglerWaits:
-    """How long the members of one job wait for the slowest member. The cost of a report is constant, except for reports
-    of the worker that waits least.
+    """How long the members of one job wait for the slowest member.
+
+    The cost of a report is constant, except for reports of the worker that waits least.
     """
 
     def __init__(self) -> None:

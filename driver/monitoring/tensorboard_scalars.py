@@ -49,7 +49,7 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Convert a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
+    """Conversion of a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # number of reports of each rank
@@ -74,7 +74,7 @@ class ScalarsOfReports:
 
 
 def of_actions(actions: Sequence[Action], at: float) -> list[Scalar]:
-    """Return the scalars that the driver's actions stand for. The step of each scalar is the generation."""
+    """Convert the driver's actions to scalars. The step of each scalar is the generation."""
     found = []
     for action in actions:
         if isinstance(action, PublishWorld):
@@ -101,7 +101,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 class TensorBoard(ViewReader):
-    """Writer of the scalars of one job below ``folder``. Raises Invalid if tensorboardX is not installed."""
+    """Writer of the scalars of one job below ``folder``.
+
+    Raises:
+        Invalid: tensorboardX is not installed.
+    """
 
     def __init__(self, folder: Path, log: Log) -> None:
         if importlib.util.find_spec("tensorboardX") is None:

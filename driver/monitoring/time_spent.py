@@ -1,11 +1,12 @@
-"""Account for the time of a job and its workers, from the events and decisions in the journal.
+"""Accounting of the time of a job and its workers, from the events and decisions in the journal.
 
 Pure: no I/O, no clock.
 
-A worker reports how it spent its time since ``init()``. This module adds the rest. From its start to ``init()``, a
-worker is joining. From its last report to its exit, it continues its last activity. A worker that died cannot report
-how much training it lost. The first survivor of its world lost the same time; if all workers died, it is the training
-time since the newest checkpoint. The parts of a worker therefore sum to the time from its start to its exit.
+A worker reports how it spent its time since ``init()``. This module adds the remaining time. From its start to
+``init()``, a worker is joining. From its last report to its exit, it continues its last activity. A worker that died
+cannot report how much training it lost. The first survivor of its world lost the same time; if all workers died, it is
+the training time since the newest checkpoint. The parts of a worker therefore sum to the time from its start to its
+exit.
 
 A worker that trains alternates between the parts of a step. The time since its last report is therefore not attributed
 entirely to its activity at that moment, such as a commit of a millisecond. It is divided in the proportions measured
@@ -49,7 +50,7 @@ KEPT = 100
 
 
 class Seconds(Times):  # type: ignore[misc]  # a struct is as frozen as its base
-    """Seconds that a worker reports by part, with the stalled time separated."""
+    """Seconds of a worker by part, as reported, with the stalled time separated."""
 
     stalled: float = 0.0
 
@@ -59,7 +60,7 @@ PARTS: tuple[str, ...] = Seconds.__struct_fields__
 
 @dataclass
 class Spent:
-    """How one worker has spent its time, in seconds on the driver's clock."""
+    """Time that one worker has spent, in seconds on the driver's clock."""
 
     worker: Worker
     began: float
@@ -106,8 +107,9 @@ class Spent:
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
-        """Return how the worker's steps since its last report divide into parts. Return None if the worker did not
-        train the whole time, or if the time is too short.
+        """Return the shares of the parts in the worker's steps since its last report.
+
+        Return None if the worker did not train the whole time, or if the time is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -171,7 +173,7 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
 
 
 class TimeSpent(ViewReader):
-    """How a job and its workers have spent their time, from the observations of this driver."""
+    """Time that a job and its workers have spent, from the observations of this driver."""
 
     def __init__(self, view: JobView) -> None:
         self.view = view
@@ -210,8 +212,9 @@ class TimeSpent(ViewReader):
                 pass
 
     def go_on(self, now: float) -> None:
-        """Count the time up to ``now`` without an event. Time after the end of the job and all its workers does not
-        count.
+        """Count the time up to ``now`` without an event.
+
+        Time after the end of the job and all its workers does not count.
         """
         if self._since is not None and not self.over:
             self.now = max(self.now, now)
@@ -252,7 +255,7 @@ class TimeSpent(ViewReader):
                 pass
 
     def _stop(self, now: float, *, first: bool) -> None:
-        """Handle that a member waits for the next world.
+        """Record that a member waits for the next world.
 
         Args:
             now: current time, in seconds.
@@ -327,7 +330,7 @@ class TimeSpent(ViewReader):
             del self.gone[:KEPT]
 
     def _all_exited(self) -> None:
-        """Handle the loss of all commits in memory.
+        """Record the loss of all commits in memory.
 
         Training since the newest checkpoint, or since the beginning, must be repeated.
         """
@@ -370,8 +373,9 @@ class TimeSpent(ViewReader):
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
-        """Return the share of the workers' time that was spent in training. Return None if no worker was in
-        ``elastic.run``, because workers report their activity only there.
+        """Return the share of the workers' time that was spent in training.
+
+        Return None if no worker was in ``elastic.run``, because workers report their activity only there.
         """
         total = self.total()
         worked = sum(msgspec.structs.astuple(total))

@@ -1,4 +1,4 @@
-"""Collect the trace records of all workers in one file, which a thread of its own writes.
+"""Collection of the trace records of all workers in one file, which a separate thread writes.
 
     nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
     recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records
@@ -48,7 +48,7 @@ class _Ending:
 
 
 class Tracing(ViewReader):
-    """Records the timelines of one job. All methods must be called in the event loop's thread."""
+    """Recorder of the timelines of one job. All methods must be called in the event loop's thread."""
 
     def __init__(self, log: Log, view: JobView) -> None:
         self._log = log
@@ -65,7 +65,11 @@ class Tracing(ViewReader):
         view.follow(self)
 
     def open(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Begin to record a timeline into a file. Raises Invalid if the file cannot be written."""
+        """Begin to record a timeline into a file.
+
+        Raises:
+            Invalid: the file cannot be written.
+        """
         file = TraceFile(path)
         self._number += 1
         self._path, self._mark_cycles = path, mark_cycles

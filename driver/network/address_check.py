@@ -1,4 +1,4 @@
-"""Check whether the networks of several hosts are compatible. Pure: no I/O, no clock.
+"""Check of the networks of several hosts for compatibility. Pure: no I/O, no clock.
 
 Different networks are not a problem by themselves, since there may be routers between them. They are reported only if
 all hosts share another network. Addresses that obviously cannot reach each other are always reported.
@@ -19,7 +19,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class AddressCheck:
-    """The addresses of all hosts. Only their numbers are stored, so hosts need not be compared in pairs."""
+    """Addresses of all hosts. Only their numbers are stored, so hosts need not be compared in pairs."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _CheckedHost] = {}
@@ -43,9 +43,8 @@ class AddressCheck:
             calls_from: address from which the host connects to the driver.
 
         Returns:
-            a warning if workers of the hosts apparently cannot reach each other, or an empty string. Each kind of
-            warning is
-            returned once.
+            A warning if workers of the hosts apparently cannot reach each other, or an empty string. Each kind of
+            warning is returned once.
         """
         self.drop(host)
         try:

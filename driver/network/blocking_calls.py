@@ -1,4 +1,4 @@
-"""Run blocking calls outside the event loop, and wait with a deadline. Makes no decisions.
+"""Blocking calls outside the event loop, and waits with a deadline. Makes no decisions.
 
 The calls run in daemon threads: a call that hangs must not block the exit of the process, as it would in the event
 loop's own threads.
@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """Run a blocking function in a thread. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``within_s`` seconds. The function then continues, and its result is ignored.
+    Raises asyncio.TimeoutError after ``within_s`` seconds. The function continues, but its result is ignored.
     """
     future = begun(lambda: function(*args), "outside the loop")
     await within(over(future), within_s)
@@ -61,8 +61,9 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 
 
 class SequentialCalls:
-    """Run blocking calls in a thread, one at a time. A call that exceeds its time limit continues, and later calls
-    wait for it.
+    """Thread that runs blocking calls one at a time.
+
+    A call that exceeds its time limit continues, and later calls wait for it.
     """
 
     def __init__(self, name: str) -> None:

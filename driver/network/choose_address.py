@@ -1,8 +1,8 @@
-"""Select the address that a host uses. Pure: no I/O, no clock.
+"""Selection of the address that a host uses. Pure: no I/O, no clock.
 
 ``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
-Each host uses the first of these that it has. Two kinds of addresses are never selected: addresses of interfaces that
-are down, and link-local IPv6 addresses, which need an interface number that differs between machines.
+Each host uses the first of these addresses that belongs to it. Two kinds of addresses are never selected: addresses of
+interfaces that are down, and link-local IPv6 addresses, which need an interface number that differs between machines.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
 
     @property
     def link_local(self) -> bool:
-        """Return whether the address needs a scope. False for IPv4, because its link-local addresses work without a
-        scope.
+        """Return whether the address needs a scope.
+
+        False for IPv4, because its link-local addresses work without a scope.
         """
         address = ipaddress.ip_address(self.address)
         return address.version == 6 and address.is_link_local
@@ -51,7 +52,7 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
 
 
 def check_wanted(wanted: Iterable[str]) -> None:
-    """Raise Invalid for a text that is not the name of an interface, a network or an address."""
+    """Raise Invalid if a text is not the name of an interface, a network or an address."""
     for name in wanted:
         _network(name)
 
@@ -87,10 +88,10 @@ def choose_bind(
 def wanted_address(
     wanted: Sequence[str], own: Sequence[InterfaceAddress], *, family: int = 4
 ) -> str:
-    """Return the address of the first of ``wanted`` that this machine has, preferably of ``family``.
+    """Return the address of the first of ``wanted`` that belongs to this machine, preferably of ``family`` (4 or 6).
 
     Raises:
-        Invalid: this machine has none of ``wanted``, or only as a link-local address.
+        Invalid: none of ``wanted`` belongs to this machine, or only a link-local address.
     """
     scoped: InterfaceAddress | None = None
     for name in wanted:
@@ -109,8 +110,9 @@ def wanted_address(
 
 
 def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
-    """Return the name of the interface with this address, or None. An address such as 127.0.0.2 belongs to the
-    interface of its network.
+    """Return the name of the interface with this address, or None.
+
+    An address such as 127.0.0.2 belongs to the interface of its network.
     """
     for each in own:
         if each.address == address:

@@ -45,8 +45,13 @@ class Owner(Protocol[Who]):
     def opened(self, connection: Connection[Who]) -> None: ...
 
     def authenticate(self, connection: Connection[Who], message: Any) -> Who | None:
-        """Check a message of the handshake. Return the peer, or None if another message has to follow. Raises
-        ProtocolError with the reason to refuse.
+        """Check a message of the handshake.
+
+        Returns:
+            The peer, or None if another message has to follow.
+
+        Raises:
+            ProtocolError: the peer is refused. The message is the reason.
         """
         ...
 
@@ -176,7 +181,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._transport.write(data)
 
     def drain(self) -> None:
-        """Read available data without waiting, up to the end of the stream."""
+        """Read available data without waiting, until none is left or the stream ends."""
         read = 0
         while not self._over and read < DRAIN_LIMIT:
             try:
@@ -193,7 +198,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self.data_received(data)
 
     def abandon(self) -> None:
-        """Close immediately without notifying the owner."""
+        """Close the connection immediately without notifying the owner."""
         self._over = True
         with contextlib.suppress(OSError):
             self._transport.abort()

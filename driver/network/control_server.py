@@ -1,4 +1,5 @@
-"""Server of control connections: performs the handshake, and receives and sends sealed frames. Makes no decisions.
+"""Server of control connections, which performs the handshake, and receives and sends sealed frames. Makes no
+decisions.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
@@ -70,7 +71,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 @dataclass(frozen=True)
 class Callers(Generic[Who]):
-    """A kind of callers of a server, workers or agents, and how they identify themselves."""
+    """Kind of callers of a server, workers or agents, and their identification."""
 
     role: str  # role of the callers in their proof
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of the callers' messages
@@ -150,8 +151,7 @@ class ControlServer(Generic[Who]):
         expected: Callable[[Who], bool],
         accepted: Callable[[Who], None] = lambda who: None,
     ) -> Address:
-        """Listen on an address, and return it. All callbacks are called in the event loop's thread. Raise OSError if
-        the address cannot be bound.
+        """Listen on an address, and return it. All callbacks are called in the event loop's thread.
 
         Args:
             interface: numeric address.
@@ -160,6 +160,9 @@ class ControlServer(Generic[Who]):
             gone: called once when a caller's connection ends, with the caller and whether it was silent.
             expected: called with a caller. Returns whether it may connect.
             accepted: called with each authenticated caller.
+
+        Raises:
+            OSError: the address cannot be bound.
         """
         self._heard, self._gone, self._expected = heard, gone, expected
         self._accepted = accepted
@@ -175,8 +178,9 @@ class ControlServer(Generic[Who]):
         return self.bind(interface, port)
 
     def send(self, peer: Who, *messages: msgspec.Struct) -> bool:
-        """Send messages without blocking, in one chunk. If the peer is not connected, drop the messages and return
-        False.
+        """Send messages without blocking, in one chunk.
+
+        If the peer is not connected, drop the messages and return False.
         """
         connection = self._connections.get(peer)
         return connection is not None and connection.write(*map(encoded, messages))
@@ -215,8 +219,9 @@ class ControlServer(Generic[Who]):
             connection.end()
 
     async def close(self) -> None:
-        """Stop listening, send buffered data for at most CLOSE_S seconds, and drop all connections. ``gone`` is not
-        called.
+        """Stop listening, send buffered data for at most CLOSE_S seconds, and drop all connections.
+
+        ``gone`` is not called.
         """
         self._gone = lambda who, silent: None
         if self._server is not None:
@@ -241,7 +246,11 @@ class ControlServer(Generic[Who]):
         connection.write(encoded(Challenge(connection.nonce)))
 
     def authenticate(self, connection: Connection[Who], answer: Any) -> Who:
-        """Return the caller that answered the challenge. Raises ProtocolError with the reason to refuse."""
+        """Return the caller that answered the challenge.
+
+        Raises:
+            ProtocolError: the caller is refused. The message is the reason.
+        """
         callers = self.callers
         if not isinstance(answer, callers.answer):
             raise ProtocolError(

@@ -1,4 +1,4 @@
-"""Parse host lists, and recognize names of this machine. Starts nothing. Name lookups have a deadline.
+"""Parsing of host lists, and recognition of names of this machine. Name lookups have a deadline.
 
 A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The name
 identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
@@ -25,8 +25,10 @@ _LINE = re.compile(r"(?P<host>\S+?)(\s+slots\s*=\s*(?P<slots>\S+))?")
 
 
 def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int]:
-    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without a number of slots, use ``default_slots``. Raises Invalid with a
-    clause.
+    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without a number of slots, use ``default_slots``.
+
+    Raises:
+        Invalid: the name or the number of slots is invalid. The message is a clause.
     """
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
@@ -108,7 +110,11 @@ def parse_lines(
 
 
 def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
-    """Read the hosts of a file, in order. Raises Invalid if it cannot be read, is empty, or has an invalid line."""
+    """Read the hosts of a file, in order.
+
+    Raises:
+        Invalid: the file cannot be read, lists no host, or has an invalid line.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_FILE_LIMIT)
@@ -135,8 +141,8 @@ class _Unresolved(Exception):
 
 
 class ThisHost:
-    """Recognize names of this machine: loopback addresses, its other addresses, its host name, and names that resolve
-    to these.
+    """Recognition of names of this machine: loopback addresses, its other addresses, its host name, and names that
+    resolve to these.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
     three functions are parameters so that tests need no network.
@@ -158,8 +164,9 @@ class ThisHost:
         self._known: dict[str, str | None] = {}
 
     def elsewhere(self, host: str) -> str | None:
-        """Return None if ``host`` is this machine, otherwise a clause with the reason. Blocks for up to ``resolve_s``
-        seconds.
+        """Return None if ``host`` is this machine, otherwise a clause with the reason.
+
+        Blocks for up to ``resolve_s`` seconds.
         """
         if host not in self._known:
             try:
@@ -213,7 +220,7 @@ def literal_address(host: str) -> str | None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``"driver.lab:4711"`` or ``"[fd00::1]:4711"``. Raises Invalid with a sentence."""
+    """Parse ``"driver.lab:4711"`` or ``"[fd00::1]:4711"``. Raises Invalid if the text is not such an address."""
     name, _, port = text.rpartition(":")
     bracketed = name.startswith("[") and name.endswith("]") and _is_ipv6(name[1:-1])
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0

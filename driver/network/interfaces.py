@@ -54,8 +54,9 @@ def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None 
 
 
 def worker_network(bind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that workers need to use the network of the address ``bind``. Variables in
-    ``environ`` are not replaced.
+    """Return the environment variables that workers need to use the network of the address ``bind``.
+
+    Variables in ``environ`` are not replaced.
     """
     return worker_variables(bind, own_addresses(), environ)
 

@@ -1,5 +1,6 @@
-"""Look up names outside the event loop, with a deadline. Results are not cached, because answers may change at any
-time.
+"""Lookup of names outside the event loop, with a deadline.
+
+Results are not cached, because answers may change at any time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ _starting = threading.Lock()
 
 
 async def numeric(text: str) -> list[tuple[str, int]]:
-    """Resolve ``host:port``, and return all addresses with the port. Raises OSError with a clause that names the
-    host.
+    """Resolve ``host:port``, and return all addresses with the port.
+
+    Raises:
+        OSError: the host cannot be resolved. The message names it.
     """
     try:
         host, port = parse_address(text)

@@ -1,4 +1,4 @@
-"""The secret of a job: 32 random bytes in a private file or in an environment variable. Makes no decisions.
+"""Secret of a job: 32 random bytes in a private file or in an environment variable. Makes no decisions.
 
 A process that knows the secret can act as the driver, an agent or a worker of the job. Error messages therefore contain
 the location of the secret, never its value.
@@ -39,7 +39,7 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
 
 
 def make_secret_file(path: str) -> None:
-    """Create a file with a new secret. Raises Invalid if the file exists or cannot be created."""
+    """Create a file with a new secret. Raises Invalid if the file exists or cannot be written."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
@@ -93,8 +93,9 @@ def _read(path: str, source: str) -> bytes:
 
 
 def _of_a_pod(about: os.stat_result) -> bool:
-    """Return whether a file is a Secret that Kubernetes mounted for a pod without root. Such a file is owned by root
-    and readable by one group.
+    """Return whether a file is a Secret that Kubernetes mounted for a pod without root.
+
+    Such a file is owned by root and readable by one group.
     """
     return about.st_uid == 0 and about.st_mode & 0o777 == 0o440
 

@@ -51,8 +51,9 @@ class Command:
         return ""
 
     def _run(self) -> tuple[int, str, str]:
-        """Run the user's command. Return its exit code, stdout and stderr. All processes of the command are killed
-        after ANSWER_S seconds.
+        """Run the user's command.
+
+        Return its exit code, stdout and stderr. All processes of the command are killed after ANSWER_S seconds.
         """
         try:
             process = subprocess.Popen(

@@ -39,8 +39,9 @@ class GoogleCloud:
         return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
 
     def look(self) -> PreemptionNotice | None:
-        """Return the current notice, or None. The first call returns immediately, later calls after a change or after
-        WAIT_S seconds.
+        """Return the current notice, or None.
+
+        The first call returns immediately, later calls after a change or after WAIT_S seconds.
         """
         query = "recursive=true"
         if self._etag:

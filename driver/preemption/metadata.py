@@ -1,4 +1,4 @@
-"""Client of a cloud's metadata server, which has a link-local address on every machine. Never uses a proxy."""
+"""Client of a cloud's metadata server, which has a link-local address on every machine. It never uses a proxy."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SourceError(Exception):
-    """A source did not answer, or its answer is not as documented. It will be queried again."""
+    """A source did not answer, or its answer is not as documented. The source is queried again later."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class NoticeSource(Protocol):
     pause_s: float  # interval between queries
 
     def here(self) -> bool:
-        """Return whether the source exists on this machine. Takes at most about a second and never raises."""
+        """Return whether the source exists on this machine, within about a second. Never raises."""
 
     def look(self) -> PreemptionNotice | None:
         """Return the current notice, or None.
@@ -42,7 +42,7 @@ class NoticeSource(Protocol):
         """Acknowledge the notice, because the machine is no longer needed.
 
         Raises:
-            SourceError: the source rejects the acknowledgement.
+            SourceError: the source rejected the acknowledgement.
         """
 
     def hint(self) -> str:

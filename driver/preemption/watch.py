@@ -1,6 +1,6 @@
-"""Watch the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
+"""Watch of the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
 
-`auto` detects once which sources exist. If there are none, nothing is logged.
+`auto` detects once which sources exist. If no source exists, nothing is logged.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def check(wanted: str) -> None:
 
 
 class Watch:
-    """Watcher of one machine for preemption notices. ``changed`` is called in the event loop's thread, with the current
-    notice or None.
+    """Watch of one machine for preemption notices.
+
+    ``changed`` is called in the event loop's thread, with the current notice or None.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class Watch:
 
     @property
     def notice(self) -> Notice | None:
-        """Return the current notice with the remaining time, or None. Of several notices, it is the one with the
-        earliest end.
+        """Return the current notice with the remaining time, or None.
+
+        Of several notices, it is the one with the earliest end.
         """
         if not self._standing:
             return None

@@ -153,8 +153,9 @@ def write_to(stream: TextIO | None) -> Write:
 
 
 def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
-    """Return the result of `write_to` for each stream. If both have the same destination, as with ``2>&1``, return the
-    same function twice.
+    """Return the result of `write_to` for each stream.
+
+    If both have the same destination, as with ``2>&1``, return the same function twice.
     """
     out = write_to(stdout)
     try:

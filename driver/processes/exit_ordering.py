@@ -1,4 +1,4 @@
-"""Order a worker's exit after all its messages. Makes no decisions."""
+"""Order of a worker's exit after all its messages. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTING_S = 2.0
 
 
 class Connections(Protocol):
-    """The part of the connections of workers that `ExitBarrier` uses."""
+    """Interface of the workers' connections that `ExitBarrier` needs."""
 
     def drain(self, worker: Worker) -> None: ...
     def connected(self, worker: Worker) -> bool: ...
@@ -22,7 +22,7 @@ class Connections(Protocol):
 
 
 class ExitBarrier:
-    """Reports each exit passed to `gone` once, after all messages of the worker have arrived."""
+    """Barrier that reports each exit passed to `gone` once, after all messages of the worker have arrived."""
 
     def __init__(self, connections: Connections, exited: Callable[[WorkerExited], None]) -> None:
         self._connections = connections

@@ -37,8 +37,9 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], "str | None"], "subprocess.P
 
 
 def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
-    """Return the command of a health check. The built-in check is run by the same Python as the worker, if the worker's
-    command names one.
+    """Return the command of a health check.
+
+    The built-in check is run by the same Python as the worker, if the worker's command names one.
     """
     if check != AUTO:
         return ["sh", "-c", check]
@@ -53,8 +54,9 @@ def without_check(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a health check. It is the worker's environment without secrets, and with the host
-    and the slot.
+    """Return the environment of a health check.
+
+    It is the worker's environment without secrets, and with the host and the slot.
     """
     kept = {name: value for name, value in env.items() if name not in WITHHELD}
     return {**kept, "ELASTIC_HOST": worker.host, "ELASTIC_SLOT": str(worker.slot)}
@@ -144,9 +146,7 @@ class HealthCheckRun:
         return bool(data)
 
     def _late(self, limit_s: float) -> None:
-        """Report the timeout immediately, because a process that hangs in the kernel may survive SIGKILL for some
-        time.
-        """
+        """Report the timeout immediately, because a process that hangs in the kernel may survive SIGKILL."""
         self._end(HealthOutcome.TIMED_OUT, None, self._last_line() or f"no result in {limit_s:g} s")
         self._kill()
 

@@ -1,4 +1,5 @@
-"""Liveness timeouts: detects keys that were not renewed in time. Pure: the caller passes the time and its observations.
+"""Liveness timeouts, which detect keys that were not renewed in time. Pure: the caller passes the time and its
+observations.
 
     leases.grant(key, now)             start: from now on it must be renewed
     leases.renew(key, now)             it was observed able to run; True: it had expired and runs again
@@ -24,7 +25,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class LivenessTimeouts(Generic[Key]):
-    """Liveness timeouts of equal length, one for each key. Times are seconds on the caller's clock."""
+    """Liveness timeouts of equal length, one for each key. Times are in seconds on the caller's clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -75,8 +76,9 @@ class LivenessTimeouts(Generic[Key]):
         return found
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `expired` must be called next at the latest. A longer gap would count as a pause of
-        the observer.
+        """Return the time at which `expired` must be called next at the latest.
+
+        A longer gap would count as a pause of the observer.
         """
         if not self._renewed:
             return None

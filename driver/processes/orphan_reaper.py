@@ -1,4 +1,4 @@
-"""A process that briefly outlives the driver to kill the driver's remaining processes. Decides nothing else.
+"""Process that briefly outlives the driver to kill the driver's remaining processes.
 
 The agent starts the reaper in its own session. The reaper's standard input is a pipe from the agent with lines
 ``+pgid`` and ``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session
@@ -20,8 +20,9 @@ SCANS = 5
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
-    """Kill all processes of these sessions. The process groups of the session leaders are killed first, then other
-    groups.
+    """Kill all processes of these sessions.
+
+    The process groups of the session leaders are killed first, then other groups.
 
     The caller ensures that the session IDs have not been reused. The leader must run, or must not be reaped yet.
     """
@@ -69,7 +70,7 @@ def state_of(pid: int) -> tuple[str, int]:
 
 
 def heed(groups: set[int], text: bytes) -> bytes:
-    """Apply the complete lines of ``text`` to ``groups``. Return the incomplete rest."""
+    """Apply the complete lines of ``text`` to ``groups``. Return the incomplete last line."""
     *lines, rest = text.split(b"\n")
     for line in lines:
         if line[:1] == b"+":

@@ -1,4 +1,4 @@
-"""The agent's side of the orphan reaper: keeps one reaper running and sends it the workers' process groups.
+"""Agent's side of the orphan reaper, which keeps one reaper running and sends it the workers' process groups.
 
 Makes no decisions.
 """
@@ -19,7 +19,7 @@ from elastic.driver.sinks import Log
 
 
 class OrphanReaper:
-    """Start an orphan reaper when needed, send it the workers' process groups, and replace it when it dies.
+    """Orphan reaper of an agent, which is started when needed and replaced when it exits.
 
     ``groups`` returns all current groups, which a new reaper receives.
     """
@@ -72,8 +72,9 @@ class OrphanReaper:
             self.tell("".join(f"+{group}\n" for group in groups))
 
     def tell(self, line: str) -> None:
-        """Send one or more lines to the reaper. If it does not read them, it is replaced, and the new reaper receives
-        all groups.
+        """Send one or more lines to the reaper.
+
+        If it does not read them, it is replaced, and the new reaper receives all groups.
         """
         if self._popen is None:
             return
@@ -88,8 +89,9 @@ class OrphanReaper:
             self._on_exit()
 
     def announce(self, pid: int) -> None:
-        """Announce a child process to the reaper. Called in the child, between fork and exec, so that the reaper always
-        knows a child before it runs.
+        """Announce a child process to the reaper.
+
+        Called in the child, between fork and exec, so that the reaper always knows a child before it runs.
         """
         if self._popen is None or self._popen.stdin is None:
             return

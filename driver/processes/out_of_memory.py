@@ -1,4 +1,4 @@
-"""Detect kills by the kernel's out-of-memory killer, and read the memory limit. Makes no decisions.
+"""Detection of kills by the kernel's out-of-memory killer, and the memory limit. Makes no decisions.
 
 The exit status does not show the cause: it is SIGKILL, as for any other kill. Each memory cgroup counts these kills
 (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat those of the machine.
@@ -16,8 +16,9 @@ USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_i
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """Parse lines that consist of a name, a number and optionally a unit, as in /proc/meminfo. Other lines are
-    skipped.
+    """Parse lines that consist of a name, a number and optionally a unit, as in /proc/meminfo.
+
+    Other lines are skipped.
     """
     fields = (line.split() for line in text.splitlines())
     return {each[0]: int(each[1]) for each in fields if len(each) in (2, 3) and each[1].isdigit()}
@@ -38,7 +39,7 @@ def memory_groups(text: str) -> tuple[str | None, str | None]:
 
 @dataclass
 class OutOfMemory:
-    """Counts the out-of-memory kills in the cgroup of this process.
+    """Counter of the out-of-memory kills in the cgroup of this process.
 
     Args:
         root: "/", or in tests a folder with its own /proc and /sys.

@@ -1,4 +1,4 @@
-"""Pass on the output of workers line by line, with the rank as prefix. Makes no decisions.
+"""Output of workers, which is passed on line by line with the rank as prefix. Makes no decisions.
 
 The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` while it has none. Bytes are passed on
 unchanged in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is given, the
@@ -35,7 +35,7 @@ _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 class Output:
-    """Show the output of all workers.
+    """Display of the output of all workers.
 
     Args:
         place_of: returns a worker's current place, or None.

@@ -1,4 +1,4 @@
-"""The reading end of a worker's output stream. Passes bytes to the sink as they arrive. Makes no decisions."""
+"""Reading end of a worker's output stream, which passes bytes to the sink as they arrive. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Pipe:
             self._prompt = None
 
     def drain(self) -> None:
-        """Pass on the data that are available now, up to a limit, without waiting."""
+        """Pass on the available data, up to a limit, without waiting."""
         for _ in range(DRAIN_LIMIT // CHUNK):
             if not self._read():
                 return

@@ -1,4 +1,4 @@
-"""A Python process that imports the modules that a worker needs and then waits for the worker's command.
+"""Python process that imports the modules that a worker needs and then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 

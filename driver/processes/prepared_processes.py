@@ -119,12 +119,12 @@ def read(wanted: str) -> tuple[list[str], int]:
 
 
 class PreparedProcesses:
-    """The preloaded processes of one host.
+    """Preloaded processes of one host.
 
     Args:
         modules: modules to import. Empty means that no process is preloaded.
         spawn: starts a process in the same way as a worker.
-        gone: called with the process ID when a process exits that was not needed.
+        gone: called with the process ID when a process exits that became no worker.
         available: returns the available memory of the host or container, in bytes.
         log: called with a level and a text.
     """
@@ -152,8 +152,9 @@ class PreparedProcesses:
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """Return the preloaded process that becomes this worker, and schedule a replacement. Return None if the worker
-        must be started instead.
+        """Return the preloaded process that becomes this worker, and schedule a replacement.
+
+        Return None if the worker must be started instead.
         """
         if not self.modules:
             return None

@@ -1,4 +1,4 @@
-"""Read the state and the resource counters of processes from /proc. Makes no decisions.
+"""State and resource counters of processes, read from /proc. Makes no decisions.
 
 A process keeps its process ID until it is reaped, so the values cannot be those of another process. The ``parse_``
 functions are pure. The other functions read one or a few small files, without waiting.
@@ -169,8 +169,9 @@ def stat_of(pid: int) -> Stat:
 
 
 def end_of(pid: int) -> int | None:
-    """Return the exit code, or minus the signal, of a process if its threads will never run again. Otherwise return
-    None.
+    """Return the exit code, or minus the signal, of a process if its threads will never run again.
+
+    Otherwise return None.
 
     The memory, descriptors and sockets of the process may still exist.
     """

@@ -1,4 +1,4 @@
-"""Start a worker process in its own session, and explain failed starts. Makes no decisions.
+"""Start of a worker process in its own session, with an explanation of failures. Makes no decisions.
 
 The worker dies with the thread that started it (PDEATHSIG).
 """

@@ -21,7 +21,7 @@ Gpu = tuple[float | None, int]
 
 
 class Rates:
-    """Measure the processor time that processes use per second, from two consecutive samples."""
+    """Processor time that processes use per second, from two consecutive samples."""
 
     def __init__(self) -> None:
         # For each process ID, the time of the last measurement and the processor time in seconds.
@@ -30,8 +30,9 @@ class Rates:
     def between(
         self, samples: Mapping[int, ProcSample], gpus: Mapping[int, Gpu], now: float
     ) -> dict[int, Usage]:
-        """Return the usage of each running process since the previous call. The first measurement of a process has
-        no ``cores``.
+        """Return the usage of each running process since the previous call.
+
+        The first measurement of a process has no ``cores``.
         """
         found: dict[int, Usage] = {}
         before, self._before = self._before, {}
@@ -49,7 +50,7 @@ class Rates:
 
 
 class Gpus:
-    """Measure how processes use the GPUs.
+    """Use of the GPUs by processes, from NVML.
 
     Args:
         nvml: the NVML module (default: pynvml, if it is installed and works).
@@ -105,8 +106,9 @@ def _started(nvml: Any) -> Any:
 
 
 class UsageMeter:
-    """Measure the resources that the workers of one host use. Must be called by one thread at a time. A call may
-    wait for the driver of a GPU.
+    """Resource usage of the workers of one host.
+
+    Must be called by one thread at a time. A call may wait for the driver of a GPU.
     """
 
     def __init__(self) -> None:
@@ -114,5 +116,5 @@ class UsageMeter:
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of those of the given processes that are running. Raises OSError if /proc cannot be read."""
+        """Return the usage of the given processes that are running. Raises OSError if /proc cannot be read."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

@@ -1,4 +1,4 @@
-"""Lookup of the actors that are drivers of detached jobs, by job name. Queries Ray; decides nothing."""
+"""Lookup of the actors that are drivers of detached jobs, by job name. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def actor_name(job: str) -> str:
 
 
 def find_actor(job: str) -> Any | None:
-    """Return the driver's actor, or None if there is no such job. This process must have joined the cluster."""
+    """Return the driver's actor, or None if the job does not exist. This process must have joined the cluster."""
     try:
         return ray.get_actor(actor_name(job), namespace=NAMESPACE)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. No policy.
+"""Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. Makes no decisions.
 
-Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then
-draining nodes, then nodes: with this order, a node that dies in between is never considered alive. A check
-without an answer changes nothing. It is logged once, and once more when Ray answers again. Calls to Ray may
-block for long while its head is away, so they run in a thread, one at a time, with a deadline.
+Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining nodes,
+then nodes: with this order, a node that dies in between is never considered alive. A check without an answer changes
+nothing. The failure is logged once, and once more when Ray answers again. Calls to Ray may block for long while its
+head is unavailable, so they run in a thread, one at a time, with a deadline.
 
 Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray
 job of their creator, even if the actor that created them has ended earlier. Those created by a *detached* actor
@@ -62,7 +62,7 @@ def host_of(address: str, node_id: str) -> str:
 
 
 class RayDiscovery:
-    """Yield ``{host: slots}`` of the placed claims, and maintain the requested number of claims.
+    """Discovery of the hosts with placed claims, which maintains the requested number of claims.
 
     The names of claims, by which a later driver finds them, contain ``job``, which must therefore be unique in the
     namespace.
@@ -111,12 +111,13 @@ class RayDiscovery:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def node_of(self, host: str) -> str:
-        """Return the node id of a host. Raises KeyError for a host that was never listed."""
+        """Return the node ID of a host. Raises KeyError if the host was never listed."""
         return self._nodes[host]
 
     def gpus_of(self, host: str) -> list[str]:
-        """Return the GPU IDs of each slot of a host, joined by commas. The list is empty if the job requested no
-        GPUs.
+        """Return the GPU IDs of each slot of a host, joined by commas.
+
+        The list is empty if the job requested no GPUs.
         """
         return list(self._gpus.get(host, ()))
 

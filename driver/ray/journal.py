@@ -55,8 +55,9 @@ FORGET_S = 10.0
 
 
 class RayArchive:
-    """The journal of one job in Ray's key-value store. ``lost`` is set when another driver writes the journal, or when
-    the store has lost it.
+    """Journal of one job in Ray's key-value store.
+
+    ``lost`` is set when another driver writes the journal, or when the store has lost it.
 
     This driver takes its turn when it reads the store. From then on, the previous driver cannot act.
     """
@@ -64,7 +65,7 @@ class RayArchive:
     def __init__(
         self, job: str, *, log: Log = lambda level, text: None, kv: RetryingKV | None = None
     ) -> None:
-        """Prepare the access to the journal. Raises Invalid for an invalid name, or if Ray is not installed."""
+        """Prepare the access to the journal. Raises Invalid if the name is invalid or Ray is not installed."""
         self._job = job
         self._root = f"journal/{job_root(job).removeprefix(ROOT)}"
         self._log = log
@@ -227,8 +228,10 @@ class WriterTerm:
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece of a record. May be repeated. `check` shows whether the piece is valid. Raises
-        LeadershipLost if this driver is known to be deposed.
+        """Write a piece of a record. May be repeated. `check` shows whether the piece is valid.
+
+        Raises:
+            LeadershipLost: another driver is known to have taken the turn.
         """
         if self._lost.is_set():
             await self.check()

@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 
 class KVStore(Protocol):
-    """Operations on the key-value store. All may block. They raise RayUnavailable if it is unknown whether the
-    operation was carried out.
+    """Operations on the key-value store.
+
+    All may block. They raise RayUnavailable if it is unknown whether the operation was carried out.
     """
 
     def put(self, key: str, value: bytes) -> None:
@@ -35,7 +36,7 @@ class KVStore(Protocol):
         """Write a value if the key does not exist. Return whether the value was written."""
 
     def get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return the values of those keys that exist."""
+        """Return the values of the keys that exist."""
 
     def keys(self, prefix: str) -> list[str]: ...
 
@@ -44,7 +45,10 @@ class KVStore(Protocol):
 
 
 class RetryingKV:
-    """Repeat each operation until Ray answers. Operations run one after the other, outside the event loop."""
+    """Access to Ray's key-value store that repeats each operation until Ray answers.
+
+    Operations run one after the other, outside the event loop.
+    """
 
     def __init__(
         self,

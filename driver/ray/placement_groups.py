@@ -82,8 +82,9 @@ class Decision:
 
 
 class SlotTable:
-    """Assignment of claims to slots. Existing claims keep their slots, and new claims get the following slots,
-    oldest first.
+    """Assignment of claims to slots.
+
+    Existing claims keep their slots, and new claims get the following slots, oldest first.
     """
 
     def __init__(self, most: int) -> None:
@@ -92,7 +93,7 @@ class SlotTable:
 
     @property
     def all(self) -> Mapping[str, Sequence[int]]:
-        """Return the claims of each node, in the order of its slots."""
+        """Claims of each node, in the order of its slots."""
         return self._seats
 
     def want(self, most: int) -> None:
@@ -117,8 +118,10 @@ class SlotTable:
 
 
 class PlacementGroupPool:
-    """Claims of one job. If ``ours`` is False, the claims are bundles of a placement group that the user has
-    created. The pool then neither creates nor removes any.
+    """Claims of one job.
+
+    If ``ours`` is False, the claims are bundles of a placement group that the user has created. The pool then neither
+    creates nor removes any.
     """
 
     def __init__(self, most: int, *, ours: bool = True) -> None:
@@ -248,7 +251,7 @@ def suitable(
     resources: Mapping[str, float],
     in_use: Mapping[int, Mapping[str, float]] = {},
 ) -> list[int]:
-    """Return the bundles of a given group that have room for a worker. Raises Invalid if there is none.
+    """Return the bundles of a given group that have room for a worker. Raises Invalid if no bundle has.
 
     Args:
         bundles: resources of each bundle of the group.
@@ -288,7 +291,7 @@ def held(
 
 
 def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:
-    """Return those of a bundle's GPUs that one of its slots uses. Several slots may share a GPU."""
+    """Return the GPU IDs of a bundle that one of its slots uses. Several slots may share a GPU."""
     if len(ids) >= slots:
         each = len(ids) // slots
         return ids[slot * each : (slot + 1) * each]

@@ -91,8 +91,9 @@ class RayStarter:
     # ---- interface of a starter --------------------------------------------------------------------------------------
 
     async def start(self, bootstrap: Bootstrap) -> None:
-        """Start the agent of a host. An agent that already runs there is ended first, because its workers belong to
-        no driver.
+        """Start the agent of a host.
+
+        An agent that already runs there is ended first, because its workers belong to no driver.
         """
         host = bootstrap.host
         try:

@@ -161,8 +161,9 @@ def _same_executor(left: str, right: str) -> bool:
 
 
 def _executor() -> str:
-    """Return the ID of this executor. Only its JVM knows the ID: the parent of this process, or of this process's
-    daemon.
+    """Return the ID of this executor.
+
+    Only its JVM knows the ID: the parent of this process, or of this process's daemon.
     """
     pid, command = os.getppid(), b""
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -58,8 +58,9 @@ def executor_of_command(command: bytes) -> str:
 
 
 def host_of(machine: str, executor: str, attempt: int) -> str:
-    """Return the name of a host for the driver. ``attempt`` is the ID of the task attempt, which Spark never uses
-    twice.
+    """Return the name of a host for the driver.
+
+    ``attempt`` is the ID of the task attempt, which Spark never uses twice.
     """
     return f"{machine}-{executor}-{attempt}"
 

@@ -98,8 +98,9 @@ class SparkTasks:
         return not any(thread.is_alive() for thread in self._running)
 
     def _keep(self, partitions: Sequence[int], task: AgentTask) -> None:
-        """Run the tasks of one Spark job. Unless they are a barrier stage, run them again whenever they end, until
-        the training job ends.
+        """Run the tasks of one Spark job.
+
+        Unless they are a barrier stage, run them again whenever they end, until the training job ends.
         """
         pause_s, tries = AGAIN_S[0], 0
         while not self._closing.is_set():

@@ -13,8 +13,9 @@ Array = np.ndarray[Any, Any]
 
 
 def to_torch(array: Array) -> torch.Tensor:
-    """Convert an array to a CPU tensor of the same shape and dtype. The result is a view, or a copy if the array is
-    read-only or not contiguous.
+    """Convert an array to a CPU tensor of the same shape and dtype.
+
+    The result is a view, or a copy if the array is read-only or not contiguous.
 
     Raises:
         UnsupportedType: torch has no such dtype.

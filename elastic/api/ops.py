@@ -151,8 +151,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `allreduce`, and return a handle. Do not access the tensor before `synchronize`, which
-    returns it.
+    """Start an in-place `allreduce`, and return a handle.
+
+    Do not access the tensor before `synchronize`, which returns it.
     """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
@@ -241,8 +242,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `grouped_allreduce`, and return a handle. Do not access the tensors before `synchronize`,
-    which returns them.
+    """Start an in-place `grouped_allreduce`, and return a handle.
+
+    Do not access the tensors before `synchronize`, which returns them.
     """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
@@ -407,8 +409,9 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an in-place `broadcast`, and return a handle. Do not access the tensor before `synchronize`, which
-    returns it.
+    """Start an in-place `broadcast`, and return a handle.
+
+    Do not access the tensor before `synchronize`, which returns it.
     """
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
@@ -454,8 +457,9 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `alltoall`, and return a handle. `synchronize` returns the rows received, and the number of rows from
-    each rank.
+    """Start an `alltoall`, and return a handle.
+
+    `synchronize` returns the rows received, and the number of rows from each rank.
     """
     return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
@@ -518,8 +522,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce and scatter several tensors on one device, each as by `reducescatter`. Return a list in the same order.
-    Differentiable.
+    """Reduce and scatter several tensors on one device, each as by `reducescatter`.
+
+    Return a list in the same order. Differentiable.
     """
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]

@@ -89,8 +89,9 @@ class RunOwner(msgspec.Struct, frozen=True):
 
 
 def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
-    """Return a running process of this machine, other than this one, that has claimed a run. Return None if there is
-    none.
+    """Return a running process of this machine, other than this one, that has claimed a run.
+
+    Return None if there is none.
 
     Args:
         storage: the folder of checkpoints.
@@ -163,8 +164,9 @@ def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
-    """Raise Invalid if a commit was written by a newer version. A job that skipped such a commit would eventually
-    remove it.
+    """Raise Invalid if a commit was written by a newer version.
+
+    A job that skipped such a commit would eventually remove it.
 
     Raises:
         Invalid: the commit was written by a newer version.

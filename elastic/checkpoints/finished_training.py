@@ -77,8 +77,9 @@ def note_read(storage: Storage, commit: CommitName, rank: int, began_at: float) 
 
 
 def paths_read(commit: CommitName, began_at: float) -> PathsRead:
-    """Return the paths that this process has read so far. A path that changed since the process started is named in
-    ``unseen``.
+    """Return the paths that this process has read so far.
+
+    A path that changed since the process started is named in ``unseen``.
     """
     observed = read_paths.observed()
     if observed is None:

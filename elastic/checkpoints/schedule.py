@@ -60,8 +60,9 @@ class Schedule:
         self._interval_s = 0.0  # smoothed time between two commits
 
     def wanted(self) -> None:
-        """Request that the next commit is written. The script calls this on all ranks alike, so no message is
-        needed.
+        """Request that the next commit is written.
+
+        The script calls this on all ranks alike, so no message is needed.
         """
         self._next = True
 
@@ -128,8 +129,9 @@ class Schedule:
         return Step(ask=ask)
 
     def dropped(self, number: int, now: float, *, again: bool) -> None:
-        """Cancel a request, because a rank could not write the commit. With ``again``, the rank received the request
-        too late, and another commit is requested.
+        """Cancel a request, because a rank could not write the commit.
+
+        With ``again``, the rank received the request too late, and another commit is requested.
         """
         if number == self._owed and (again or number == self._wanted):
             self._due_at = now  # Retry with one of the next commits.

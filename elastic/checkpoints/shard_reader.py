@@ -143,8 +143,9 @@ class ShardReader:
                 self._state.reset()
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:
-        """Read this rank's rows and random generators. Return the reason if they cannot be read, otherwise an empty
-        string.
+        """Read this rank's rows and random generators.
+
+        Return the reason if they cannot be read, otherwise an empty string.
         """
         storage, rank = Storage(chosen.url), self._rt.place.rank
         try:

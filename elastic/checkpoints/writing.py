@@ -1,5 +1,6 @@
-"""Write a commit: each rank writes its share, then one rank the index and the manifest. Blocks, so call it in a
-thread.
+"""Write a commit: each rank writes its share, then one rank the index and the manifest.
+
+Blocks, so call it in a thread.
 """
 
 from __future__ import annotations

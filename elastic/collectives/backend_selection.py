@@ -17,8 +17,9 @@ MAX_LOCAL_RANKS = 64  # maximum number of ranks per host in a native group
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of a host: the boot of the kernel, and the namespaces in which processes can find each other. The
-    numbers are inodes.
+    """Identity of a host: the boot of the kernel, and the namespaces in which processes can find each other.
+
+    The numbers are inodes.
     """
 
     boot: str

@@ -105,8 +105,9 @@ class Collectives(Protocol):
         """
 
     def close(self) -> None:
-        """Free sockets and threads, after `abort`. May take tens of milliseconds, so call this off the critical
-        path.
+        """Free sockets and threads, after `abort`.
+
+        May take tens of milliseconds, so call this off the critical path.
         """
 
 
@@ -123,8 +124,9 @@ class GathersAndScatters(Protocol):
     """
 
     def allgather_into(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Work:
-        """Set each output to the tensors of all ranks, one after the other. An output has ``size`` times as many
-        elements.
+        """Set each output to the tensors of all ranks, one after the other.
+
+        An output has ``size`` times as many elements.
         """
 
     def reduce_scatter(
@@ -214,8 +216,9 @@ class SumsTrees(Protocol):
 
 
 class Counts(NamedTuple):
-    """Progress of the collectives of one group. Each field is a number of collectives, which are counted in their
-    order.
+    """Progress of the collectives of one group.
+
+    Each field is a number of collectives, which are counted in their order.
     """
 
     launched: int
@@ -279,16 +282,18 @@ class Messenger(Protocol):
         """Send a tensor to one rank. Messages with the same receiver and tag, 0 to MAX_TAG, arrive in order."""
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """Receive into a tensor from rank ``source``, or from any rank if ``source`` is None. `MessageWork.source`
-        returns the sender.
+        """Receive into a tensor from rank ``source``, or from any rank if ``source`` is None.
+
+        `MessageWork.source` returns the sender.
 
         Waiting for the work raises TensorMismatch if the message has another dtype or number of elements. The error
         names both tensors.
         """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank. After a failure, the group can send no more
-        messages.
+        """Block until rank 0 has received a message of each other rank.
+
+        After a failure, the group can send no more messages.
 
         Raises:
             CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with

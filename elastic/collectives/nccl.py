@@ -50,8 +50,9 @@ _WARM_UP_S = 30.0
 
 
 class NcclCollectives:
-    """NCCL group of one generation, for the tensors of one CUDA device. Call `connect` first. Any thread may call
-    `abort`.
+    """NCCL group of one generation, for the tensors of one CUDA device.
+
+    Call `connect` first. Any thread may call `abort`.
     """
 
     scales_inside = False

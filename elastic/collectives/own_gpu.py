@@ -35,8 +35,9 @@ def meet(device: torch.device) -> None:
 
 
 def settle() -> None:
-    """Make the device of the training thread the device of other threads. Called in the training thread. Does not
-    initialize a GPU.
+    """Make the device of the training thread the device of other threads.
+
+    Called in the training thread. Does not initialize a GPU.
     """
     global _chosen
     if torch.cuda.is_initialized():

@@ -43,8 +43,9 @@ class GivenShards(Protocol):
 
     @property
     def assigned(self) -> Sequence[int]:
-        """Return the shards of this rank in the current world, ascending. Unlike `held`, this does not count as
-        fetching a step.
+        """Return the shards of this rank in the current world, ascending.
+
+        Unlike `held`, this does not count as fetching a step.
         """
 
 
@@ -197,15 +198,17 @@ class DataLoader:
         self._progress.settle()
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch in the current world. Raises TypeError if the dataset is a
-        stream.
+        """Return the number of steps of a whole epoch in the current world.
+
+        Raises TypeError if the dataset is a stream.
         """
         return self._dealing().steps(self._length())
 
     @property
     def remaining(self) -> int:
-        """Return the number of steps left in the epoch in the current world. Raises TypeError if the dataset is a
-        stream.
+        """Return the number of steps left in the epoch in the current world.
+
+        Raises TypeError if the dataset is a stream.
         """
         return self._dealing().steps(max(0, self._length() - self.position.consumed))
 
@@ -434,8 +437,9 @@ class LoaderIterator(Iterator[Any]):
 
 
 class StepShards(Iterator[Any]):
-    """The shards of this rank in one step, with one batch per shard. Batches are loaded on demand. A script iterates
-    over all of them.
+    """The shards of this rank in one step, with one batch per shard.
+
+    Batches are loaded on demand. A script iterates over all of them.
 
     Args:
         held: numbers of the shards. A rank without shards has an empty list.

@@ -77,8 +77,9 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which this process's generators of torch (CPU), random and numpy are seeded. Restores them
-    afterwards.
+    """Context in which this process's generators of torch (CPU), random and numpy are seeded.
+
+    Restores them afterwards.
     """
     with kept():
         plant(seed)

@@ -73,8 +73,9 @@ class SamplePartition:
         return range(consumed, consumed + self.size(max(0, length - consumed)))
 
     def part(self, step: range, number: int) -> range:
-        """Return the positions of rank or shard ``number`` in a step. Empty only if the step has fewer samples than
-        parts.
+        """Return the positions of rank or shard ``number`` in a step.
+
+        Empty only if the step has fewer samples than parts.
         """
         size, larger = divmod(len(step), self.parts)
         start = number * size + min(number, larger)

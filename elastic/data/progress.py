@@ -40,8 +40,9 @@ class DataProgress:
         return self._handed[0]
 
     def begin(self, length: int | None) -> Position:
-        """Start an iteration where the previous one stopped. Return this position. Raises Invalid if the dataset has
-        changed.
+        """Start an iteration where the previous one stopped.
+
+        Return this position. Raises Invalid if the dataset has changed.
         """
         if self.position.consumed and self.length is not None and length != self.length:
             raise Invalid(

@@ -163,8 +163,9 @@ class ElasticSampler(Sampler[int]):
             self.reset()
 
     def _epoch_order(self) -> torch.Tensor:
-        """Return the order of the epoch as int64 of shape ``[samples]``. Cached, because every recovery needs it
-        again.
+        """Return the order of the epoch as int64 of shape ``[samples]``.
+
+        Cached, because every recovery needs it again.
         """
         of = (len(self.dataset), self.epoch, self.seed)
         if self._order is None or self._order_of != of:

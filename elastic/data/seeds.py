@@ -1,5 +1,6 @@
-"""Seeds that depend on the loaded sample or batch, and not on the process or rank that loads it. Pure: no I/O, no
-clock.
+"""Seeds that depend on the loaded sample or batch, and not on the process or rank that loads it.
+
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ import hashlib
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """Return a 64-bit hash, as in ``seed_of("sample", seed, epoch, index)``. Every process and version returns the
-    same.
+    """Return a 64-bit hash, as in ``seed_of("sample", seed, epoch, index)``.
+
+    Every process and version returns the same.
 
     The hash is BLAKE2b (RFC 7693) of the arguments, joined by commas.
     """

@@ -1,5 +1,6 @@
-"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps on its own. Then all workers
-average the changes of their parameters.
+"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps on its own.
+
+Then all workers average the changes of their parameters.
 
 Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
 parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -
@@ -269,6 +270,7 @@ class DiLoCo:
 
     def _take_merges(self, root: int, missing: tuple[int, ...]) -> None:
         """Adopt the outer parameters of a rank on which the last collective completed, if it failed on this rank.
+
         Collective.
         """
         mine = [each.detach() for each in self.outer], self.outer_optimizer.state_dict()

@@ -31,8 +31,10 @@ class CompareReports:
 
 @dataclass(frozen=True)
 class TakeMerges:
-    """Action: receive outer parameters and optimizer from rank ``root``. ``fragments`` are those that the root has
-    merged and this rank has not. Collective: ranks without such fragments take part as well.
+    """Action: receive outer parameters and optimizer from rank ``root``.
+
+    ``fragments`` are those that the root has merged and this rank has not. Collective: ranks without such fragments
+    take part as well.
     """
 
     root: int

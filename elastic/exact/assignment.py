@@ -8,8 +8,9 @@ from elastic.exact import load_balancing
 
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return the shards of each rank if they are divided evenly, so that their numbers differ by at most one. See
-    `place`.
+    """Return the shards of each rank if they are divided evenly, so that their numbers differ by at most one.
+
+    See `place`.
 
     Ranks beyond the number of shards have none; they are warm spares.
     """
@@ -43,7 +44,8 @@ def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def balance(shards: int, ranks: int) -> float:
-    """Return the share of the ranks' time that they spend computing. It is 1.0 if no rank waits for ranks with more
-    shards.
+    """Return the share of the ranks' time that they spend computing.
+
+    It is 1.0 if no rank waits for ranks with more shards.
     """
     return shards / (ranks * -(-shards // ranks))

@@ -101,8 +101,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BufferKeeper:
-    """Tracker of the buffers of models. The models are referenced weakly. All ranks watch equal models in the same
-    order.
+    """Tracker of the buffers of models.
+
+    The models are referenced weakly. All ranks watch equal models in the same order.
     """
 
     def __init__(self) -> None:

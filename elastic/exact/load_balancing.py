@@ -1,5 +1,6 @@
-"""Decide how many shards each rank computes, by measured speed. Pure: all ranks compute the same division from the
-same numbers.
+"""Decide how many shards each rank computes, by measured speed.
+
+Pure: all ranks compute the same division from the same numbers.
 
 Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th, and all pass these
 numbers to `LoadBalancer.exchanged`. Measurements are noisy, so a division changes only if the new one is faster by
@@ -53,8 +54,9 @@ def step_s(seconds: Sequence[float], division: Division) -> float:
 
 
 def known(seconds: Sequence[float]) -> list[float]:
-    """Return positive seconds per shard for all ranks. A rank without a measurement (0.0) gets the mean of the other
-    ranks.
+    """Return positive seconds per shard for all ranks.
+
+    A rank without a measurement (0.0) gets the mean of the other ranks.
 
     The list is empty if no rank has measured.
     """

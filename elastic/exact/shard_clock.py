@@ -28,8 +28,9 @@ class ShardClock:
         self._began = self._now()
 
     def end(self, shards: int) -> None:
-        """Record the end of a step with ``shards`` shards. Ignored if `begin` was not called, as on a rank without
-        shards.
+        """Record the end of a step with ``shards`` shards.
+
+        Ignored if `begin` was not called, as on a rank without shards.
         """
         began, self._began = self._began, None
         if began is None:

@@ -145,8 +145,9 @@ class Shards:
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the numbers of this rank's shards, for one step. Computation after a number belongs to that
-        shard.
+        """Iterate over the numbers of this rank's shards, for one step.
+
+        Computation after a number belongs to that shard.
         """
         for shard in self.begin_step():
             self.begin_shard(shard)
@@ -223,8 +224,9 @@ class Shards:
 
     @property
     def assigned(self) -> tuple[int, ...]:
-        """Numbers of this rank's shards. Unlike `held`, reading this attribute does not fix the shards beyond the next
-        commit.
+        """Numbers of this rank's shards.
+
+        Unlike `held`, reading this attribute does not fix the shards beyond the next commit.
         """
         step = self._step()
         return step.held[step.rank]
@@ -246,8 +248,9 @@ class Shards:
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
-        """Start a step, for frameworks with their own loop, and return this rank's shards. Call `begin_shard` for each
-        shard, then `end_step`.
+        """Start a step, for frameworks with their own loop, and return this rank's shards.
+
+        Call `begin_shard` for each shard, then `end_step`.
         """
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
@@ -573,8 +576,9 @@ class Shards:
         return ended if same else step
 
     def _balancer_of(self, generation: int, ranks: int) -> LoadBalancer:
-        """Return the load balancer of a world. The first division is even. Speeds measured in earlier worlds are
-        kept.
+        """Return the load balancer of a world.
+
+        The first division is even. Speeds measured in earlier worlds are kept.
         """
         runtime: Context | None = lifecycle.active()
         of = None if runtime is None else weakref.ref(runtime)
@@ -615,8 +619,9 @@ class Shards:
 
     @property
     def arithmetic(self) -> list[str]:
-        """Return the description of this process's arithmetic, which must be the same on all ranks. See
-        `elastic.exact.probe`.
+        """Return the description of this process's arithmetic, which must be the same on all ranks.
+
+        See `elastic.exact.probe`.
         """
         return probe.lines() if self.exact else []
 
@@ -662,8 +667,9 @@ class Shards:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore the saved step. Raises StateMismatch if the commit was made with another ``count``, ``seed`` or
-        ``exact``.
+        """Restore the saved step.
+
+        Raises StateMismatch if the commit was made with another ``count``, ``seed`` or ``exact``.
         """
         for name in ("count", "seed", "exact"):
             own = getattr(self, name)

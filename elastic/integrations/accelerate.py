@@ -147,8 +147,9 @@ def is_dealable(value: Any) -> bool:
 
 
 def _is(value: Any, kind: type) -> bool:
-    """Return whether the actual type of a value is ``kind``. A prepared loader reports the class of the loader that
-    it wraps.
+    """Return whether the actual type of a value is ``kind``.
+
+    A prepared loader reports the class of the loader that it wraps.
     """
     return issubclass(type(value), kind)
 

@@ -38,8 +38,9 @@ class ScaledSchedule:
         return self._made[1](self.at(step))
 
     def at(self, step: int) -> float:
-        """Return the position of a step, counted in the steps of the first world. The position is an int if the
-        world has not changed.
+        """Return the position of a step, counted in the steps of the first world.
+
+        The position is an int if the world has not changed.
         """
         if self.rate == 1.0 and self.position == self.since:
             return step

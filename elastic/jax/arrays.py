@@ -41,8 +41,9 @@ def check_device(array: jax.Array, what: str) -> None:
 
 
 def view(array: jax.Array) -> torch.Tensor:
-    """Return a tensor over the memory of an array, or over the uint32 data of PRNG keys. Waits until the array is
-    computed.
+    """Return a tensor over the memory of an array, or over the uint32 data of PRNG keys.
+
+    Waits until the array is computed.
 
     The tensor must not be written to. On a GPU it is on the host if torch was built without CUDA.
 

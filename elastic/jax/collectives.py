@@ -128,8 +128,9 @@ def allgather(
 
 
 def _apply(compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tree: Any) -> Any:
-    """Replace the leaves of a tree by the results of ``compute``. In a compiled function, this is done each time it
-    runs.
+    """Replace the leaves of a tree by the results of ``compute``.
+
+    In a compiled function, this is done each time it runs.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:

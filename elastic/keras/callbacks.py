@@ -100,8 +100,9 @@ def _is_variable(value: Any) -> bool:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Callback that averages the metrics of an epoch over all ranks, in place. Put it before callbacks that read
-    metrics.
+    """Callback that averages the metrics of an epoch over all ranks, in place.
+
+    Put it before callbacks that read metrics.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:

@@ -60,8 +60,9 @@ class ReducesGradients:
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        """Reduce gradients. This overrides Keras's method, which receives the gradients that are about to be
-        applied.
+        """Reduce gradients.
+
+        This overrides Keras's method, which receives the gradients that are about to be applied.
         """
         steps = self.gradient_accumulation_steps
         if steps and not self._elastic_outer:

@@ -12,8 +12,9 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Decorate a function that trains with Keras. In addition to `elastic.run`, recovers from errors that a compiled
-    step reports for a collective.
+    """Decorate a function that trains with Keras.
+
+    In addition to `elastic.run`, recovers from errors that a compiled step reports for a collective.
     """
     match tensors.backend():
         case "tensorflow":

@@ -83,8 +83,9 @@ def _in_tensorflow(value: Any) -> bool:
 
 
 def _tensorflow() -> Any:
-    """Return the module with the collectives of TensorFlow's tensors. Imported lazily, because other backends may
-    have no TensorFlow.
+    """Return the module with the collectives of TensorFlow's tensors.
+
+    Imported lazily, because other backends may have no TensorFlow.
     """
     from elastic.tensorflow import ops as of_tensors
 

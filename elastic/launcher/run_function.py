@@ -27,8 +27,9 @@ CARRIED_LIMIT = 512 * 1024
 
 
 def carried(call: bytes) -> dict[str, str]:
-    """Return the pickled call as environment variables for a worker on another machine. Empty if the call is too
-    large.
+    """Return the pickled call as environment variables for a worker on another machine.
+
+    Empty if the call is too large.
     """
     if len(call) > CARRIED_LIMIT:
         return {}
@@ -57,8 +58,9 @@ def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _taken(environ: MutableMapping[str, str]) -> bytes:
-    """Remove the variables of `carried` from the environment, so that children do not inherit them. Return the
-    pickled call.
+    """Remove the variables of `carried` from the environment, so that children do not inherit them.
+
+    Return the pickled call.
     """
     parts: list[str] = []
     while (part := environ.pop(f"{CARRIED}{len(parts)}", None)) is not None:

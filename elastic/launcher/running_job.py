@@ -55,8 +55,9 @@ class Job:
         self._found: Any = found
 
     def status(self) -> dict[str, Any]:
-        """Return the contents of the live page as a dict with the keys ``set``, ``rows`` and ``add``. See
-        docs/commands.md.
+        """Return the contents of the live page as a dict with the keys ``set``, ``rows`` and ``add``.
+
+        See docs/commands.md.
         """
         from elastic.driver.job.operator_api.messages import AskStatus
 
@@ -64,8 +65,9 @@ class Job:
         return state
 
     def scale(self, workers: int) -> str:
-        """Request another number of workers, and return the expected outcome immediately. `status` shows the actual
-        number.
+        """Request another number of workers, and return the expected outcome immediately.
+
+        `status` shows the actual number.
         """
         from elastic.driver.job.operator_api.messages import AskScale
 

@@ -15,8 +15,9 @@ _listener: Callable[[Any], None] | None = None
 
 
 def count(account: TimeAccount) -> None:
-    """Start to count the time that the calling thread waits for any DataLoader. Has no effect if torch lacks the
-    method.
+    """Start to count the time that the calling thread waits for any DataLoader.
+
+    Has no effect if torch lacks the method.
     """
     global _account, _thread
     _account, _thread = account, threading.get_ident()

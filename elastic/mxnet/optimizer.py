@@ -208,8 +208,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
 
 def groups(count: int, wanted: int) -> Sequence[tuple[int, int]]:
-    """Return the bounds of ``wanted`` groups of nearly equal size for ``count`` items. If ``wanted`` is 0, return
-    one group.
+    """Return the bounds of ``wanted`` groups of nearly equal size for ``count`` items.
+
+    If ``wanted`` is 0, return one group.
     """
     parts = max(1, min(wanted, count))
     return [(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

@@ -56,8 +56,9 @@ def broadcast_parameters(
 
 
 def only_array(value: Parameter | Array) -> Array:
-    """Return the array of a parameter. Raises Invalid if the parameter has several arrays, and MXNet's own error if
-    it has none.
+    """Return the array of a parameter.
+
+    Raises Invalid if the parameter has several arrays, and MXNet's own error if it has none.
     """
     return _only(value, value.list_data()) if isinstance(value, Parameter) else value
 

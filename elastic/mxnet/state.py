@@ -32,8 +32,10 @@ class BlockPart(VariablesPart):
             ) from error
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return views of the parameters. They are keyed by index and last word of the name, because MXNet's layer
-        numbers depend on what was built before.
+        """Return views of the parameters.
+
+        They are keyed by index and last word of the name, because MXNet's layer numbers depend on what was built
+        before.
         """
         return {
             f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)

@@ -171,8 +171,9 @@ class Engine:
     # ---- driving ---------------------------------------------------------------------------------------------------
 
     def complete(self, pending: Pending) -> None:
-        """Wait until the coordinator has decided on the collective. Raises CollectiveFailed if a rank of the engine was
-        lost.
+        """Wait until the coordinator has decided on the collective.
+
+        Raises CollectiveFailed if a rank of the engine was lost.
         """
         self.drive(lambda: pending.decided, time.monotonic() + BLOCKED_S)
         if not pending.decided:
@@ -379,8 +380,9 @@ class Engine:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """Report the world as broken and fail all waits. Called in the engine's own threads, which have no caller to
-        do so.
+        """Report the world as broken and fail all waits.
+
+        Called in the engine's own threads, which have no caller to do so.
         """
         self.fail(reason)
         if not self._resting:
@@ -398,8 +400,9 @@ class Engine:
         return self._failure.again()
 
     def abort(self) -> None:
-        """Make current and future waits raise CollectiveFailed, without blocking. Callable from any thread. Wakes
-        the driving thread, which wakes the other threads.
+        """Make current and future waits raise CollectiveFailed, without blocking.
+
+        Callable from any thread. Wakes the driving thread, which wakes the other threads.
         """
         self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)

@@ -25,8 +25,9 @@ def start(
     batch: list[tuple[Response, Pending | None]],
     group_for: Callable[[str, torch.device, Members], Collectives],
 ) -> None:
-    """Start a batch of decided collectives. The batch is the same on every rank. Raises any error of starting a
-    collective.
+    """Start a batch of decided collectives.
+
+    The batch is the same on every rank. Raises any error of starting a collective.
     """
     response, pending = batch[0]
     request = response.request

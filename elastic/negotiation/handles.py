@@ -14,8 +14,9 @@ from elastic.negotiation.pending import Pending
 
 
 class HandleEntry:
-    """A handle in use. The object is small and has no closures: thousands may be in flight, and each is a cost to
-    the garbage collector.
+    """A handle in use.
+
+    The object is small and has no closures: thousands may be in flight, and each is a cost to the garbage collector.
     """
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")
@@ -73,8 +74,9 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """Return the name to report for a handle, ``allreduce.loss``, or ``allreduce`` if unnamed. Empty if it is
-        not in flight.
+        """Return the name to report for a handle, ``allreduce.loss``, or ``allreduce`` if unnamed.
+
+        Empty if it is not in flight.
         """
         claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""

@@ -1,5 +1,6 @@
-"""Rank 0's end of the negotiation: connects the other ranks to the coordinator in its process. `coordinator`
-decides.
+"""Rank 0's end of the negotiation: connects the other ranks to the coordinator in its process.
+
+`coordinator` decides.
 """
 
 from __future__ import annotations

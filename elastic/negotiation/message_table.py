@@ -44,8 +44,9 @@ class MessageTable:
         return self.entries[number].asked_by(self.members.index(rank))
 
     def ask(self, rank: int, request: Request) -> None:
-        """Record a full request. If ranks have offered the same name by number, their offers are converted to full
-        requests.
+        """Record a full request.
+
+        If ranks have offered the same name by number, their offers are converted to full requests.
         """
         asked = self.waiting.get(request.name)
         if asked is None:

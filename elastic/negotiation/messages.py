@@ -120,8 +120,9 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True):
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
-    """Merge the requests of the members, by rank, into a response. Members without a request have joined and
-    contribute zeros.
+    """Merge the requests of the members, by rank, into a response.
+
+    Members without a request have joined and contribute zeros.
     """
     ranks = [rank for rank in members if rank in requests]
     first = requests[ranks[0]]

@@ -221,8 +221,9 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Send the request now. A submitter that is about to wait need not call this method, because waiting also
-        sends the request.
+        """Send the request now.
+
+        A submitter that is about to wait need not call this method, because waiting also sends the request.
         """
         if self._engine is not None:
             self._engine.offer()

@@ -62,8 +62,9 @@ def present(ranks: Ranks, size: int) -> Ranks:
 
 @dataclass(eq=False)
 class SetEntry:
-    """One process set. The object is updated when the set is registered (``number`` is not 0), renumbered or
-    removed.
+    """One process set.
+
+    The object is updated when the set is registered (``number`` is not 0), renumbered or removed.
     """
 
     ranks: Ranks
@@ -134,8 +135,10 @@ class ProcessSetTable:
     def add(
         self, wishes: Sequence[TableProposal], generation: int, fixed_size: int = 0
     ) -> list[SetEntry]:
-        """Register the requested sets. Raises Invalid if the requests differ, a rank has never existed, or a set is
-        already registered. The table is then unchanged.
+        """Register the requested sets.
+
+        Raises Invalid if the requests differ, a rank has never existed, or a set is already registered. The table is
+        then unchanged.
 
         Args:
             wishes: the request of each rank.
@@ -205,8 +208,9 @@ class ProcessSetTable:
         return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
 
     def adopt(self, text: str) -> list[str]:
-        """Make this table equal to another worker's `text`. Return one sentence for each change that users should know
-        about.
+        """Make this table equal to another worker's `text`.
+
+        Return one sentence for each change that users should know about.
 
         A set of a new worker that the world lacks may result from the same statement of the script, run with another
         world size. It then becomes the world's set of that number.

@@ -39,8 +39,9 @@ _dynamic = False
 
 
 class ProcessSet:
-    """Set of ranks for collectives. Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to
-    collectives.
+    """Set of ranks for collectives.
+
+    Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
 
     ``ranks_or_comm`` is a list of ranks in any order.
 

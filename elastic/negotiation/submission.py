@@ -124,8 +124,9 @@ def start_allgather(
     pick: Callable[[tuple[list[torch.Tensor], list[int]]], Any] = tuple,
     soon: bool = False,
 ) -> int:
-    """Start an allgather. Its result consists of the gathered tensors, and the index of this rank's first row in
-    each.
+    """Start an allgather.
+
+    Its result consists of the gathered tensors, and the index of this rank's first row in each.
     """
     _need_rows(ALLGATHER, tensors)
 

@@ -29,8 +29,9 @@ from elastic.runtime import lifecycle
 
 
 class AdasumDistributed(WrappedOptimizer):
-    """Methods that ``op=Adasum`` adds to an optimizer's class. They precede this class in the method resolution
-    order.
+    """Methods that ``op=Adasum`` adds to an optimizer's class.
+
+    They precede this class in the method resolution order.
     """
 
     _compression: Compressor
@@ -122,8 +123,9 @@ class AdasumDistributed(WrappedOptimizer):
                     yield parameter, parameter.grad
 
     def _forgetting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure so that each call resets the pass counts. An optimizer may call its closure, and so
-        backward, several times.
+        """Wrap a closure so that each call resets the pass counts.
+
+        An optimizer may call its closure, and so backward, several times.
         """
 
         def forgetting() -> Any:

@@ -57,8 +57,9 @@ def check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups. During a step of a `DividedOptimizer`, its groups contain only this
-    rank's parts.
+    """Return the parameters of all groups.
+
+    During a step of a `DividedOptimizer`, its groups contain only this rank's parts.
     """
     if isinstance(optimizer, DividedOptimizer) and optimizer.stepped:
         return list(optimizer.stepped)

@@ -186,8 +186,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._reducer.install_hooks()
 
     def _reset_passes(self) -> None:
-        """Abandon the current step. `State.restore` calls this method, because no gradient of an aborted step is
-        ever used.
+        """Abandon the current step.
+
+        `State.restore` calls this method, because no gradient of an aborted step is ever used.
         """
         self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False
@@ -230,8 +231,9 @@ def wrap(
     names: dict[torch.Tensor, str],
     made: gradient_layout.OptimizerArguments,
 ) -> WrappedOptimizer:
-    """Create an instance of ``wrapped_class`` with the contents of ``optimizer``. Call `reduce_with` before using
-    it.
+    """Create an instance of ``wrapped_class`` with the contents of ``optimizer``.
+
+    Call `reduce_with` before using it.
     """
     wrapped = wrapped_class.__new__(wrapped_class)
     # A scheduler created earlier has patched step() of the optimizer. The patched version does not reduce gradients.

@@ -28,8 +28,9 @@ Calls = Annotated[tuple[Called, ...], msgspec.Meta(max_length=DISTINCT)]
 
 
 def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
-    """Return one call of each kind, that of the lowest rank. The result has at most as many calls as a message may
-    contain.
+    """Return one call of each kind, that of the lowest rank.
+
+    The result has at most as many calls as a message may contain.
     """
     found = {(each.name, each.line, each.tensors): each for each in reversed([*calls])}
     return tuple(sorted(found.values(), key=lambda each: each.rank)[:DISTINCT])

@@ -149,8 +149,9 @@ class FramedConnection:
         return len(self._buffer)
 
     def receive(self, data: bytes) -> Iterator[Any]:
-        """Yield the complete messages one by one. The receiver of a message may call `seal` before the next one is
-        read.
+        """Yield the complete messages one by one.
+
+        The receiver of a message may call `seal` before the next one is read.
         """
         self.feed(data)
         while (message := self.next()) is not None:

@@ -92,8 +92,9 @@ class Commit(Value):
 
 
 class KeptCommit(Value):
-    """An older commit of which a worker has a copy. ``step`` is the number of the next step of the worker's
-    `Shards`.
+    """An older commit of which a worker has a copy.
+
+    ``step`` is the number of the next step of the worker's `Shards`.
     """
 
     commit: Commit
@@ -144,8 +145,9 @@ class Place(Value):
 
 
 class Launches(Value):
-    """Progress of a worker's GPU in the collectives of one group. All ranks of the group launch them in the same
-    order.
+    """Progress of a worker's GPU in the collectives of one group.
+
+    All ranks of the group launch them in the same order.
     """
 
     group: str  # ID of the group, the same on all its ranks
@@ -663,8 +665,9 @@ class Broken(Message):
 
 
 class Prepare(Message):
-    """Start of a planned change. The receiver answers with the number of safepoints passed, and waits at the next
-    one.
+    """Start of a planned change.
+
+    The receiver answers with the number of safepoints passed, and waits at the next one.
     """
 
     generation: int
@@ -761,8 +764,9 @@ class Tracing(Message):
 
 
 class HostsListed(Message):
-    """The list of hosts has changed. This is for listeners of the script; changes of the world are announced by
-    Prepare.
+    """The list of hosts has changed.
+
+    This is for listeners of the script; changes of the world are announced by Prepare.
     """
 
 

@@ -37,8 +37,9 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """The paths that one process has read. ``files`` and ``folders`` are absolute. ``unseen`` names reads that were
-    not traced.
+    """The paths that one process has read.
+
+    ``files`` and ``folders`` are absolute. ``unseen`` names reads that were not traced.
     """
 
     def __init__(self) -> None:
@@ -84,8 +85,9 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """Return the package that reads, ignoring the standard library. Return None for imports and for this package's
-    own work.
+    """Return the package that reads, ignoring the standard library.
+
+    Return None for imports and for this package's own work.
     """
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:

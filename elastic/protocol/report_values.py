@@ -56,8 +56,9 @@ def packed(metrics: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(worker: Worker, reported: Reported) -> Report:
-    """Decode a report. Raises ValueError if it is invalid, which is possible because any holder of the secret can send
-    one.
+    """Decode a report.
+
+    Raises ValueError if it is invalid, which is possible because any holder of the secret can send one.
     """
     try:
         metrics = _dict(_decoder.decode(reported.metrics), ())

@@ -83,8 +83,9 @@ def check(cert: str, key: str, ca: str) -> None:
 
 
 class TlsEndpoint:
-    """TLS at one end of a connection. Received bytes are passed to `feed`, and `due` returns bytes to send. Not
-    thread-safe.
+    """TLS at one end of a connection.
+
+    Received bytes are passed to `feed`, and `due` returns bytes to send. Not thread-safe.
 
     Data that are passed to it before the handshake is complete are sent afterwards.
     """
@@ -99,8 +100,9 @@ class TlsEndpoint:
             self.feed(b"")
 
     def feed(self, data: bytes) -> bytes:
-        """Decrypt received bytes. Return the decrypted bytes. Raises TlsFailed, after which `due` may return an
-        alert.
+        """Decrypt received bytes.
+
+        Return the decrypted bytes. Raises TlsFailed, after which `due` may return an alert.
         """
         if data and not self._begun:
             self._begun = True

@@ -62,8 +62,9 @@ class TraceFormat:
         return key in self._names
 
     def records(self, key: str, records: Iterable[Trace], offset_ns: int = 0) -> list[str]:
-        """Format the records of one process, in order. ``offset_ns`` is added to their times. Unknown kinds are
-        skipped.
+        """Format the records of one process, in order.
+
+        ``offset_ns`` is added to their times. Unknown kinds are skipped.
         """
         lines: list[str] = []
         since_ns = self._start_ns - offset_ns

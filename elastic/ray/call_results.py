@@ -29,8 +29,9 @@ _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """A call failed on a worker with an exception that cannot be raised here. The message contains the worker's
-    traceback.
+    """A call failed on a worker with an exception that cannot be raised here.
+
+    The message contains the worker's traceback.
     """
 
 
@@ -107,8 +108,9 @@ def failed(error: BaseException, rank: int) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception, or return None. Only ordinary exceptions are pickled: ``sys.exit`` on a worker must not
-    end the caller.
+    """Pickle an exception, or return None.
+
+    Only ordinary exceptions are pickled: ``sys.exit`` on a worker must not end the caller.
     """
     if not isinstance(error, Exception):
         return None
@@ -140,8 +142,9 @@ def opened(answer: bytes) -> Any:
 
 
 def failure_in(answer: bytes) -> CallFailure | None:
-    """Return the failure in an answer, or None, without unpickling a value. Raises JobFailed if the worker has
-    ended.
+    """Return the failure in an answer, or None, without unpickling a value.
+
+    Raises JobFailed if the worker has ended.
     """
     if answer[:1] == _VALUE:
         return None

@@ -1,5 +1,6 @@
-"""The caller's side of a driver actor: creates the actor, receives its output and reports, and waits for it. Imports
-Ray.
+"""The caller's side of a driver actor: creates the actor, receives its output and reports, and waits for it.
+
+Imports Ray.
 """
 
 from __future__ import annotations
@@ -149,8 +150,9 @@ class DriverClient:
 
     @property
     def actor(self) -> Any:
-        """Return the actor. Raises JobFailed after ``ray.shutdown()``, because a call would start another cluster
-        without it.
+        """Return the actor.
+
+        Raises JobFailed after ``ray.shutdown()``, because a call would start another cluster without it.
         """
         if not ray.is_initialized():
             raise JobFailed(
@@ -179,8 +181,9 @@ class DriverClient:
         return bool(batch.items)
 
     def _pass_report(self, report: Report) -> None:
-        """Call the user's callback with a report. If the callback raises, this is logged once, and the job
-        continues.
+        """Call the user's callback with a report.
+
+        If the callback raises, this is logged once, and the job continues.
         """
         assert self._on_report is not None
         try:
@@ -202,8 +205,9 @@ class DriverClient:
     def some(
         self, refs: Sequence[Any], within_s: float | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the completed and the pending calls. Waits for at least one completed call, up to ``within_s``
-        seconds.
+        """Return the completed and the pending calls.
+
+        Waits for at least one completed call, up to ``within_s`` seconds.
         """
         by = None if within_s is None else time.monotonic() + within_s
         while True:
@@ -219,8 +223,9 @@ class DriverClient:
                 return done, left
 
     def ended(self, ref: Any | None = None, *, stops_job: bool = True) -> Ended:
-        """Wait for the end of the job. Ctrl-C stops the job, a second Ctrl-C immediately. With ``stops_job`` False,
-        Ctrl-C only ends the wait.
+        """Wait for the end of the job.
+
+        Ctrl-C stops the job, a second Ctrl-C immediately. With ``stops_job`` False, Ctrl-C only ends the wait.
         """
         ref = ref if ref is not None else self.actor.outcome.remote()
         stops = 0

@@ -17,8 +17,9 @@ AT_ONCE_BYTES = 1 << 20
 
 
 class JobUpdate(NamedTuple):
-    """One item of output or reports. ``kind`` is stdout or stderr, with bytes as ``value``, or report, with a
-    `Report`.
+    """One item of output or reports.
+
+    ``kind`` is stdout or stderr, with bytes as ``value``, or report, with a `Report`.
     """
 
     kind: str

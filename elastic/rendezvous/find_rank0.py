@@ -266,8 +266,9 @@ class _File:
 
 
 def private_folder() -> Path:
-    """Return the folder for such files, created with mode 0700. Raises Invalid if another user could read or write
-    it.
+    """Return the folder for such files, created with mode 0700.
+
+    Raises Invalid if another user could read or write it.
     """
     path = Path(tempfile.gettempdir()) / f"hvd-elastic-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -123,8 +123,9 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _first(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a method of a sampler, so that its numbers are updated first. Copies of a sampler, which skip
-    ``__init__``, follow too.
+    """Wrap a method of a sampler, so that its numbers are updated first.
+
+    Copies of a sampler, which skip ``__init__``, follow too.
     """
 
     @functools.wraps(method)

@@ -26,8 +26,9 @@ ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
 @dataclass(frozen=True)
 class ByTorchelasticStore:
-    """Ranks find rank 0 through the TCPStore of torchrun's agent. Rank 0 publishes its address and a secret under
-    keys with this prefix.
+    """Ranks find rank 0 through the TCPStore of torchrun's agent.
+
+    Rank 0 publishes its address and a secret under keys with this prefix.
     """
 
     host: str
@@ -37,8 +38,9 @@ class ByTorchelasticStore:
 
 @dataclass(frozen=True)
 class ByAddress:
-    """Ranks find rank 0 at a known address: rank 0 listens on this port of this host. ``secret`` is known to all
-    ranks.
+    """Ranks find rank 0 at a known address: rank 0 listens on this port of this host.
+
+    ``secret`` is known to all ranks.
     """
 
     host: str
@@ -48,8 +50,9 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class ByFile:
-    """Ranks on one host find rank 0 through a file, in which rank 0 writes its address and a secret. Only its user
-    can read the file.
+    """Ranks on one host find rank 0 through a file, in which rank 0 writes its address and a secret.
+
+    Only its user can read the file.
     """
 
     name: str

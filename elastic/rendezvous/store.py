@@ -189,8 +189,9 @@ class Store:
             call.close()
 
     def awaited(self, timeout_s: float | None = None) -> list[str]:
-        """Return the keys of exchanges in which ranks are waiting now. Raises CollectiveFailed if the store does not
-        respond.
+        """Return the keys of exchanges in which ranks are waiting now.
+
+        Raises CollectiveFailed if the store does not respond.
         """
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
@@ -253,8 +254,9 @@ class Store:
 
 
 class Call:
-    """Connection to the server of a store for one exchange. Another thread may abort the connection, even before it
-    starts.
+    """Connection to the server of a store for one exchange.
+
+    Another thread may abort the connection, even before it starts.
     """
 
     def __init__(self) -> None:

@@ -62,8 +62,9 @@ class _Unsent:
                 self._parts.append(bytearray(part))
 
     def send(self, sock: socket.socket) -> None:
-        """Send a frame without blocking. If the connection is closed, discard the frame, because a read reports the
-        closed connection.
+        """Send a frame without blocking.
+
+        If the connection is closed, discard the frame, because a read reports the closed connection.
         """
         parts = [*itertools.islice(self._parts, _PARTS)]
         try:
@@ -170,8 +171,9 @@ class SealedServer:
                 self.send(caller, b"")
 
     def _send_queued(self, caller: SealedCaller) -> int:
-        """Send queued frames without blocking. Return the number of bytes that are left. The caller of this method
-        holds ``_sending``.
+        """Send queued frames without blocking.
+
+        Return the number of bytes that are left. The caller of this method holds ``_sending``.
         """
         unsent = self._unsent[caller]
         unsent.send(caller.socket)

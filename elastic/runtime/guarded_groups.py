@@ -208,8 +208,9 @@ class GuardedGroups:
 
 
 class Guard:
-    """Context in which collectives run. See `WorkerRuntime.guard`. This is a class, because a generator would cost
-    more for every collective.
+    """Context in which collectives run.
+
+    See `WorkerRuntime.guard`. This is a class, because a generator would cost more for every collective.
     """
 
     __slots__ = ("_generation", "_groups", "_name")

@@ -72,8 +72,9 @@ def current(*, trains: bool = False) -> WorkerRuntime:
 
 
 def position() -> tuple[Place, int] | None:
-    """Return the place and generation of this worker, or None before ``init()``. A forked child returns the values
-    at the fork.
+    """Return the place and generation of this worker, or None before ``init()``.
+
+    A forked child returns the values at the fork.
     """
     rt = active()
     return _inherited if rt is None else (rt.place, rt.generation)

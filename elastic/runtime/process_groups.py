@@ -173,8 +173,9 @@ class Groups:
         return self._made.get(key)
 
     def unsettled(self) -> list[DeviceCollectives]:
-        """Return the groups with unsettled collectives. Streams wait for these collectives, and their outcome is
-        unknown.
+        """Return the groups with unsettled collectives.
+
+        Streams wait for these collectives, and their outcome is unknown.
         """
         return [group for group in _on_gpus(self._made).values() if group.unsettled]
 
@@ -266,8 +267,9 @@ class Groups:
         return engine
 
     def leave(self) -> None:
-        """Announce at ``shutdown()`` or exit that this rank submits no more collectives. No rank then waits for
-        this rank.
+        """Announce at ``shutdown()`` or exit that this rank submits no more collectives.
+
+        No rank then waits for this rank.
         """
         store, place = self._store, self._place
         if self._engine is None and store is not None and place is not None and place.size > 1:
@@ -351,8 +353,9 @@ class Groups:
         return found[: messages.LAUNCHES_LIMIT]
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective that only streams wait for, or None. Must be called in one
-        thread.
+        """Return the launch time of the oldest collective that only streams wait for, or None.
+
+        Must be called in one thread.
 
         Fails the groups of which NCCL has detected an error, or that have reached their timeout, because no thread of
         this package waits for them.

@@ -1,5 +1,6 @@
-"""Track the position of this worker's training thread, and decide when to report it to the driver. Pure: times are
-passed in.
+"""Track the position of this worker's training thread, and decide when to report it to the driver.
+
+Pure: times are passed in.
 
 The training thread records each collective by two attributes and two clock reads. The link thread checks once a second,
 and when a known wait has lasted a second. It reports only long waits (a second or more, repeatedly), their ends, and
@@ -54,8 +55,9 @@ class ProgressCounter:
         self.inside = name
 
     def leave(self, now: float) -> bool:
-        """Record that the collective has ended. Return whether the wait was reported, so that its end must be
-        reported too.
+        """Record that the collective has ended.
+
+        Return whether the wait was reported, so that its end must be reported too.
         """
         self._depth -= 1
         if self._depth:

@@ -414,8 +414,9 @@ class Recovery:
         return Verdict.PASS
 
     def release(self) -> None:
-        """Let the training thread continue, because the driver did not answer in time. This worker cannot stop
-        together with the others.
+        """Let the training thread continue, because the driver did not answer in time.
+
+        This worker cannot stop together with the others.
         """
         self._hold_at = self._stop_at = None
         self._passed = self._change
@@ -472,8 +473,9 @@ class Recovery:
         return [Send(self._last_word), AbortGroups(generation, summary)]
 
     def quit(self, code: int, call: str | None = None) -> list[Action]:
-        """Report that the process will exit with ``code``. ``call`` is the call in user code that ends it; None
-        means ``sys.exit``.
+        """Report that the process will exit with ``code``.
+
+        ``call`` is the call in user code that ends it; None means ``sys.exit``.
         """
         if self.phase is Phase.OVER:
             return []

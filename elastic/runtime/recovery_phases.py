@@ -44,8 +44,9 @@ class Phases:
     def stepped(
         self, generation: int, now: float
     ) -> tuple[dict[str, float], int, bool, ShardsPlaced | None] | None:
-        """Record a completed collective. Return the report if it is the first one of user code in a generation, else
-        None.
+        """Record a completed collective.
+
+        Return the report if it is the first one of user code in a generation, else None.
 
         The report consists of milliseconds by phase, the number of copied bytes, whether the world began from a
         checkpoint, and shards.

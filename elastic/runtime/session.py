@@ -133,8 +133,9 @@ class Session:
     # ---- the driver ----------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send a message to the driver, in the order of this thread's calls. Without a driver, do nothing. Never
-        raises.
+        """Send a message to the driver, in the order of this thread's calls.
+
+        Without a driver, do nothing. Never raises.
         """
         if self._link is None:
             return
@@ -201,8 +202,9 @@ class Session:
         return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
-        """Record that the end of this generation is raised in user code. If the worker cannot recover, report this
-        once.
+        """Record that the end of this generation is raised in user code.
+
+        If the worker cannot recover, report this once.
         """
         self._told_in = generation
         self.update(Recovery.strand)

@@ -104,8 +104,9 @@ class WorkerRuntime:
         return self._groups.group(purpose, device, ranks)
 
     def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
-        """Return the group for point-to-point messages for a purpose, created at its first use. Not for a group of
-        one rank. See `group`.
+        """Return the group for point-to-point messages for a purpose, created at its first use.
+
+        Not for a group of one rank. See `group`.
         """
         return self._groups.messages(purpose, ranks)
 
@@ -145,8 +146,9 @@ class WorkerRuntime:
         self._groups.settle()
 
     def guard(self, name: str) -> Guard:
-        """Return a context for collectives in the training thread. It turns CollectiveFailed into PeerLost and notifies
-        the driver.
+        """Return a context for collectives in the training thread.
+
+        It turns CollectiveFailed into PeerLost and notifies the driver.
 
         ``name`` is the name by which the log refers to waits in the block.
         """

@@ -61,8 +61,9 @@ class UsedPart:
 
 @dataclass(frozen=True)
 class Trained:
-    """An optimizer that has stepped. Of its ``parameters``, the number ``uncovered`` belong to no model of the
-    state.
+    """An optimizer that has stepped.
+
+    Of its ``parameters``, the number ``uncovered`` belong to no model of the state.
     """
 
     name: str

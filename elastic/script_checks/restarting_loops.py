@@ -38,8 +38,9 @@ class Definition:
 
 
 def restarting_loop(training: Definition) -> RestartingLoop | None:
-    """Return the first loop of a training function that starts again, or None. The first parameter of the function
-    must be the state.
+    """Return the first loop of a training function that starts again, or None.
+
+    The first parameter of the function must be the state.
     """
     parameters = training.node.args.args
     return _judge(training, {parameters[0].arg}, DEPTH) if parameters else None

@@ -70,8 +70,9 @@ class Sources:
         return None
 
     def definition(self, function: FunctionType) -> Definition | None:
-        """Return a function together with the functions that it calls. Return None if its file is unreadable or
-        differs from the running code.
+        """Return a function together with the functions that it calls.
+
+        Return None if its file is unreadable or differs from the running code.
         """
         code = function.__code__
         node = self.of(code)

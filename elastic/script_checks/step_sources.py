@@ -1,5 +1,6 @@
-"""Observe optimizer steps in frameworks other than torch. Each framework's source registers itself when it is
-imported.
+"""Observe optimizer steps in frameworks other than torch.
+
+Each framework's source registers itself when it is imported.
 """
 
 from __future__ import annotations

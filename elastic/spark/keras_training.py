@@ -136,8 +136,9 @@ class KerasTraining:
         steps: int | None,
         state: Any = None,
     ) -> Any:
-        """Return this rank's part of each batch. With a state, start at the state's position, in the order of the
-        state's epoch.
+        """Return this rank's part of each batch.
+
+        With a state, start at the state's position, in the order of the state's epoch.
         """
         job, dataset = self, data.dataset()
         rank, size = world

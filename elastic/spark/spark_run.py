@@ -186,8 +186,9 @@ def sizes(
 
 
 def await_slots(cluster: Any, needed: int, within_s: float) -> None:
-    """Wait until Spark has slots for ``needed`` tasks. Raises Invalid after ``within_s`` seconds, or at once if no
-    executors can join.
+    """Wait until Spark has slots for ``needed`` tasks.
+
+    Raises Invalid after ``within_s`` seconds, or at once if no executors can join.
     """
     from elastic.driver.agents.agent_process import write_stderr
     from elastic.driver.processes.console import Console

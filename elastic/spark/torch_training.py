@@ -183,8 +183,9 @@ class _Run:
 
     @staticmethod
     def _transformed(outputs: Any, labels: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the outputs as a list, and the labels. A label is reshaped to its output's shape if both have as
-        many elements.
+        """Return the outputs as a list, and the labels.
+
+        A label is reshaped to its output's shape if both have as many elements.
         """
         outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         same = [
@@ -278,8 +279,9 @@ def _shaped(column: torch.Tensor, index: int, shapes: Shapes) -> torch.Tensor:
 
 
 def _weighted(loss: Any, output: Any, label: Any, weights: torch.Tensor) -> Any:
-    """Return the mean over all rows of each row's loss times the row's weight. Raises Invalid for a loss without
-    reduction='none'.
+    """Return the mean over all rows of each row's loss times the row's weight.
+
+    Raises Invalid for a loss without reduction='none'.
     """
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
         without = copy.copy(loss)

@@ -25,8 +25,9 @@ class CommitPace:
         self._trained_s, self._calls = 0.0, 0  # seconds and calls since the last copy
 
     def of_world(self, rt: WorkerRuntime) -> CommitPace | None:
-        """Return this object, reset for each new world, in a job with ``--commit-budget``. Return None in other
-        jobs.
+        """Return this object, reset for each new world, in a job with ``--commit-budget``.
+
+        Return None in other jobs.
         """
         if not rt.env.commit_budget or not rt.elastic:
             return None

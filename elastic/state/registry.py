@@ -94,8 +94,9 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
 
 
 def refuse_handled(name: str, value: Any) -> None:
-    """Raise Invalid for values that only a `HandledState` can restore. Other states would replace such a value by a
-    copy.
+    """Raise Invalid for values that only a `HandledState` can restore.
+
+    Other states would replace such a value by a copy.
     """
     if isinstance(as_written(value), tuple(kind for kind, _ in get_handler_registry())):
         raise Invalid(

@@ -40,8 +40,10 @@ CLOSE = 0.7  # similarity of a misspelled name to an option: copys to copies, bu
 
 
 class State:
-    """Base class of all states. A subclass implements ``save``, ``restore`` and ``sync``, and may override ``reset`` to
-    handle a change of the world.
+    """Base class of all states.
+
+    A subclass implements ``save``, ``restore`` and ``sync``, and may override ``reset`` to handle a change of the
+    world.
 
     ``bcast_object`` broadcasts an object from rank 0 and ``get_rank`` returns the rank. By default, the runtime
     provides both.
@@ -233,8 +235,9 @@ class State:
         """
 
     def reconcile(self) -> None:
-        """Complete transfers that the previous world has left unfinished. Collective; called before each call of the
-        function under ``elastic.run``.
+        """Complete transfers that the previous world has left unfinished.
+
+        Collective; called before each call of the function under ``elastic.run``.
 
         Raises:
             PeerLost: a rank was lost.

@@ -68,8 +68,9 @@ def call(
     *,
     blocks: bool = False,
 ) -> list[tf.Tensor]:
-    """Call ``compute`` on these tensors: now, or each time the graph runs. It takes and returns torch tensors on the
-    CPU.
+    """Call ``compute`` on these tensors: now, or each time the graph runs.
+
+    It takes and returns torch tensors on the CPU.
 
     Args:
         compute: returns results, or an `InFlight` for later results, for which no thread of TensorFlow waits.

@@ -10,8 +10,9 @@ from elastic.api.compression import NoneCompressor
 
 
 class CastInTensorFlow:
-    """Cast floating-point tensors to a smaller dtype. Other tensors are sent unchanged. The context is the original
-    dtype.
+    """Cast floating-point tensors to a smaller dtype.
+
+    Other tensors are sent unchanged. The context is the original dtype.
     """
 
     dtype: tf.DType

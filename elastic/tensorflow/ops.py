@@ -302,8 +302,9 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Variable]:
-    """Overwrite variables with those of rank ``root_rank`` of the world, and return the variables. Not
-    differentiable.
+    """Overwrite variables with those of rank ``root_rank`` of the world, and return the variables.
+
+    Not differentiable.
     """
     broadcast_variables(variables, root_rank, process_set)
     return list(variables)

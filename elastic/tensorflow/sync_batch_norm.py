@@ -17,8 +17,9 @@ from elastic.tensorflow import ops
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Like ``keras.layers.BatchNormalization``, with statistics shared by the ranks of ``process_set``. TensorFlow
-    only.
+    """Like ``keras.layers.BatchNormalization``, with statistics shared by the ranks of ``process_set``.
+
+    TensorFlow only.
 
     Raises ValueError if ``fused`` is true.
     """

@@ -13,8 +13,9 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):
-    """Wrapper of an optimizer that reduces the gradients that it computes. All other attributes are the wrapped
-    optimizer's.
+    """Wrapper of an optimizer that reduces the gradients that it computes.
+
+    All other attributes are the wrapped optimizer's.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
         return gradients.reduce(found, self._options, local)
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply gradients with the wrapped optimizer. With several backward passes, this happens only in a step's
-        last pass.
+        """Apply gradients with the wrapped optimizer.
+
+        With several backward passes, this happens only in a step's last pass.
         """
         if self._passes is None:
             return self._optimizer.apply_gradients(*args, **kwargs)

@@ -150,8 +150,9 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return begun is None or all(isinstance(work, StreamOrdered) for work in begun.works)
 
     def follow(self) -> bool:
-        """Make the current stream wait, and put the results in place on that stream. Return whether the works support
-        this.
+        """Make the current stream wait, and put the results in place on that stream.
+
+        Return whether the works support this.
 
         Raises:
             CollectiveFailed: the group has failed already.

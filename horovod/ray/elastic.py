@@ -65,8 +65,9 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, Any] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        """Check the arguments. Raises ValueError if ``gpus_per_slot`` is set without ``use_gpu``, or the settings are
-        invalid.
+        """Check the arguments.
+
+        Raises ValueError if ``gpus_per_slot`` is set without ``use_gpu``, or the settings are invalid.
         """
         warnings.warn(
             "ElasticRayExecutor is deprecated; use RayExecutor(settings, min_workers=...)",

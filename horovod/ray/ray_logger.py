@@ -9,8 +9,9 @@ _queue: Any = None
 
 
 def configure(queue: Any) -> None:
-    """Set the queue that receives the records of this process by ``put``. The default None selects the caller of
-    ``run``.
+    """Set the queue that receives the records of this process by ``put``.
+
+    The default None selects the caller of ``run``.
     """
     global _queue
     _queue = queue

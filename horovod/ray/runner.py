@@ -180,8 +180,9 @@ class RayExecutor:
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """Call ``fn(object)`` on every worker. The object is None without an ``executable_cls``. Return the values
-        by rank.
+        """Call ``fn(object)`` on every worker.
+
+        The object is None without an ``executable_cls``. Return the values by rank.
         """
         return self._job.execute(fn, callbacks)
 

@@ -100,8 +100,9 @@ def verbosity(verbose: bool | int | None) -> int:
 
 
 def checked_environment(given: Any) -> dict[str, str]:
-    """Convert names and values to strings, like Horovod. None values are omitted. Raises ValueError if ``given`` is no
-    dict.
+    """Convert names and values to strings, like Horovod.
+
+    None values are omitted. Raises ValueError if ``given`` is no dict.
     """
     try:
         items = dict(given or {}).items()

@@ -92,8 +92,9 @@ def pod_state(pod: Json) -> PodState:
 
 
 def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
-    """Return the exit code of a Kubernetes Job, or None if the Job has not ended. A failed Job has the exit code of its
-    last driver.
+    """Return the exit code of a Kubernetes Job, or None if the Job has not ended.
+
+    A failed Job has the exit code of its last driver.
     """
     ended = {
         each["type"]

@@ -122,8 +122,9 @@ def _dated(reading: JournalReading) -> str:
 
 
 def as_json(reading: JournalReading) -> str:
-    """Return the explanation as JSON text: an object with the key ``findings``. Each finding has its kind, facts and
-    sentence.
+    """Return the explanation as JSON text: an object with the key ``findings``.
+
+    Each finding has its kind, facts and sentence.
     """
     found = sections(findings(reading.story, reading.source))
     return json.dumps(

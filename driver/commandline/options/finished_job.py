@@ -75,8 +75,9 @@ class SameCommand:
     folder: str
 
     def finished_before(self) -> Manifest | None:
-        """Return the last commit of the same job if it has finished. Raises OSError if the checkpoint folder cannot be
-        read.
+        """Return the last commit of the same job if it has finished.
+
+        Raises OSError if the checkpoint folder cannot be read.
         """
         if self.files is None:
             return None

@@ -585,8 +585,10 @@ class Options(
     OutputFlags,
     GeneralFlags,
 ):
-    """Flags of ``elasticrun`` as given by the user. None means that a flag was not given, so that the configuration
-    file, the environment or the default supplies its value.
+    """Flags of ``elasticrun`` as given by the user.
+
+    None means that a flag was not given, so that the configuration file, the environment or the default supplies its
+    value.
     """
 
     command: list[str] = field(default_factory=list)

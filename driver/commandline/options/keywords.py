@@ -57,8 +57,9 @@ def accepts(function: str) -> Callable[[Function], Function]:
 
 
 def words_of(function: str, given: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments of a function to words of a command line. None and False mean that an option was not
-    given.
+    """Convert keyword arguments of a function to words of a command line.
+
+    None and False mean that an option was not given.
 
     Raises:
         TypeError: the function has no such argument.

@@ -63,8 +63,9 @@ def other_horovod() -> str | None:
 
 
 def other_elastic() -> str | None:
-    """Return a warning if the unrelated package ``elastic`` (elastic constants of crystals) is installed too. Otherwise
-    return None.
+    """Return a warning if the unrelated package ``elastic`` (elastic constants of crystals) is installed too.
+
+    Otherwise return None.
     """
     found = _version_of("elastic")
     if found is None:

@@ -59,8 +59,9 @@ def facts() -> HostFacts:
 
 
 def foreign_files(distribution: str) -> list[str]:
-    """Return the files of an installed distribution that its RECORD lacks or describes differently. A checkout has
-    no RECORD, so the result is empty.
+    """Return the files of an installed distribution that its RECORD lacks or describes differently.
+
+    A checkout has no RECORD, so the result is empty.
     """
     try:
         recorded = metadata.distribution(distribution).files or []

@@ -49,8 +49,9 @@ class Resource(enum.Enum):
 
 
 class KubernetesApi(Protocol):
-    """Access to the pods with a label selector in one namespace, and to all nodes. Methods raise ApiError and have time
-    limits.
+    """Access to the pods with a label selector in one namespace, and to all nodes.
+
+    Methods raise ApiError and have time limits.
     """
 
     namespace: str
@@ -60,8 +61,9 @@ class KubernetesApi(Protocol):
         """Return all objects of a kind, and the resource version from which a watch continues."""
 
     def events(self, kind: Resource, version: str) -> Iterator[Json]:
-        """Request the changes since ``version`` immediately. Yield each as ``{"type": ..., "object": ...}``, until the
-        server ends the watch.
+        """Request the changes since ``version`` immediately.
+
+        Yield each as ``{"type": ..., "object": ...}``, until the server ends the watch.
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:

@@ -133,8 +133,9 @@ class Pods:
         return address
 
     def _newest(self) -> list[Pod]:
-        """Return the running pods. Addresses are reused, so of two pods with the same address, only the newer one is
-        returned.
+        """Return the running pods.
+
+        Addresses are reused, so of two pods with the same address, only the newer one is returned.
         """
         running = sorted((pod for pod in self._pods.values() if pod.runs), key=lambda p: p.created)
         return [*{pod.address: pod for pod in running}.values()]
@@ -163,8 +164,9 @@ def _late(pod: Pod, now: float) -> bool:
 def differences(
     before: Mapping[str, PodEnding], after: Mapping[str, PodEnding]
 ) -> Iterable[tuple[str, PodEnding | None]]:
-    """Yield each host whose announced end is new or has changed, with its end. The end is None if the announcement was
-    withdrawn.
+    """Yield each host whose announced end is new or has changed, with its end.
+
+    The end is None if the announcement was withdrawn.
     """
     for host in before.keys() - after.keys():
         yield host, None

@@ -115,8 +115,9 @@ class Frozen(Part):
     # ---- a whole host ----------------------------------------------------------------------------------------------
 
     def host_lost(self, event: HostLost) -> None:
-        """Handle the loss of a host. No process can be killed there, and no exit is observed, so its slots stay
-        occupied until exits are reported.
+        """Handle the loss of a host.
+
+        No process can be killed there, and no exit is observed, so its slots stay occupied until exits are reported.
         """
         host, text = event.host, event.reason
         reason = because(ReasonKind.LOST_HOST, host=host, text=text)

@@ -31,16 +31,18 @@ class Cooldown:
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def unhealthy(self, slot: Slot, now: float) -> float:
-        """Record a failed health check and return the seconds until the next check. A failed check never gives up a
-        slot.
+        """Record a failed health check and return the seconds until the next check.
+
+        A failed check never gives up a slot.
         """
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless += 1
         return self._cools(record, now)
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Record a failure of a slot's worker. Return the seconds until the slot may be used again, or None if the slot
-        is given up.
+        """Record a failure of a slot's worker.
+
+        Return the seconds until the slot may be used again, or None if the slot is given up.
 
         Args:
             slot: the slot.

@@ -176,8 +176,9 @@ class Slots:
         self.version += 1
 
     def failed(self, slot: Slot, now: float, *, fruitful: bool) -> float | None:
-        """Record a failure of a slot's worker. Return the seconds until the slot may be used again, or None if the slot
-        is given up. See `Cooldown.failed`.
+        """Record a failure of a slot's worker.
+
+        Return the seconds until the slot may be used again, or None if the slot is given up. See `Cooldown.failed`.
         """
         self.version += 1
         return self.cooldown.failed(slot, now, fruitful=fruitful)

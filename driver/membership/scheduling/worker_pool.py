@@ -48,8 +48,9 @@ class WorkerPool:
     # ---- starting --------------------------------------------------------------------------------------------------
 
     def start(self, members: Sequence[Worker]) -> None:
-        """Start workers in free slots, up to the size of the largest world plus the standbys. A job of a fixed size
-        starts each worker once.
+        """Start workers in free slots, up to the size of the largest world plus the standbys.
+
+        A job of a fixed size starts each worker once.
 
         While members train, the number of workers that start at the same time may be limited, because many concurrent
         imports take processor time from training.
@@ -93,8 +94,9 @@ class WorkerPool:
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
-        """Answer the init() of a worker. A worker that is not in the current world receives a provisional place, never
-        rank 0.
+        """Answer the init() of a worker.
+
+        A worker that is not in the current world receives a provisional place, never rank 0.
         """
         record.stage = WorkerStage.CONNECTED
         place = record.first_place
@@ -110,8 +112,9 @@ class WorkerPool:
             self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
-        """Yield the workers that may still become ready for the first world. Their deadline starts when the first
-        worker waits.
+        """Yield the workers that may still become ready for the first world.
+
+        Their deadline starts when the first worker waits.
         """
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)

@@ -1,5 +1,6 @@
-"""Decisions about expired deadlines: for answers, stops, returns, and the formation of the next world. Pure: no I/O, no
-clock.
+"""Decisions about expired deadlines: for answers, stops, returns, and the formation of the next world.
+
+Pure: no I/O, no clock.
 """
 
 from __future__ import annotations

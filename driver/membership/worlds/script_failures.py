@@ -36,8 +36,9 @@ class ScriptFailures:
     _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
-        """Record a failed script. The script raised an exception, called sys.exit, or has a different state than
-        the world.
+        """Record a failed script.
+
+        The script raised an exception, called sys.exit, or has a different state than the world.
         """
         self._of[slot] = reason
 
@@ -67,8 +68,9 @@ class ScriptFailures:
             self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
-        """Return the script failures because of which fewer workers returned than started. Empty if no script is to
-        blame.
+        """Return the script failures because of which fewer workers returned than started.
+
+        Empty if no script is to blame.
 
         Args:
             returned: number of workers that returned.

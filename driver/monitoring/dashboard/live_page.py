@@ -1,4 +1,4 @@
-"""Update the page of a running job, and serve it if requested. `page_model` makes the decisions.
+"""Updates of the page of a running job, and its server if requested. `page_model` makes the decisions.
 
 Events arrive in the event loop's thread. Log lines may come from any thread.
 """
@@ -26,7 +26,7 @@ LINE_S = 0.5  # seconds between two updates of the status line
 
 
 class LivePage:
-    """The live page of one job."""
+    """Live page of one job."""
 
     def __init__(self, model: PageModel) -> None:
         self.model = model

@@ -56,7 +56,7 @@ REPORTED_S = 60.0  # seconds without a report after which a rank is replaced by 
 
 
 class PageModel(ViewReader):
-    """Model of one job's live page, for one driver. All its times are seconds since 1970."""
+    """Model of one job's live page, for one driver. All its times are in seconds since 1970."""
 
     def __init__(
         self,
@@ -254,8 +254,9 @@ class PageModel(ViewReader):
         return self.state.patch(now)
 
     def full(self, now: float) -> Patch:
-        """Return the whole state of the page as a patch. Call `patch` before, because pending changes are part of the
-        state.
+        """Return the whole state of the page as a patch.
+
+        Call `patch` before, because pending changes are part of the state.
         """
         self._look_at_all(now)
         return self.state.full(now)
@@ -383,9 +384,7 @@ class PageModel(ViewReader):
             self._job(began=now)
 
     def _look_at_all(self, now: float) -> None:
-        """Update the values that depend on all workers. Called at intervals, because they change with time even without
-        events.
-        """
+        """Update the values that depend on all workers. Called at intervals, as they change even without events."""
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
         if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:

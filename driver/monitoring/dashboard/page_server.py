@@ -154,7 +154,7 @@ class PageServer:
 
 
 class PageVisit(asyncio.Protocol):
-    """One HTTP connection of a viewer, from accept to close."""
+    """HTTP connection of a viewer, from accept to close."""
 
     def __init__(self, server: PageServer) -> None:
         self._server = server

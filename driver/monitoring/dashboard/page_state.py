@@ -70,7 +70,7 @@ TAILS = {
 
 @dataclass
 class Pending:
-    """The changes of a page since the last patch."""
+    """Changes of a page since the last patch."""
 
     values: set[str] = field(default_factory=set)
     rows: dict[str, set[str]] = field(default_factory=dict)
@@ -143,8 +143,9 @@ class PageState:
         }
 
     def full(self, now: float) -> Patch:
-        """Return the whole state of the page as a patch. Call `patch` before, because pending changes are part of the
-        state.
+        """Return the whole state of the page as a patch.
+
+        Call `patch` before, because pending changes are part of the state.
         """
         return {
             "now": now,

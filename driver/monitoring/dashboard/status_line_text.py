@@ -1,4 +1,4 @@
-"""Describe the state of a job in one line: workers, progress, speed, and the last recovery. Pure: no I/O, no clock."""
+"""Description of a job's state in one line: workers, progress, speed, and the last recovery. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts and workers of a live page: one cell for each slot, with its latest worker. Pure: no I/O, no clock."""
+"""Hosts and workers of a live page, with one cell for each slot and its latest worker. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Cell:
 
 
 class WorkerGrid:
-    """The tables ``hosts`` and ``workers`` of a page. Times are on the model's clock."""
+    """Tables ``hosts`` and ``workers`` of a page. Times are on the model's clock, in seconds."""
 
     def __init__(self, state: PageState, view: JobView) -> None:
         self.state = state
@@ -150,8 +150,9 @@ class WorkerGrid:
         cell.state, cell.note = state, note
 
     def change(self, worker: Worker, **fields: Any) -> None:
-        """Set fields of a worker's cell. A change of the share of waiting time alone does not update the row, because
-        it changes often.
+        """Set fields of a worker's cell.
+
+        A change of the share of waiting time alone does not update the row, because it changes often.
         """
         cell = self._of(worker)
         if cell is None:
@@ -232,7 +233,7 @@ class WorkerGrid:
     # ---- workers that are waited for
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
-        """Return the workers that hold up others, in the format of `page_state`.
+        """Return the workers for which other workers wait, in the format of `page_state`.
 
         Args:
             awaited: the current stall, or None.
@@ -276,8 +277,9 @@ class WorkerGrid:
         return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
-        """Update the rows for a stall: the workers that hold up the others, their script lines, and the workers that
-        wait.
+        """Update the rows for a stall.
+
+        They show the workers for which the other workers wait, the script lines of these, and the workers that wait.
         """
         if stall is None and not self._shows_stall:
             return

@@ -1,4 +1,4 @@
-"""Actor on a Ray node for one job: runs the node's agent process, and forwards calls to its workers.
+"""Actor on a Ray node for one job, which runs the node's agent process and forwards calls to its workers.
 
 Makes no decisions.
 
@@ -62,7 +62,7 @@ class RayProcess:
 
 
 class RayEngine:
-    """The Ray runtime that the actor runs in."""
+    """Interface of the Ray runtime in which the actor runs."""
 
     def ray_process(self) -> RayProcess:
         import ray
@@ -101,8 +101,9 @@ class RayEngine:
 
 
 class AgentActor:
-    """Actor that runs one agent from start to end. ``python`` runs the agent, and its folder is first in the PATH of
-    workers.
+    """Actor that runs one agent from start to end.
+
+    ``python`` runs the agent, and its folder is first in the PATH of workers.
     """
 
     def __init__(
@@ -182,8 +183,9 @@ class AgentActor:
             new.rename(self._folder / "drivers")
 
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
-        """Wait until ``count`` persistent workers on this node are connected, or until the time limit. Return their
-        ranks.
+        """Wait until ``count`` persistent workers on this node are connected, or until the time limit.
+
+        Return their ranks.
         """
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
@@ -199,7 +201,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """End the agent, which kills its workers. Afterwards none of its processes and files is left."""
+        """End the agent, which kills its workers and removes its files."""
         self._fetched = True
         await self._clear()
 
@@ -263,8 +265,9 @@ class AgentActor:
         return ""
 
     def _follow(self, raylet: int) -> None:
-        """Watch the raylet. If the raylet ends, Ray considers the node lost, but the processes of Ray's workers
-        continue as orphans.
+        """Watch the raylet and exit with it.
+
+        If the raylet ends, Ray considers the node lost, but the processes of Ray's workers continue as orphans.
         """
         if not raylet:
             return

@@ -1,4 +1,4 @@
-"""The environment of workers on a Ray node. Pure: no I/O, no clock.
+"""Environment of workers on a Ray node. Pure: no I/O, no clock.
 
 A worker should run in the environment of the user's runtime_env, without the settings of its parent, Ray's worker
 process. Variables that Ray sets for its process alone would slow a worker down (one thread), hide its GPUs, or disturb

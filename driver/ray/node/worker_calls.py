@@ -23,7 +23,7 @@ HELLO_S = 30.0  # seconds from a worker's connection to its first line
 
 
 class CallFailed(ElasticError, RuntimeError):
-    """A worker was not available for a call, or ended before its answer. The text names its rank."""
+    """A worker was not available for a call, or ended before its answer. The message names its rank."""
 
 
 class _Caller:
@@ -69,8 +69,9 @@ class WorkerCalls:
         os.chmod(self._path, 0o600)
 
     async def present(self, count: int, within_s: float) -> list[int]:
-        """Wait until ``count`` workers are connected, or until the time limit. Return the ranks of the connected
-        workers.
+        """Wait until ``count`` workers are connected, or until the time limit.
+
+        Return the ranks of the connected workers.
         """
         with contextlib.suppress(asyncio.TimeoutError):
             await within(self._await_count(count), within_s)

@@ -75,8 +75,9 @@ class Check:
 
 
 class CheckedFile:
-    """File that counts and checksums its content while it passes writes on to a stream. Each ``write`` can raise
-    OSError, and any exception of ``alive``.
+    """File that counts and checksums its content while it passes writes on to a stream.
+
+    Each ``write`` can raise OSError, and any exception of ``alive``.
     """
 
     def __init__(self, stream: IO[bytes], alive: Alive) -> None:
@@ -87,8 +88,9 @@ class CheckedFile:
         self.count = 0  # number of bytes written so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
-        """Write ``content``. Return the CRC-32 of the earlier data, whose CRC-32 is ``crc``, followed by
-        ``content``.
+        """Write ``content``.
+
+        Return the CRC-32 of the earlier data, whose CRC-32 is ``crc``, followed by ``content``.
         """
         size = memoryview(content).nbytes
         self.count += size

@@ -90,8 +90,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """File that passes torch's writes on. An exception of a write is kept, because torch would replace it by its
-    own.
+    """File that passes torch's writes on.
+
+    An exception of a write is kept, because torch would replace it by its own.
     """
 
     def __init__(self, file: CheckedFile) -> None:

@@ -179,8 +179,9 @@ def rows_of(rows: int, size: int, rank: int) -> int:
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply a tensor by ``factor`` in place. Integers are scaled in float64 and truncated, half precision in
-    float32.
+    """Multiply a tensor by ``factor`` in place.
+
+    Integers are scaled in float64 and truncated, half precision in float32.
     """
     if factor == 1.0:
         return tensor

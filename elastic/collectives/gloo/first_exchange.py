@@ -84,8 +84,9 @@ class FirstExchange:
         self._spare: collections.deque[Places] = collections.deque(maxlen=_SPARE)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a tensor of ``nbytes`` bytes is sent together with the header. The result is equal on all
-        ranks.
+        """Return whether a tensor of ``nbytes`` bytes is sent together with the header.
+
+        The result is equal on all ranks.
         """
         return nbytes <= self._small
 

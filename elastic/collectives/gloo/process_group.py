@@ -272,14 +272,16 @@ class GlooCollectives:
         return self._messages.send(tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceivedMessage:
-        """Begin to receive into a contiguous tensor. With ``source`` None, the message may come from any rank. See
-        `Messenger.receive`.
+        """Begin to receive into a contiguous tensor.
+
+        With ``source`` None, the message may come from any rank. See `Messenger.receive`.
         """
         return self._messages.receive(tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank. After a failure, the group can send no more
-        messages.
+        """Block until rank 0 has received a message of each other rank.
+
+        After a failure, the group can send no more messages.
 
         Raises:
             CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with
@@ -537,8 +539,9 @@ class GlooCollectives:
             raise self.failure(_short(error)) from None
 
     def failure(self, error: str) -> CollectiveFailed:
-        """Return the error of a failed collective. It contains the first cause that this rank detected, and Gloo's
-        message.
+        """Return the error of a failed collective.
+
+        It contains the first cause that this rank detected, and Gloo's message.
         """
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
@@ -673,8 +676,9 @@ class GlooWork:
 
 
 class _Addresses(c10d.Store):
-    """The store that is given to Gloo. It exchanges each published value with all ranks once, then reads from
-    memory.
+    """The store that is given to Gloo.
+
+    It exchanges each published value with all ranks once, then reads from memory.
     """
 
     def __init__(self, swap: Callable[[str, bytes], dict[str, bytes]]) -> None:

@@ -38,8 +38,9 @@ def prepare(native: bool) -> None:
 
 
 def prepare_gpu(device: torch.device) -> None:
-    """Import the modules and load the libraries that groups on this GPU need. This worker already has tensors on the
-    GPU.
+    """Import the modules and load the libraries that groups on this GPU need.
+
+    This worker already has tensors on the GPU.
     """
     if distributed.is_nccl_available():
         from elastic.collectives import nccl

@@ -19,8 +19,9 @@ _SLICE_S = 1.0
 
 
 class OrderedExecutor:
-    """Execute works in one thread. ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never
-    blocks.
+    """Execute works in one thread.
+
+    ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never blocks.
     """
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:
@@ -52,8 +53,9 @@ class OrderedExecutor:
         return work
 
     def stop(self, failure: CollectiveFailed) -> None:
-        """Fail all incomplete work with this error. Only the first call has an effect. Thread-safe, and takes no
-        lock.
+        """Fail all incomplete work with this error.
+
+        Only the first call has an effect. Thread-safe, and takes no lock.
         """
         self.failure = self.failure or failure.again()
         self._wake()

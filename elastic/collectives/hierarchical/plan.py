@@ -82,8 +82,9 @@ class Topology:
 
     @property
     def inter_node_ranks(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's inter-node group, by host. Empty if the leader of this host sends for this
-        rank.
+        """Return the ranks of this rank's inter-node group, by host.
+
+        Empty if the leader of this host sends for this rank.
         """
         if not self.even and self.index > 0:
             return ()
@@ -107,8 +108,9 @@ class Turn(enum.Enum):
 
 
 def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Divide ``count`` elements into equal chunks of at most ``chunk_bytes``. Return the begin and end of each
-    chunk.
+    """Divide ``count`` elements into equal chunks of at most ``chunk_bytes``.
+
+    Return the begin and end of each chunk.
     """
     assert chunk_bytes % (_ALIGNED * element_bytes) == 0
     if count == 0:

@@ -36,8 +36,9 @@ class Scale(NamedTuple):
 
 
 class Halves(Collectives, Protocol):
-    """Interface of a group of one host that can run an allreduce in two halves. Each rank owns a share of the flat
-    tensor in the arena.
+    """Interface of a group of one host that can run an allreduce in two halves.
+
+    Each rank owns a share of the flat tensor in the arena.
     """
 
     def reduce_shares(

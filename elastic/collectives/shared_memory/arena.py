@@ -147,8 +147,9 @@ class Arena:
             self._regions.free(self._dead.popleft())
 
     def leave_to_parent(self) -> None:
-        """Make the memory private in a forked child. Tensors keep their values, and writes of the child are not
-        shared.
+        """Make the memory private in a forked child.
+
+        Tensors keep their values, and writes of the child are not shared.
         """
         reach = self._regions.reach
         # If the descriptor was closed, the pages remain shared.

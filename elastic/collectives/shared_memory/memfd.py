@@ -64,8 +64,9 @@ def unmap(address: int, size: int) -> None:
 
 
 def make_private(fd: int, address: int, size: int) -> None:
-    """Make a range of shared memory private in a forked child. It keeps its contents, and the child's writes are not
-    shared.
+    """Make a range of shared memory private in a forked child.
+
+    It keeps its contents, and the child's writes are not shared.
     """
     try:
         _map(address, size, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)

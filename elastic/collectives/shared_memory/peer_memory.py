@@ -204,8 +204,9 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _started(process: str) -> int:
-    """Return the start time of a process, from its /proc/PID/stat. The program's name, in parentheses before it, may
-    contain any characters.
+    """Return the start time of a process, from its /proc/PID/stat.
+
+    The program's name, in parentheses before it, may contain any characters.
     """
     with open(f"{_PROC}/{process}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])

@@ -135,8 +135,9 @@ class SharedCollectives:
     def reduce_shares(
         self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
     ) -> Work:
-        """Run the first half of an allreduce. Afterwards the `share` of this rank contains the result, and the rest is
-        unchanged.
+        """Run the first half of an allreduce.
+
+        Afterwards the `share` of this rank contains the result, and the rest is unchanged.
 
         Raises:
             ValueError: ``tensor`` is not in the arena.
@@ -176,8 +177,9 @@ class SharedCollectives:
         )
 
     def spread_shares(self, tensor: torch.Tensor) -> Work:
-        """Run the second half of an allreduce. It copies every rank's share to all ranks. ``tensor`` must be in the
-        arena on every rank.
+        """Run the second half of an allreduce.
+
+        It copies every rank's share to all ranks. ``tensor`` must be in the arena on every rank.
         """
         return self._submit(
             self._library.elastic_spread_shares,
@@ -257,14 +259,16 @@ class SharedCollectives:
     # ---- messages, in a group that has nothing else ------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> SharedMessage:
-        """Send a contiguous tensor. Messages to one rank with one tag arrive in order. The work is complete once the
-        message is received.
+        """Send a contiguous tensor.
+
+        Messages to one rank with one tag arrive in order. The work is complete once the message is received.
         """
         return self._post(self._library.elastic_send, tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> SharedMessage:
-        """Receive into a contiguous tensor. With ``source`` None, the message may come from any rank. See
-        `SharedMessage.source`.
+        """Receive into a contiguous tensor.
+
+        With ``source`` None, the message may come from any rank. See `SharedMessage.source`.
         """
         return self._post(self._library.elastic_receive, tensor, source, tag)
 
@@ -335,8 +339,9 @@ class SharedCollectives:
         self._native.abort()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait, after `abort`, until no collective of this group writes to any tensor. If the result is False, do
-        not use the tensors in flight again.
+        """Wait, after `abort`, until no collective of this group writes to any tensor.
+
+        If the result is False, do not use the tensors in flight again.
         """
         drained = self._native.drain(timeout_s)
         if drained:

@@ -21,8 +21,9 @@ KEPT = 4
 
 
 class ReusedMemory:
-    """Pool of memory regions for reuse. Thread-safe. One pool per process is enough, and keeps the most recently
-    used regions.
+    """Pool of memory regions for reuse.
+
+    Thread-safe. One pool per process is enough, and keeps the most recently used regions.
     """
 
     def __init__(self) -> None:

@@ -88,8 +88,9 @@ class ElasticStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Broadcast an object. A new worker outside the world keeps its own object until the state sends the object
-        of rank 0.
+        """Broadcast an object.
+
+        A new worker outside the world keeps its own object until the state sends the object of rank 0.
         """
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 

@@ -110,8 +110,9 @@ class GradientBucket(Protocol):
 
 
 class FlatBucket:
-    """Bucket with one flat buffer of ``elements`` elements. Gradient i, of shape ``parameters[i].shape``, starts at
-    element ``offsets[i]``.
+    """Bucket with one flat buffer of ``elements`` elements.
+
+    Gradient i, of shape ``parameters[i].shape``, starts at element ``offsets[i]``.
 
     Parameters are in ascending order of size.
     """
@@ -426,8 +427,9 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def wire_of(tensor: torch.Tensor) -> BucketSpec:
-    """Return the description of a buffer that joined ranks receive. See
-    `elastic.optimizer.gradients.plan_agreement`.
+    """Return the description of a buffer that joined ranks receive.
+
+    See `elastic.optimizer.gradients.plan_agreement`.
     """
     return BucketSpec(tensor.numel(), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
 
@@ -449,8 +451,9 @@ def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> W
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
-    """Return whether the gradient was changed or replaced. A gradient that was removed, for example by
-    ``model.zero_grad()``, does not count as changed.
+    """Return whether the gradient was changed or replaced.
+
+    A gradient that was removed, for example by ``model.zero_grad()``, does not count as changed.
     """
     now = parameter.grad
     return now is not None and (now is not gradient or now._version != version)

@@ -1,5 +1,6 @@
-"""Hooks that backward calls for each gradient of an optimizer's parameters, and at the end of the pass. Makes no
-decisions.
+"""Hooks that backward calls for each gradient of an optimizer's parameters, and at the end of the pass.
+
+Makes no decisions.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ def lines(
 
 
 def outside_state(handled: Collection[object]) -> str:
-    """Return the lines of this process's optimizers that are not in ``handled``. Their order is equal on all
-    processes.
+    """Return the lines of this process's optimizers that are not in ``handled``.
+
+    Their order is equal on all processes.
     """
     if not _outside(handled):
         return ""

@@ -32,8 +32,9 @@ class Options:
 
     @property
     def casts(self) -> bool:
-        """Return whether the compression only changes the dtype, like the built-in ones. If so, it is applied to
-        whole buckets.
+        """Return whether the compression only changes the dtype, like the built-in ones.
+
+        If so, it is applied to whole buckets.
         """
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 

@@ -371,8 +371,9 @@ class GradientReducer:
         return True
 
     def members(self, world: Context) -> tuple[int, ...] | None:
-        """Return the ranks over which gradients are averaged. None means all ranks. Empty if this rank is not a
-        member.
+        """Return the ranks over which gradients are averaged.
+
+        None means all ranks. Empty if this rank is not a member.
         """
         try:
             return self._members if self._locate(world) else ()

@@ -31,8 +31,9 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return two scalars that are finite if and only if all elements are. The result is empty for integers. Does not
-    synchronize.
+    """Return two scalars that are finite if and only if all elements are.
+
+    The result is empty for integers. Does not synchronize.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

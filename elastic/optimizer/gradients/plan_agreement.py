@@ -55,8 +55,9 @@ _VALUES: dict[Op, dict[StepFlag, float]] = {
 
 
 def mark_value(op: Op, mark: StepFlag) -> float:
-    """Return the number by which a rank sends a step flag. ``op`` is the reduction as sent, for example SUM for an
-    average.
+    """Return the number by which a rank sends a step flag.
+
+    ``op`` is the reduction as sent, for example SUM for an average.
     """
     return _VALUES[op][mark]
 
@@ -81,8 +82,9 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
 
 
 class BucketSpec(msgspec.Struct, frozen=True):
-    """Description of a buffer that is reduced. ``dtype`` and ``device`` are torch's names, the device without an
-    index.
+    """Description of a buffer that is reduced.
+
+    ``dtype`` and ``device`` are torch's names, the device without an index.
     """
 
     elements: int
@@ -91,8 +93,9 @@ class BucketSpec(msgspec.Struct, frozen=True):
 
 
 class Sparse(msgspec.Struct, frozen=True):
-    """Description of a sparse gradient whose entries are gathered. ``number`` is its index among all trainable
-    parameters.
+    """Description of a sparse gradient whose entries are gathered.
+
+    ``number`` is its index among all trainable parameters.
     """
 
     number: int
@@ -191,8 +194,9 @@ def order_digest(order: Sequence[int]) -> int:
 
 
 def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
-    """Return the vector that a rank sends. It contains the fields, their negatives, a flag for joined ranks, and the
-    numbers in use.
+    """Return the vector that a rank sends.
+
+    It contains the fields, their negatives, a flag for joined ranks, and the numbers in use.
 
     Args:
         proposal: None for a rank that has joined, which affects no field.
@@ -298,8 +302,9 @@ class Plans:
 
     @property
     def channel(self) -> str:
-        """Return the name of the group for the next agreement. The first agreement uses the gradients' own group,
-        which is idle.
+        """Return the name of the group for the next agreement.
+
+        The first agreement uses the gradients' own group, which is idle.
         """
         return CHANNEL if self.agreed else GRADIENTS
 

@@ -1,5 +1,6 @@
-"""Track the progress of a step: which gradients have arrived, and which backward pass is the last. Pure: no I/O, no
-clock.
+"""Track the progress of a step: which gradients have arrived, and which backward pass is the last.
+
+Pure: no I/O, no clock.
 
 A step begins with its first gradient, or in `finish` if it has none::
 

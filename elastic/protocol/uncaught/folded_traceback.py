@@ -132,8 +132,9 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line of the script in an exception's traceback, such as ``train.py:12``. Empty if there
-    is none.
+    """Return the innermost line of the script in an exception's traceback, such as ``train.py:12``.
+
+    Empty if there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):

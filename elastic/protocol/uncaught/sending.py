@@ -89,8 +89,9 @@ def because_of_a_peer(error: BaseException) -> bool:
 
 
 def _of_a_framework(error: BaseException) -> BaseException:
-    """Return the original error of a collective inside a TensorFlow graph. The script sees TensorFlow's own error
-    instead.
+    """Return the original error of a collective inside a TensorFlow graph.
+
+    The script sees TensorFlow's own error instead.
     """
     bridge = sys.modules.get("elastic.tensorflow.bridge")
     original = getattr(bridge, "original", None)
@@ -125,8 +126,9 @@ def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bo
 
 
 def _written(fd: int, data: memoryview) -> bool:
-    """Write all data to the pipe. Return False if the agent reads nothing for READ_S seconds, because it is stopped
-    or busy.
+    """Write all data to the pipe.
+
+    Return False if the agent reads nothing for READ_S seconds, because it is stopped or busy.
     """
     os.set_blocking(fd, False)
     while data:

@@ -12,8 +12,9 @@ TELL_S = 2.0  # timeout of the exchange in seconds; all ranks are in a collectiv
 
 
 def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
-    """Return the calls of all ranks of the group, by rank. If the other ranks do not answer in time, return only
-    this rank's call.
+    """Return the calls of all ranks of the group, by rank.
+
+    If the other ranks do not answer in time, return only this rank's call.
     """
     if store is None or not group.key:
         return [mine]

@@ -60,8 +60,9 @@ class BackgroundCopy:
             _installed.append(register_optimizer_step_pre_hook(_before_step))
 
     def order(self) -> None:
-        """Make the current stream wait for the copy before the stream writes to the tensors. Call once, in the
-        training thread.
+        """Make the current stream wait for the copy before the stream writes to the tensors.
+
+        Call once, in the training thread.
         """
         if self._ordered.is_set():
             return

@@ -98,8 +98,9 @@ def is_whole(buffer: torch.Tensor, commit: CommitId, shard: int) -> bool:
 
 
 class PeerArena:
-    """Mapping of the arena of another process on this host. The mapping is released when the object is
-    garbage-collected.
+    """Mapping of the arena of another process on this host.
+
+    The mapping is released when the object is garbage-collected.
 
     Raises:
         PeerMemoryUnavailable: the arena cannot be mapped.

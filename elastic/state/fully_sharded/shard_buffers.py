@@ -247,8 +247,9 @@ class ShardBuffers:
         return self._shard
 
     def where(self) -> tuple[int, int]:
-        """Return the arena offset of this rank's shard with its header, and its size in bytes. The offset is -1
-        outside of the arena.
+        """Return the arena offset of this rank's shard with its header, and its size in bytes.
+
+        The offset is -1 outside of the arena.
         """
         return peer_arena.offset_of(self._own), len(self._own)
 

@@ -133,8 +133,9 @@ class CommitCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all ranks restore. ``bank`` is this rank's bank with a shard of the commit, or None without
-    one.
+    """The commit that all ranks restore.
+
+    ``bank`` is this rank's bank with a shard of the commit, or None without one.
     """
 
     whole: WholeCommit
@@ -314,8 +315,9 @@ class ShardedCommits:
         self._number -= 1
 
     def seal(self) -> float:
-        """Wait until all ranks have mirrored the newest commit, and seal the commit. Collective, unless the commit is
-        sealed already.
+        """Wait until all ranks have mirrored the newest commit, and seal the commit.
+
+        Collective, unless the commit is sealed already.
 
         If the script has written to a tensor while the tensor was copied, on any rank, the commit is dropped instead.
         From then on, training waits for the copies of this state.
@@ -646,8 +648,9 @@ class ShardedCommits:
         return placed.received
 
     def hold(self, held: HeldCommit) -> None:
-        """Add this rank's rows of the newest commit to ``held_commit``. They stay unchanged until ``held_commit``
-        releases them.
+        """Add this rank's rows of the newest commit to ``held_commit``.
+
+        They stay unchanged until ``held_commit`` releases them.
         """
         newest = self._cycle.base if self._transfers is None else self._bank
         assert newest is not None, "nothing was committed"

@@ -53,8 +53,9 @@ class Transfer:
                 whole.copy_(part)
 
     def succeeded(self) -> bool:
-        """Return whether the transfer has ended without an error, with the received tensors in place. Does not
-        block.
+        """Return whether the transfer has ended without an error, with the received tensors in place.
+
+        Does not block.
         """
         if not self._work.done():
             return False

@@ -259,8 +259,9 @@ def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any
 
 
 class Opaque:
-    """Tensors without strides, and values with such tensors. They are cloned, because some layouts do not support
-    deepcopy.
+    """Tensors without strides, and values with such tensors.
+
+    They are cloned, because some layouts do not support deepcopy.
     """
 
     def __init__(self, tensors: dict[str, Any]) -> None:

@@ -177,8 +177,9 @@ class PinnedCopy:
 
 
 class DeviceStaging:
-    """Device memory for one commit that is being copied to the host. Allocated once, or not at all if memory is
-    short.
+    """Device memory for one commit that is being copied to the host.
+
+    Allocated once, or not at all if memory is short.
     """
 
     def __init__(self) -> None:

@@ -202,8 +202,9 @@ class AsyncCall:
         return found
 
     def succeed(self, results: list[torch.Tensor]) -> None:
-        """Pass the results to TensorFlow. They must be CPU tensors of the expected dtypes, otherwise the operation
-        fails.
+        """Pass the results to TensorFlow.
+
+        They must be CPU tensors of the expected dtypes, otherwise the operation fails.
 
         The list is emptied first, because code after the operation may reuse memory without references.
         """

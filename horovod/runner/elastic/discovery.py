@@ -70,8 +70,9 @@ class FixedHosts(HostDiscovery):
 
 
 class HostManager:
-    """Store the result of a discovery and compare it with the next one. There is no ``blacklist``, since the driver
-    decides about failed hosts.
+    """Store the result of a discovery and compare it with the next one.
+
+    There is no ``blacklist``, since the driver decides about failed hosts.
     """
 
     def __init__(self, discovery: HostDiscovery) -> None:
@@ -92,8 +93,9 @@ class HostManager:
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Run the discovery again and return whether hosts or slots were added or removed. Exceptions of the discovery
-        are passed on.
+        """Run the discovery again and return whether hosts or slots were added or removed.
+
+        Exceptions of the discovery are passed on.
         """
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update

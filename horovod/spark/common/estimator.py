@@ -242,8 +242,9 @@ class ParamsReader(MLReader):
 
 
 def save(url: str, options: dict[str, Any], content: bytes) -> None:
-    """Write a checkpoint. If the filesystem can rename files, readers see the previous checkpoint until this is
-    complete.
+    """Write a checkpoint.
+
+    If the filesystem can rename files, readers see the previous checkpoint until this is complete.
     """
     fs, path = url_to_fs(url, **options)
     fs.makedirs(fs._parent(path), exist_ok=True)

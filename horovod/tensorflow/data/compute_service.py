@@ -264,8 +264,9 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 
 
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
-    """Run one rank of a compute job until a training job ends it. Each rank is a worker, and some ranks are also
-    dispatchers.
+    """Run one rank of a compute job until a training job ends it.
+
+    Each rank is a worker, and some ranks are also dispatchers.
 
     Raises:
         Invalid: the size of the job differs from the configuration.

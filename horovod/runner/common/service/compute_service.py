@@ -177,8 +177,9 @@ class ComputeClient:
                 raise
 
     def leave(self, worker_id: int) -> None:
-        """Wait until all workers of all dispatchers have called this method after the end. The service may then
-        exit.
+        """Wait until all workers of all dispatchers have called this method after the end.
+
+        The service may then exit.
         """
         dispatchers, workers = self._shape()
         count = dispatchers * workers
