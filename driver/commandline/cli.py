@@ -434,7 +434,7 @@ def _report(path: str | None) -> str | None:
     Raises:
         Invalid: the path cannot be written, or has a file of another kind.
     """
-    place = _writable_place("--report", path)
+    place = _writable_place("--report", path, replaces=True)
     if place is not None:
         from elastic.driver.monitoring.explain.run_report import BEGINNING, check_replaceable
 
@@ -775,11 +775,18 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
     return os.path.abspath(path)
 
 
-def _writable_place(flag: str, path: str | None) -> str | None:
+def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> str | None:
     """Return the path after a check that a file can be written there, or None for None.
 
-    The file is not created, because an empty file is neither a timeline nor a report. Raises Invalid if the check
-    fails.
+    The file is not created, because an empty file is neither a timeline nor a report.
+
+    Args:
+        flag: the flag with this path.
+        path: the path, or None.
+        replaces: whether an existing file is replaced by a new one.
+
+    Raises:
+        Invalid: the check failed.
     """
     if path is None:
         return None
