@@ -40,7 +40,8 @@ class SimulatedJob(Protocol):
     listed: dict[str, int]  # hosts in the current host list
     fixed_hosts: bool  # the list does not grow; see `HostsChanged`
     steps: int
-    step_s: float  # If positive, all members make a step in one event at this interval.
+    # If positive, one event every ``step_s`` simulated seconds advances all members by one step.
+    step_s: float
     mild: bool  # the faults spare the last worker that holds the state
     calmed: bool  # the faults have ended
     aimed: int  # number of workers to kill at the next commits

@@ -309,7 +309,8 @@ def _replayed(
         elif entry.digest != digest_of(actions):
             result = describe(actions)
             raise ReplayDiffers(
-                f"line {number}, {describe(entry.event)}: the replay returned {result}"
+                f"journal line {number}, {describe(entry.event)}: the replay returned {result}, which differs from the"
+                " recorded actions. Replay the journal with the version that wrote it"
             )
         yield entry.event, actions
 

@@ -97,7 +97,7 @@ class CheckpointWriter:
     ) -> None:
         self._storage = storage
         self._options = options
-        self.run = options.run  # run number, which each world replaces by its own
+        self.run = options.run  # run number, set again for each world
         self._send = send
         self._alone = alone
         self._schedule = Schedule(options.every_commits, options.every_s, monotonic())

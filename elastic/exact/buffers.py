@@ -85,7 +85,7 @@ class WatchedParameter:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether torch counts writes to the tensor. A module created under inference_mode is not trained."""
+    """Return whether the tensor has a version counter. Inference tensors have none, and are not trained."""
     return tensor.layout == torch.strided and not is_lazy(tensor) and not tensor.is_inference()
 
 

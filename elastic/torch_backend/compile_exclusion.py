@@ -14,9 +14,8 @@ from typing import Any
 from torch._C._dynamo import eval_frame
 
 _eval_frame: Any = eval_frame
-_set_strategy = getattr(
-    _eval_frame, "set_code_exec_strategy", None
-)  # private in torch, so a version may lack it
+# private API of torch, missing in some versions
+_set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
 
 
 def keep_out(*classes: type) -> None:

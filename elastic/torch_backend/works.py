@@ -407,7 +407,7 @@ def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futur
 
 
 class _Inner:
-    """Adapter of a process group's work to the interface of a group's work."""
+    """Adapts torch's `Work` to `elastic.collectives.interface.Work`."""
 
     def __init__(self, work: ElasticWork) -> None:
         self._work = work

@@ -46,7 +46,7 @@ class ExplainOptions:
     html: str | None = flag(
         "--html", "FILE", "Write the explanation as a self-contained page with a zoomable timeline."
     )
-    json: bool = switch("--json", "Print findings, facts and sentences as JSON.")
+    json: bool = switch("--json", "Print the findings as JSON, with their evidence and text.")
 
 
 def parser() -> ArgumentParser:

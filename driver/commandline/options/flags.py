@@ -475,7 +475,7 @@ class OutputFlags:
     report: str | None = flag(
         "--report",
         "FILE",
-        "Write a page about the job when it ends (default: ELASTIC_REPORT, or none).",
+        "Write an HTML report of the job when it ends (default: ELASTIC_REPORT, or no report).",
         variable="ELASTIC_REPORT",
         keys=("report.file",),
         use=ON_LAUNCH,

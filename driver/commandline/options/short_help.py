@@ -36,7 +36,7 @@ preemption and failure detection
   --idle-timeout S             kill an idle worker after its peers waited S seconds (default: 30)
 output
   --dashboard :PORT            serve a live page of the job
-  --report FILE                write a page about the job when it ends
+  --report FILE                write an HTML report of the job when it ends
   --metrics-port PORT          serve Prometheus metrics
   --output-filename DIR        copy the output of each worker to its own file
   --verbose                    log recovery phases and details of decisions

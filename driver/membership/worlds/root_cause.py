@@ -62,10 +62,10 @@ class RootCauseSearch:
             self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
-        """Return whether the search is obsolete, because a new world contains all workers that reported the failure,
-        and no root cause is known.
+        """Return whether the search is obsolete.
 
-        In this case the script has recovered through its own retry loop, which calls init() again.
+        It is obsolete if no root cause is known and a new world contains every worker that reported the failure. The
+        script has then recovered through its own retry loop, which calls init() again.
         """
         return self.root_cause is None and self.reporters <= set(members)
 
