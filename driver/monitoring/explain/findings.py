@@ -133,6 +133,8 @@ class Advice(enum.Enum):
     STANDBYS = "standbys"
     ETCD = "etcd"
     REPORT_BUG = "report bug"
+    RERUN = "rerun"
+    START_OVER = "start over"
     RESUME = "resume"
     LOOK_AT_EXIT = "look at exit"
 
@@ -190,6 +192,7 @@ class JournalState:
     settings: Settings | None = None
     runs: bool | None = None
     abandoned: bool = False  # the driver could not write the whole journal
+    outlives: bool = False  # whether the workers continue without a driver
     left_out: int = 0  # number of lines that are not entries
     torn: bool = False  # whether the last line is incomplete
     from_the_middle: bool = False
@@ -639,7 +642,11 @@ def _advices(
     for host in sorted({host for host, _ in story.view.unhealthy})[:1]:
         yield Advice.UNHEALTHY_HOST, {"host": host}
     if end is None and not (source.runs or source.abandoned) and story.store_away is None:
-        yield Advice.RESUME, {}
+        if source.outlives:
+            yield Advice.RESUME, {}
+        else:
+            held = story.view.durable is not None or story.begins is not None
+            yield Advice.RERUN if held else Advice.START_OVER, {}
     yield from (_against(each) for each in story.losses() if each.cause in WRONG)
     counted = Counter((each.cause, each.what) for each in story.losses() if each is not cause)
     for (kind, _), count in counted.most_common(3):

@@ -159,6 +159,7 @@ class JournalEntries:
             reading.settings,
             False if reading.story.view.end is not None else self._runs,
             abandoned=reading.header.journal == entries.ABANDONED,
+            outlives=reading.header.outlives,
             left_out=self._left_out,
             torn=self._torn,
             from_the_middle=self._middle,

@@ -661,7 +661,15 @@ _ADVICE = {
         " continues {goes_on}."
     ),
     Advice.REPORT_BUG: "Please report the bug, with this journal.",
-    Advice.RESUME: "Rerun the same command. With --resume it continues {goes_on}.",
+    Advice.RESUME: "Rerun the same command with --resume: it continues {goes_on}.",
+    Advice.RERUN: (
+        "Rerun the same command: it resumes from the newest checkpoint, since the workers ended with their driver."
+    ),
+    Advice.START_OVER: (
+        "Rerun the same command: it trains from the beginning, since the workers ended with their driver. Use"
+        " --checkpoint-dir to resume from a checkpoint, or --resume from the first start on to keep the workers"
+        " without a driver."
+    ),
     Advice.LOOK_AT_EXIT: "See the last output of {who}: the script or a library exited without an exception.",
 }
 

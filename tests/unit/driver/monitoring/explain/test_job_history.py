@@ -412,6 +412,22 @@ def test_checkpoints_when_the_job_ended_then_the_newest_is_found():
     recorded("explain", sentence(over))
 
 
+@pytest.mark.parametrize(
+    ("outlives", "durable", "advice"),
+    [(True, True, Advice.RESUME), (False, True, Advice.RERUN), (False, False, Advice.START_OVER)],
+)
+def test_advice_when_the_driver_was_killed_then_it_depends_on_what_is_left(
+    outlives, durable, advice
+):
+    recorder = TrainingStory()
+    if durable:
+        recorder.at(3.0, CheckpointMade(Commit(2, 5)))
+    found = findings(recorder.story, JournalState(SETTINGS, runs=False, outlives=outlives))
+    [given] = [each for each in found if each.what is FindingKind.ADVICE]
+    assert given.facts["advice"] == advice.value
+    recorded("explain", sentence(given))
+
+
 def test_journal_on_a_full_disk_does_not_suggest_a_killed_driver():
     """Its driver continues, but no other driver can resume from it."""
     found = findings(TrainingStory().story, JournalState(SETTINGS, abandoned=True))
