@@ -20,6 +20,10 @@ from elastic.errors import shortened
 from elastic.protocol.messages import Commit
 
 ADVICE = "Put the training loop into a function decorated with @elastic.run to survive lost workers"
+BEFORE = (
+    "Rerun the command, or pass --reset-limit N to restart all workers if one is killed in this phase."
+    f" {ADVICE}"
+)
 GONE = (
     "Commits were in the workers' memory only: restart from a checkpoint that the script saved, with --fresh if"
     " there is a journal"
@@ -283,6 +287,13 @@ def _parts(reason: Reason) -> Sequence[str]:
         return (f"{reason.kind.value}: {reason.facts}",)
 
 
+def _lost_peer_outside(facts: Mapping[str, Any]) -> str:
+    began = facts.get("began", True)
+    where = "outside elastic.run" if began else "before elastic.run began"
+    said = f"{facts['who']} lost a peer {where} and can't recover ({facts['text']})"
+    return f"{said}. {ADVICE if began else BEFORE}"
+
+
 def _several(facts: Mapping[str, Any]) -> str:
     clauses: dict[str, Any] = {}
     for cause in facts["causes"]:
@@ -324,7 +335,11 @@ def _ended(facts: Mapping[str, Any]) -> str:
     """Describe the exit of a worker that ends the job."""
     text = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
     early = " too early" if facts.get("early") else ""
-    outside = f" while others were outside elastic.run. {ADVICE}" if facts.get("outside") else ""
+    outside = ""
+    if facts.get("outside"):
+        outside = f" while others were outside elastic.run. {ADVICE}"
+        if not facts.get("began", True):
+            outside = f" before elastic.run began. {BEFORE}"
     return f"{text}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
 
 
@@ -658,7 +673,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.SAME_CALLS: "after the commit was restored, the next world failed in the same way: {cause}",
     ReasonKind.TENSORS_DIFFER: "{summary}",
     ReasonKind.LAYOUTS_DIFFER: _layouts_differ,
-    ReasonKind.LOST_PEER_OUTSIDE: f"{{who}} lost a peer outside elastic.run and can't recover ({{text}}). {ADVICE}",
+    ReasonKind.LOST_PEER_OUTSIDE: _lost_peer_outside,
     ReasonKind.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     ReasonKind.ENDED: _ended,
     ReasonKind.SCRIPT_FAILS: "every worker ended before training began, the last with"

@@ -67,7 +67,8 @@ class Failures(Part):
         if record is None or event.generation != self.worlds.generation:
             return
         name, text = self.worlds.named(record), event.reason
-        verdict = because(ReasonKind.LOST_PEER_OUTSIDE, who=name, text=text)
+        began = self.worlds.trained
+        verdict = because(ReasonKind.LOST_PEER_OUTSIDE, who=name, text=text, began=began)
         if event.differs:
             verdict = because(ReasonKind.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
@@ -277,6 +278,8 @@ class Failures(Part):
         wrote = event.output.rstrip() if explains else ""
         outside = self.settings.elastic
         facts: dict[str, bool | str] = {"early": early, "outside": outside, "wrote": wrote}
+        if outside:
+            facts["began"] = self.worlds.trained
         if event.code != UNCAUGHT and exception_line(wrote):
             facts["caught"] = True
         ended = self._ended(record, exit_text, **facts)

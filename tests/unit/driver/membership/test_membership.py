@@ -284,6 +284,7 @@ def test_collective_that_breaks_outside_elastic_run_ends_the_job_and_names_the_c
         early=False,
         outside=True,
         wrote="",
+        began=False,
     )
     assert "@elastic.run" in str(end.reason)
     assert end.code == 139
@@ -301,9 +302,11 @@ def test_collective_that_breaks_after_a_known_exit_ends_the_job():
                 ReasonKind.LOST_PEER_OUTSIDE,
                 who="rank 0 (h:0#1 on h)",
                 text="connection closed by peer",
+                began=False,
             ),
         ],
     )
+    recorded("messages", end.reason)
 
 
 @pytest.mark.parametrize("noticed_first", [False, True])
