@@ -1,4 +1,4 @@
-"""Detect other packages that install into the folders of this package: elastic (elastic constants) and horovod."""
+"""Detection of other packages that install into the folders of this package: elastic (crystals) and horovod."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (If only el
 
 
 class Context(Protocol):
-    """The part of the runtime that collectives, gradients, reports and traces use.
+    """Interface of the runtime that collectives, gradients, reports and traces need.
 
     ``engine``, ``tracing``, ``account``, ``reporting`` and ``first_not_finite`` are typed where they are used.
     """

@@ -15,7 +15,7 @@ PACE_S, LARGE_PACE_S = 5.0, 30.0
 
 
 class Reporter(Protocol):
-    """The part of a worker's interface that `SimulatedReports` uses."""
+    """Interface of a worker that `SimulatedReports` needs."""
 
     recovery: Recovery
     alive: bool

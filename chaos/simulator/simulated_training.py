@@ -86,7 +86,7 @@ class WaitReports(Protocol):
 
 
 class Process(Protocol):
-    """The part of a worker's interface that training uses. See `elastic.chaos.simulator.simulated_worker`."""
+    """Interface of a worker that training needs. See `elastic.chaos.simulator.simulated_worker`."""
 
     worker: Worker
     recovery: Recovery

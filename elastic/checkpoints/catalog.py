@@ -1,4 +1,7 @@
-"""Lists and verifies the checkpoints in a folder, and chooses the one from which to resume. Does not import torch."""
+"""Catalog of the checkpoints in a folder, which verifies them and chooses the one from which to resume.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ BLOCK = 1 << 20  # number of bytes read at once
 
 
 class IncompleteCommit(UnreadableCommit):
-    """The commit is incomplete: its manifest was never written."""
+    """The commit is incomplete, because its manifest was never written."""
 
 
 CLAIMS_READ = 8  # number of newest claims to read when looking for running jobs
@@ -32,13 +35,13 @@ CLAIM = re.compile(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """The folder of a commit, and whether the commit is usable.
+    """Folder of a commit, with its usability.
 
     Args:
         name: name of the commit.
         manifest: manifest of the commit, or None if the commit cannot be used.
-        trouble: why the commit cannot be used. Empty if it can.
-        torn: whether the commit is incomplete: its manifest was never written.
+        trouble: reason why the commit cannot be used, or an empty string.
+        torn: whether the commit is incomplete, that is, its manifest was never written.
         newer: whether the commit was written by a newer version of this package.
     """
 
@@ -77,7 +80,7 @@ def claim_run(storage: Storage) -> int:
 
 
 class RunOwner(msgspec.Struct, frozen=True):
-    """The process that has claimed a run.
+    """Process that has claimed a run.
 
     Args:
         began_at: start time of the process in seconds since 1970.
@@ -89,9 +92,9 @@ class RunOwner(msgspec.Struct, frozen=True):
 
 
 def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
-    """Return a running process of this machine, other than this one, that has claimed a run.
+    """Return another running process of this machine that has claimed a run, or None.
 
-    Return None if there is none.
+    No claim of a process on another machine is detected.
 
     Args:
         storage: the folder of checkpoints.

@@ -22,7 +22,7 @@ LEAVES = 1000  # A value with more leaves is stored as a single object.
 
 @dataclass(frozen=True)
 class StateItem:
-    """One tensor of a commit, and its places in the state dict.
+    """Tensor of a commit, and its places in the state dict.
 
     Args:
         part: part of the state to which the tensor belongs.
@@ -43,7 +43,7 @@ class StateItem:
 
 @dataclass(frozen=True)
 class Contents:
-    """All contents of a checkpoint.
+    """Contents of a checkpoint.
 
     Args:
         objects: leaves of the state dict other than the commit's tensors, by path.

@@ -1,4 +1,4 @@
-"""Checkpoints of a training function: starts and stops the writer, and resumes from the newest checkpoint.
+"""Checkpoints of a training function: the start and end of the writer, and the resume from the newest checkpoint.
 
 Runs in the training thread.
 """
@@ -27,10 +27,10 @@ from elastic.state.state import ObjectState, State, overridden
 
 @contextlib.contextmanager
 def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
-    """Write commits as configured by the job while a function under ``elastic.run`` trains.
+    """Context manager that writes commits, as configured by the job, while a function under ``elastic.run`` trains.
 
     Raises:
-        Invalid: the options are invalid, or the state can't be written to a checkpoint.
+        Invalid: the options are invalid, or the state cannot be written to a checkpoint.
     """
     found = options.read(os.environ)
     if found is None:
@@ -68,7 +68,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
 
 
 def entered(rt: WorkerRuntime, world: World) -> None:
-    """Adopt the run number of a new world. All members then use the same number, even after a driver failover.
+    """Adopt the run number of a new world, so that all members use the same number, even after a driver failover.
 
     Observations about non-finite gradients are discarded if this worker receives another state.
     """
@@ -103,8 +103,8 @@ def resume(rt: WorkerRuntime, state: State) -> None:
     If the state does not match the checkpoint, the job ends.
 
     Raises:
-        OSError: the storage failed, at rank 0.
-        PeerLost: a rank was lost, at the other ranks.
+        OSError: the storage failed. Raised on rank 0.
+        PeerLost: a rank was lost. Raised on the other ranks.
     """
     found = options.read(os.environ)
     if found is None or not isinstance(state, ObjectState):
@@ -119,8 +119,8 @@ def resume(rt: WorkerRuntime, state: State) -> None:
 class TransferOutcome(NamedTuple):
     """Outcome of the transfer of a sharded state to all ranks.
 
-    The fields are the number of bytes received from other ranks, whether the state is a checkpoint's, and this rank's
-    part.
+    The fields are the number of bytes received from other ranks, whether the state was read from a checkpoint, and this
+    rank's part.
     """
 
     copied_bytes: int
@@ -172,7 +172,7 @@ def _resume_shards(
 
 
 def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
-    """Report the error to the driver, which ends the job, because every worker would fail in the same way."""
+    """Report the error to the driver, which ends the job, because the error would recur on every worker."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""Export a checkpoint to one file of whole tensors that torch reads without this package. Needs no job.
+"""Export of a checkpoint to one file of whole tensors that torch reads without this package.
 
 Nothing is unpickled. Values that were stored by pickle, and values that ``torch.load`` refuses by default, are omitted.
 """
@@ -32,7 +32,7 @@ Key = tuple[str, str]  # part of the state, and name of a tensor in it
 
 
 class SkippedValue(NamedTuple):
-    """A value that was not exported, or only in part.
+    """Value that was not exported, or only in part.
 
     Args:
         but_tensors: whether its tensors were exported, but not its other contents.
@@ -44,7 +44,7 @@ class SkippedValue(NamedTuple):
 
 @dataclass
 class ExportedState:
-    """The state dicts of models, and other values, by their names in the state.
+    """State dicts of models, and other values, by their names in the state.
 
     Args:
         left_out: values that were omitted.

@@ -1,6 +1,6 @@
 """Record of a finished training: its last commit, its code, and the paths that it read. Does not import torch.
 
-Rank 0 writes the file `RETURNED` once the training function has returned on all ranks and its last commit is durable.
+Rank 0 writes the file `RETURNED` after the training function has returned on all ranks and its last commit is durable.
 Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.
 """
 
@@ -41,7 +41,7 @@ class TrainingReturned(msgspec.Struct, frozen=True):
 
 
 class PathsRead(msgspec.Struct, frozen=True):
-    """The paths that one rank has read, with their signatures.
+    """Paths that one rank has read, with their signatures.
 
     Args:
         unseen: reason why the list may be incomplete, or an empty string.
@@ -97,9 +97,7 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a path belongs to an installed package or to the kernel, so that it changes only when these are
-    updated.
-    """
+    """Return whether a path belongs to an installed package or to the kernel, so that only an update changes it."""
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
@@ -176,7 +174,7 @@ def signature(path: str, *, by_time: bool = False) -> str:
 
     Args:
         path: the file or folder.
-        by_time: use size and modification time of a file instead of a hash of its content.
+        by_time: whether to use size and modification time of a file instead of a hash of its content.
     """
     try:
         if os.path.isdir(path):

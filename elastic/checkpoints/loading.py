@@ -1,4 +1,4 @@
-"""Load a checkpoint into a state. Only values that were pickled because they were not plain data are unpickled."""
+"""Load of a checkpoint into a state. Only values that are not plain data are unpickled."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ COMPUTE_AS_BEFORE = (
 
 
 def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
-    """Set the state to the values of the commit, except for sharded tensors. Does not commit.
+    """Set the state to the values of a commit, except for sharded tensors, without committing it.
 
     Raises:
         StateMismatch: the state does not match the commit. Nothing was changed.
-        UnreadableCommit: the checkpoint is damaged. The state must then be loaded from another one.
+        UnreadableCommit: the checkpoint is damaged, and the state may be incomplete, so another checkpoint must be
+            loaded.
         OSError: the storage failed.
     """
     parts: Mapping[str, Part] = parts_of(state)

@@ -32,7 +32,7 @@ def encode(value: Any, other: Encode = _refuse) -> Any:
 
     Args:
         value: the value.
-        other: called for each value of a type unknown here. Returns an object from `word` or raises NotPlain.
+        other: called for each value of another type. Returns an object from `word`, or raises NotPlain.
 
     Raises:
         NotPlain: a value has an unsupported type.

@@ -1,4 +1,4 @@
-"""Load the newest durable commit into a state when no worker holds a commit in memory. Runs on rank 0."""
+"""Load of the newest durable commit into a state when no worker holds a commit in memory. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Passed = dict[tuple[str, CommitName], str]
 def load_newest(
     storage: Storage, options: CheckpointOptions, state: ObjectState
 ) -> tuple[str, Manifest] | None:
-    """Set the state to the newest complete commit. Return its folder and manifest.
+    """Load the newest complete commit into the state. Return its folder and manifest.
 
     Returns None if there is no checkpoint and training starts from the beginning.
 
     Raises:
         StateMismatch: the state does not match.
-        Invalid: there are checkpoints, but none can be read.
+        Invalid: checkpoints exist, but none can be read.
         OSError: the storage failed.
     """
     passed: Passed = {}
@@ -43,7 +43,7 @@ def load_newest(
 def load_proposed(
     storage: Storage, options: CheckpointOptions, state: ObjectState, passed: Passed
 ) -> tuple[str, Manifest] | None:
-    """Set the state to the newest complete commit that is not in ``passed``. Does not retry.
+    """Load the newest complete commit that is not in ``passed`` into the state, without retries.
 
     Results and errors are those of `load_newest`.
     """
@@ -65,7 +65,7 @@ def proposal(
     """Return the newest commit that appears complete and is not in ``passed``. Return None if no checkpoint exists.
 
     Raises:
-        Invalid: there are checkpoints, but none can be read.
+        Invalid: checkpoints exist, but none can be read.
         OSError: the storage failed.
     """
     for name in reversed(catalog.names(storage)):
@@ -133,7 +133,7 @@ def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
 
     Raises:
         OSError: the storage did not recover in time.
-        Exception: any other exception of ``work``.
+        Exception: ``work`` raised it.
     """
     tries = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(OSError),

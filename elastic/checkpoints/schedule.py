@@ -1,10 +1,10 @@
-"""Choose the commits that a rank writes to storage. Pure: no I/O, no clock.
+"""Choice of the commits that a rank writes to storage. Pure: no I/O, no clock.
 
 All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
-for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this;
-then no rank writes the commit, and rank 0 names a commit further ahead. Rank 0 names no commit while one is being
-written. (If each rank counted commits for itself, ranks that are still writing would skip a commit that the others
-write. With slow storage, no checkpoint would ever be complete.)
+for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this,
+so no rank writes the commit, and rank 0 names a later one. Rank 0 names no commit while one is being written. (If each
+rank counted commits for itself, ranks that are still writing would skip a commit that the others write. With slow
+storage, no checkpoint would ever be complete.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Step:
 
 
 class Schedule:
-    """Decide which commits one rank writes.
+    """Schedule of the commits that one rank writes.
 
     ``at_commit`` is called by the training thread, all other methods by the link thread. No lock is needed, because
     `told` stores a number before it checks whether the number is already past.
@@ -67,7 +67,7 @@ class Schedule:
         self._next = True
 
     def hasten(self, now: float) -> None:
-        """Request that one of the next commits is written, regardless of the interval."""
+        """Request that one of the next commits is written, even if none is due."""
         self._due_at = min(self._due_at, now)
 
     @property
@@ -89,7 +89,7 @@ class Schedule:
         return False
 
     def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
-        """Decide what to do after a commit.
+        """Return the actions of this rank after a commit.
 
         Args:
             commit: the commit that was just made.
@@ -145,7 +145,7 @@ class Schedule:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """Reduce the lead of requests after a checkpoint was written. Called on rank 0."""
+        """Reduce the number of commits by which requests are made in advance, after a checkpoint. Called on rank 0."""
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Load the newest durable commit of a fully sharded state into a world of any size. Runs on all ranks.
+"""Load of the newest durable commit of a fully sharded state into a world of any size. Runs on all ranks.
 
 Rank 0 chooses the checkpoint, loads the replicated values and sends them to the other ranks. Then each rank reads its
 rows of the sharded tensors. All ranks use the same commit: if one rank cannot read it, all ranks try the previous one.
@@ -37,7 +37,7 @@ Targets = Mapping[str, tuple[Rows, torch.Tensor]]
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The checkpoint that all ranks read. ``url`` is the folder that contains it."""
+    """Checkpoint that all ranks read. ``url`` is the folder that contains it."""
 
     url: str
     manifest: Manifest
@@ -65,14 +65,14 @@ class ShardReader:
         self._passed: resuming.Passed = {}  # used on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
-        """Set the state to the newest commit that all ranks can read, and commit it. Return False if there is none.
+        """Load the newest commit that all ranks can read, and commit it. Return False if no checkpoint exists.
 
         Args:
             reset: called before the state is changed.
 
         Raises:
             StateMismatch: the state does not match the commit. Raised on rank 0.
-            Invalid: there are checkpoints, but none can be read. Raised on rank 0.
+            Invalid: checkpoints exist, but none can be read. Raised on rank 0.
             PeerLost: a rank was lost.
             OSError: the storage failed.
         """

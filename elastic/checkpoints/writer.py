@@ -1,8 +1,8 @@
 """Background writer of one worker's durable commits, from the copies that commits make anyway.
 
-The training thread only marks a commit as held. Later commits are copied to other memory. A background thread
-writes this rank's share, retries while the storage fails, and reports completion. Once the driver has received
-the reports of all ranks, rank 0 writes the rest. A storage failure never fails a step; it only delays the next
+The training thread only marks a commit as held. Later commits are copied to other memory. A background thread writes
+this rank's share, retries while the storage fails, and reports completion. After the driver has received the reports of
+all ranks, rank 0 writes the index and the manifest. A storage failure never fails a step; it only delays the next
 checkpoint.
 """
 
@@ -57,7 +57,7 @@ class _Dropped(Exception):
 
 @dataclass
 class _Attempt:
-    """A commit that is being written.
+    """Commit that is being written.
 
     Args:
         number: number of the request that the commit fulfills.
@@ -123,7 +123,7 @@ class CheckpointWriter:
     # ---- training thread -----------------------------------------------------------------------------------------
 
     def saved(self) -> None:
-        """Record that this rank, alone or with all ranks, has committed."""
+        """Record that this rank has committed, alone or together with all ranks."""
         self.first_not_finite.saved()
 
     def stepped_back(self) -> None:
@@ -187,13 +187,13 @@ class CheckpointWriter:
         self._send(message)
 
     def want(self) -> None:
-        """Request that the next commit is written, or a later one if that is impossible. Called on all ranks alike."""
+        """Request that the next possible commit is written. Called on all ranks."""
         self._schedule.wanted()
 
     def finish(
         self, state: ObjectState, commit: Commit, place: Place, over: Callable[[], bool]
     ) -> None:
-        """After the training function has returned, wait until the last commit is durable.
+        """Wait, after the training function has returned, until the last commit is durable.
 
         All ranks must call this after the same commit.
 

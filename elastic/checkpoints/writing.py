@@ -1,6 +1,6 @@
-"""Write a commit: each rank writes its share, then one rank the index and the manifest.
+"""Write of a commit: each rank writes its share, then one rank writes the index and the manifest.
 
-Blocks, so call it in a thread.
+All functions block, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def write_share(
     Raises:
         OSError: the storage failed.
         DeviceLost: the accelerator failed.
-        Exception: any exception of ``alive``.
+        Exception: ``alive`` raised it.
     """
     held.complete()
     items = contents(held).items
@@ -122,11 +122,9 @@ def replica_digests(held: HeldCommit) -> dict[str, int]:
 
 
 def not_finite(held: HeldCommit) -> set[str]:
-    """Return the names of the parameters that contain an infinity or NaN. Of sharded parameters, only this rank's rows
-    count.
+    """Return the names of the parameters that contain an infinity or NaN.
 
-    Raises:
-        DeviceLost: the accelerator failed.
+    Only this rank's rows of sharded parameters are examined. Raises DeviceLost if the accelerator failed.
     """
     held.complete()
     found = set()
@@ -147,7 +145,7 @@ def seal(
     alive: Alive,
     look: Callable[[list[Share]], None] = lambda shares: None,
 ) -> Manifest:
-    """Complete a checkpoint once all shares are written. ``look`` is called before, and may raise to prevent this.
+    """Complete a checkpoint after all shares are written. ``look`` may raise an exception to prevent this.
 
     Raises:
         OSError: the storage failed.

@@ -1,4 +1,4 @@
-"""Raise errors that every rank of a group detects in the same collective. Runs collectives."""
+"""Errors that every rank of a group detects in the same collective, and raises together."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def wait_for_all(group: Collectives) -> None:
 
 
 def raise_together(group: Collectives, error: Exception) -> NoReturn:
-    """Raise an error on this rank, once every rank has found the error. Call this on all ranks."""
+    """Raise an error on this rank after every rank has found it. Called on all ranks."""
     wait_for_all(group)
     raise error

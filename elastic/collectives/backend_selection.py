@@ -1,4 +1,4 @@
-"""Decide how the ranks of a CPU group communicate: by shared memory, Gloo or both. Pure: no clock, network or memory.
+"""Selection of the backend of a CPU group: shared memory, Gloo or both. Pure: no clock, network or memory.
 
 Every rank has the same rows and therefore computes the same plan. Processes share memory if they are on one host: on
 the same boot of one kernel, in one PID namespace (so that a process is found by its ID), and in one network namespace
@@ -37,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shareable(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that a process offers: its descriptor in that process, and the properties to verify."""
+    """Memory that a process offers: its descriptor in that process, and properties to verify."""
 
     fd: int
     inode: int
@@ -81,7 +81,7 @@ class BackendSelection:
     why: str = ""
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of this rank's host, including itself."""
+        """Return the ranks of this rank's host, including this rank."""
         return next(ranks for ranks in self.hosts if rank in ranks)
 
 
@@ -101,7 +101,7 @@ def plan(rows: Sequence[RankInfo]) -> BackendSelection:
 
 
 def cores(rows: Sequence[RankInfo], ranks: Sequence[int]) -> int:
-    """Return the number of cores that these ranks have together."""
+    """Return the number of distinct cores on which these ranks may run."""
     together = 0
     for rank in ranks:
         together |= int.from_bytes(rows[rank].cores, "little")

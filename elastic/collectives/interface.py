@@ -57,7 +57,7 @@ class ReportsMissingRanks(Protocol):
 
 
 class Collectives(Protocol):
-    """Collectives of one group of ranks.
+    """Interface of the collectives of one group of ranks.
 
     All calls are asynchronous, and every rank makes them in the same order.
 
@@ -107,7 +107,7 @@ class Collectives(Protocol):
     def close(self) -> None:
         """Free sockets and threads, after `abort`.
 
-        May take tens of milliseconds, so call this off the critical path.
+        This may take tens of milliseconds, so call it off the critical path.
         """
 
 
@@ -161,7 +161,7 @@ class StreamOrdered(Protocol):
         `Runtime.settle` raises in that case, and must be called before any value is kept.
 
         Raises:
-            CollectiveFailed: the group has failed already.
+            CollectiveFailed: the group has already failed.
         """
 
 
@@ -296,6 +296,6 @@ class Messenger(Protocol):
         After a failure, the group can send no more messages.
 
         Raises:
-            CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with
-                ``wait_all_ranks`` all.
+            CollectiveFailed: a rank did not arrive. On rank 0, the error names the first missing rank, or all missing
+                ranks with ``wait_all_ranks``.
         """

@@ -1,4 +1,4 @@
-"""Description of a message's tensor, and the error if it does not match the receiver's. Pure, except for torch."""
+"""Description of a message's tensor, and the error for a mismatch with the receiver's. Pure, except for torch."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class NcclCollectives:
         """Block until the communicator's creation has begun on all ranks.
 
         Raises:
-            CollectiveFailed: a rank is late or lost, or on `abort`.
+            CollectiveFailed: a rank is late or lost, or `abort` was called.
             Invalid: two ranks use the same GPU. Raised on every rank.
         """
         self._building = threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
@@ -438,7 +438,7 @@ class NcclCollectives:
         self._built.set()
 
     def _stop(self) -> None:
-        """End the group's work on the GPU, without freeing memory if NCCL supports that."""
+        """End the group's work on the GPU, and keep its memory allocated if NCCL supports that."""
         with self._revoking:
             if self._communicator and not self._revoked:
                 error = nccl_library.revoke(self._communicator)
@@ -449,9 +449,7 @@ class NcclCollectives:
             _abort(self._backend)
 
     def _free(self) -> None:
-        """Free the group once, in a thread of its own, which waits for the kernels and for NCCL's thread for its
-        peers.
-        """
+        """Free the group once, in a separate thread, which waits for the kernels and for the peers of NCCL's thread."""
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0
@@ -528,7 +526,7 @@ class NcclWork:
         self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()
 
     def event_back(self) -> list[torch.cuda.Event]:
-        """Return the work's event for reuse once it is done."""
+        """Return the work's event for reuse after the work is done."""
         event, self._arrived = self._arrived, None
         return [] if event is None else [event]
 
@@ -643,7 +641,7 @@ def _options(timeout_s: float) -> Any:
 
 
 def _revocable(backend: Any) -> int:
-    """Return NCCL's pointer to the communicator of the present device, or 0 if it cannot be revoked."""
+    """Return NCCL's pointer to the communicator of the current device, or 0 if it cannot be revoked."""
     if not (nccl_library.can_revoke() and hasattr(backend, "_comm_ptr")):
         _log_once("this NCCL can't revoke a communicator: version 2.28 and torch 2.8 are required")
         return 0

@@ -20,7 +20,7 @@ def meet(device: torch.device) -> None:
     """Record that a tensor on this device is about to be reduced.
 
     Raises:
-        Invalid: the tensor is on a different GPU than earlier ones.
+        Invalid: the tensor is on another GPU than earlier tensors.
     """
     global _index
     if device.type != "cuda" or device.index is None:
@@ -50,14 +50,11 @@ def uuid(device: torch.device) -> str:
 
 
 def refuse_shared(uuids: Sequence[str], visible: int) -> None:
-    """Raise Invalid if two ranks of a group use the same GPU.
+    """Raise Invalid on every rank if two ranks of a group use the same GPU.
 
     Args:
         uuids: the UUID of each rank's GPU.
-        visible: number of GPUs that this process sees.
-
-    Raises:
-        Invalid: two ranks use the same GPU. Raised on every rank.
+        visible: number of GPUs that are visible to this process.
     """
     first: dict[str, int] = {}
     for rank, each in enumerate(uuids):

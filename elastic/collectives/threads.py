@@ -26,7 +26,7 @@ class ProcessExiting(BaseException):
 
 
 def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a thread that `finish` waits for."""
+    """Start a thread for which `finish` waits at exit."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _lock:
         for ended in [each for each in _begun if not each.is_alive()]:
@@ -50,7 +50,7 @@ def finish(timeout_s: float) -> bool:
 
 
 def leave_behind(timeout_s: float) -> None:
-    """Let the process exit with its exit code although some threads never end.
+    """End the process with its exit code although some threads never end.
 
     C++ objects are not destroyed. If the interpreter does not finish in time, the process is ended with stack dumps and
     exit code 1.
@@ -62,13 +62,13 @@ def leave_behind(timeout_s: float) -> None:
 
 
 def leave_if_ending() -> None:
-    """Raise `ProcessExiting` in a thread that polls, once `finish` has waited long enough."""
+    """Raise `ProcessExiting` in a polling thread after `finish` has waited for its time limit."""
     if _leave_at is not None and time.monotonic() >= _leave_at:
         raise ProcessExiting
 
 
 class Completion:
-    """Call ``then`` exactly once to store the result of a collective. Each waiting thread returns after this call."""
+    """Storage of a collective's result, which calls ``then`` exactly once. Waiting threads return after this call."""
 
     def __init__(self, then: Callable[[], object] | None) -> None:
         self._then = then

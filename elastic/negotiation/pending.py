@@ -22,7 +22,7 @@ _dtype_names: dict[torch.dtype, str] = {}
 
 
 class Driver(Protocol):
-    """The part of an engine that `Pending` uses. See `engine`."""
+    """Interface of an engine that `Pending` needs. See `engine`."""
 
     @property
     def failed(self) -> bool: ...

@@ -140,7 +140,7 @@ class ControllerClient:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake arrives, for at most ``within_s`` seconds; empty on a wake or timeout.
 
-        Raises CollectiveFailed if rank 0 is lost, or on `abort`.
+        Raises CollectiveFailed if rank 0 is lost, or `abort` was called.
         """
         while True:
             try:

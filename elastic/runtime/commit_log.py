@@ -45,7 +45,7 @@ class CommittedState(Protocol):
 
 
 class DurableWriter(Protocol):
-    """The part of the writer of durable commits that the commit log uses. See `elastic.checkpoints.writer`."""
+    """Interface of the writer of durable commits that the commit log needs. See `elastic.checkpoints.writer`."""
 
     run: int
 

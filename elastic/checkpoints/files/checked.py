@@ -63,7 +63,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Compare a file's bytes, which are passed in order, with its recorded checksum."""
+    """Comparison of a file's bytes, which are passed in order, with its recorded checksum."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks
@@ -75,9 +75,9 @@ class Check:
 
 
 class CheckedFile:
-    """File that counts and checksums its content while it passes writes on to a stream.
+    """File that counts and checksums its content while it writes to a stream.
 
-    Each ``write`` can raise OSError, and any exception of ``alive``.
+    Each ``write`` can raise OSError, or an exception of ``alive``.
     """
 
     def __init__(self, stream: IO[bytes], alive: Alive) -> None:
@@ -117,7 +117,7 @@ class CheckedFile:
         return crc
 
     def complete(self) -> None:
-        """Pass the buffered bytes on to the stream. Called after the last write."""
+        """Write the buffered bytes to the stream. Called after the last write."""
         self._put_small()
 
     def stored(self) -> StoredFile:

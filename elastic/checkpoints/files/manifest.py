@@ -163,7 +163,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def sharded(self) -> bool:
-        """Return whether the commit contains tensors that are stored by rows."""
+        """Whether the commit contains tensors that are stored by rows."""
         return any(each.rows is not None for each in self.tensors)
 
     @property
@@ -183,7 +183,7 @@ def at_step(commit: Commit, step: int | None) -> str:
 
 
 class UnreadableCommit(Exception):
-    """The folder contains no usable commit. The message gives the reason."""
+    """The folder contains no usable commit. The message is the reason."""
 
 
 class NewerFormat(UnreadableCommit):
@@ -265,7 +265,7 @@ def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
 def superfluous(
     names: list[CommitName], whole: list[CommitName], keep: int, floor: int = 0
 ) -> list[CommitName]:
-    """Return the commits to remove: all complete ones except the newest ``keep``, and incomplete ones that are older.
+    """Return the commits to remove: complete commits except the newest ``keep``, and older incomplete commits.
 
     Args:
         names: all commits.

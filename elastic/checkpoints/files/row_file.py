@@ -1,4 +1,4 @@
-"""Read rows of sharded tensors from the files of a checkpoint. `row_ranges` determines the bytes to read."""
+"""Reader of rows of sharded tensors from the files of a checkpoint. `row_ranges` determines the bytes to read."""
 
 from __future__ import annotations
 

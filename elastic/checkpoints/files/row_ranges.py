@@ -1,4 +1,4 @@
-"""Determine the byte ranges with the rows that a rank needs, and check that a checkpoint contains all rows.
+"""Byte ranges of the rows that a rank needs, and a check that a checkpoint contains all rows.
 
 Pure: no I/O, no clock.
 
@@ -19,7 +19,7 @@ READ = 64 << 20  # number of bytes per read, held in memory in addition to the r
 
 
 class RowRead(NamedTuple):
-    """One read of ``length`` bytes at ``offset``, which contain ``rows``. Of these, ``wanted`` are the needed ones.
+    """Read of ``length`` bytes at ``offset``, which contain the rows ``rows``, of which ``wanted`` are needed.
 
     ``sum_before`` and ``sum_after`` are CRC-32s of the data of the stored range: up to these bytes, and including them.
     """

@@ -1,4 +1,4 @@
-"""A folder of checkpoints on this machine, on a shared file system, or in an object store through fsspec.
+"""Folder of checkpoints on this machine, on a shared file system, or in an object store through fsspec.
 
 Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed. In an object
 store, an object becomes visible once it is complete. All errors of the store are raised as OSError.
@@ -30,7 +30,7 @@ CONNECT_S, ANSWER_S = 4, 5  # timeouts of one attempt at S3, which answers in le
 
 
 class Storage:
-    """One folder of checkpoints. Names are relative to the folder and separated by ``/``. Thread-safe."""
+    """Folder of checkpoints. Names are relative to the folder and separated by ``/``. Thread-safe."""
 
     def __init__(self, url: str) -> None:
         """Open the folder without accessing it.
@@ -169,7 +169,7 @@ class Storage:
             return content
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes from ``offset`` on, or fewer if the file ends before.
+        """Return ``length`` bytes from ``offset`` on, or fewer if the file is shorter.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -193,8 +193,7 @@ class Storage:
             yield cast("IO[bytes]", _Stream(stream, self._errors))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of the files directly in a folder, by name, or an empty result if the folder does
-        not exist.
+        """Return the sizes in bytes of the files directly in a folder, by name. Empty if the folder does not exist.
 
         Raises:
             OSError: the storage failed.
@@ -254,11 +253,7 @@ class Storage:
             self._fs.rm(self._path(name), recursive=True)
 
     def prove_writable(self) -> None:
-        """Check that a file can be written and removed.
-
-        Raises:
-            Invalid: writing failed; the message gives the cause.
-        """
+        """Raise Invalid unless a file can be written and removed. The message is the cause."""
         name = f".writable-{uuid.uuid4().hex[:8]}"
         try:
             self.write(name, bytes(PROOF_BYTES))
@@ -282,7 +277,7 @@ def _checked(file: IO[bytes], alive: Alive) -> Iterator[CheckedFile]:
 
 
 class _Stream:
-    """Stream to or from a store whose exceptions are converted to OSError."""
+    """Stream to or from a storage, whose exceptions are converted to OSError."""
 
     def __init__(self, stream: Any, errors: Callable[[], contextlib.AbstractContextManager[None]]):
         self._stream = stream
@@ -298,9 +293,7 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """Raise Invalid for an empty URL, or for one such as ``s3:/bucket``, which would denote a local folder of that
-    name.
-    """
+    """Raise Invalid if a URL is empty, or misspelt like ``s3:/bucket``, which would denote a local folder."""
     if not url.strip():
         raise Invalid(
             "the name of the checkpoint folder is empty. A shell variable may be unset. Pass a folder or a URL"
@@ -316,9 +309,9 @@ def _refuse_misspelt(url: str) -> None:
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """Return the timeouts for opening S3. Empty for other protocols, or if fsspec's configuration sets options for S3.
+    """Return the timeouts for S3 as options of fsspec. Empty for other protocols, or if fsspec is configured for S3.
 
-    The client's own timeouts are so long that an outage would be reported only after a server that hung has recovered.
+    With the client's own timeouts, an outage would be reported only after minutes.
     """
     if protocol not in ("s3", "s3a") or fsspec.config.conf.get(protocol):
         return {}
@@ -344,7 +337,7 @@ def _send_at_once(params: dict[str, Any], **_: object) -> None:
 
 
 def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:
-    """Log the error of a background task at level debug. The request that failed raises the error itself."""
+    """Log the error of a background task at level debug, because the request that failed raises the same error."""
     logging.getLogger(__name__).debug("%s: %r", context.get("message"), context.get("exception"))
 
 

@@ -1,4 +1,4 @@
-"""Write tensors in the format of ``torch.save`` in a single pass over their bytes.
+"""Writer of tensors in the format of ``torch.save`` in a single pass over their bytes.
 
 Apart from the CRC-32, the bytes around a tensor's data are the same for all tensors of the same dtype, shape and
 stride. torch writes these bytes once for an empty tensor, and they are cached.
@@ -31,7 +31,7 @@ def write(tensor: torch.Tensor, file: CheckedFile) -> None:
 
     Raises:
         OSError: the storage failed.
-        Exception: any exception of the file's ``alive``.
+        Exception: the file's ``alive`` raised it.
     """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
@@ -51,7 +51,7 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
     Args:
         tensor: tensor on the CPU, contiguous, with at least one element.
         file: file to write to.
-        step: rows per checksum.
+        step: number of rows per checksum.
 
     Returns:
         The offset of the tensor's data in the file, and the CRC-32s of the data up to each multiple of ``step`` rows
@@ -60,7 +60,7 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
     Raises:
         UnreadableCommit: this version of torch does not write such tensors as consecutive bytes.
         OSError: the storage failed.
-        Exception: any exception of the file's ``alive``.
+        Exception: the file's ``alive`` raised it.
     """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
@@ -90,9 +90,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """File that passes torch's writes on.
+    """File object that forwards torch's writes.
 
-    An exception of a write is kept, because torch would replace it by its own.
+    The exception of a failed write is kept, because torch would replace it by another exception.
     """
 
     def __init__(self, file: CheckedFile) -> None:

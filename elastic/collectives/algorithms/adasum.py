@@ -35,11 +35,7 @@ _NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
 
 
 def check(size: int) -> None:
-    """Raise Unsupported unless ``size`` ranks can be combined in pairs.
-
-    Raises:
-        Unsupported: (also a ValueError) the size is not a power of two.
-    """
+    """Raise Unsupported (a ValueError) unless ``size`` ranks can be combined in pairs, that is, a power of two."""
     if size < 1 or size & (size - 1):
         raise Unsupported(
             f"Adasum requires 1, 2, 4, 8, ... ranks, but there are {size}: use Average, or another number of"
@@ -48,11 +44,7 @@ def check(size: int) -> None:
 
 
 def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise UnsupportedType if a tensor is not of a floating-point type.
-
-    Raises:
-        UnsupportedType: a dtype is not a floating-point type.
-    """
+    """Raise UnsupportedType unless the dtypes of all tensors are floating-point types."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise UnsupportedType(
@@ -68,7 +60,7 @@ def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
     the end. The results are bitwise equal on all ranks. A zero vector adds nothing: Adasum(0, b) = b.
 
     Args:
-        group: the ranks.
+        group: group of the ranks that take part.
         tensors: contiguous, float16, bfloat16, float32 or float64, of any shape, on the group's device; the same on
             every rank, in the same order.
 

@@ -1,4 +1,4 @@
-"""Start collectives that move rows without reducing them: broadcast, allgather, alltoall.
+"""Collectives that move rows without reducing them: broadcast, allgather, alltoall.
 
 The number of rows of each rank is known from the negotiation of the collective.
 """
@@ -37,10 +37,10 @@ def broadcast(group: Collectives, tensor: torch.Tensor, root: int, in_place: boo
 def allgather(
     group: Collectives, tensors: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
 ) -> Started:
-    """Gather rows of several tensors.
+    """Gather rows of several tensors on all ranks.
 
     Args:
-        group: the ranks.
+        group: group of the ranks that take part.
         tensors: this rank's rows of each tensor.
         rows: number of rows of each tensor on each rank.
 

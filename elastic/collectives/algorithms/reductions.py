@@ -1,4 +1,4 @@
-"""Start reductions on one group: scaling, precision, and shared buffers for small tensors.
+"""Reductions on one group: scaling, precision, and shared buffers for small tensors.
 
 Each function that starts a reduction returns the works to wait for and a function that produces the result. It checks
 its arguments before it sends anything.
@@ -30,7 +30,7 @@ def check(kind: str, tensors: Sequence[torch.Tensor], op: Op, scaled: bool) -> N
 
     Raises:
         UnsupportedType: a dtype cannot be reduced.
-        ValueError: another argument is invalid.
+        ValueError: a tensor is sparse, or the operation cannot be scaled.
     """
     for tensor in tensors:
         if tensor.dtype not in DTYPES:
@@ -174,7 +174,7 @@ def reducescatter(
 
 
 def rows_of(rows: int, size: int, rank: int) -> int:
-    """Return how many of ``rows`` rows a rank owns after a reducescatter."""
+    """Return the number of rows that a rank owns after a reducescatter of ``rows`` rows."""
     return rows // size + (1 if rank < rows % size else 0)
 
 

@@ -1,4 +1,4 @@
-"""Header that ranks exchange at the beginning of a collective: a description of the call and, if small, the tensor.
+"""Header that ranks exchange at the beginning of a collective, which describes the call and may contain the tensor.
 
 Gloo ends the process if a rank sends more than another expects, and returns wrong results if it sends less. Each
 collective therefore begins with a message of variable length, and every receiver has room for the longest one. Its
@@ -72,7 +72,7 @@ class Header:
 
 
 class FirstExchange:
-    """The first exchanges of one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
+    """First exchanges of one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank

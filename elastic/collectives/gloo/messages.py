@@ -28,7 +28,7 @@ _HEADER = struct.Struct("=QQ")
 
 
 class MessageCarrier(Protocol):
-    """The part of a Gloo group that its messages use."""
+    """Interface of a Gloo group that its messages need."""
 
     rank: int
 
@@ -51,7 +51,7 @@ class MessageCarrier(Protocol):
 
 
 class GlooMessages:
-    """The point-to-point messages of one group."""
+    """Point-to-point messages of one group."""
 
     def __init__(self, group: MessageCarrier) -> None:
         self._group = group
@@ -100,9 +100,7 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Begin to receive the bodies of messages from any rank in the background, because their senders wait for
-        this.
-        """
+        """Begin to receive the bodies of messages from any rank in the background, as their senders wait for it."""
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()
@@ -172,7 +170,7 @@ class ReceivedMessage:
 
     @property
     def source(self) -> int:
-        """Return the rank of the sender, once the message is received."""
+        """Return the rank of the sender, after the message is received."""
         return int(self._head._source_rank())
 
     def done(self) -> bool:

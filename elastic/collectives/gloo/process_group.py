@@ -126,7 +126,7 @@ class GlooCollectives:
         word: bytes = b"",
         heard: Callable[[list[bytes]], None] = lambda words: None,
     ) -> None:
-        """Block until this rank is connected to every other.
+        """Block until this rank is connected to every other rank.
 
         Args:
             word: data to publish with this rank's address.
@@ -134,7 +134,7 @@ class GlooCollectives:
                 raises, nothing is connected.
 
         Raises:
-            CollectiveFailed: a rank is late or lost, or on `abort`.
+            CollectiveFailed: a rank is late or lost, or `abort` was called.
         """
         self._word, self._heard, self._key = word, heard, purpose
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
@@ -284,8 +284,8 @@ class GlooCollectives:
         After a failure, the group can send no more messages.
 
         Raises:
-            CollectiveFailed: a rank did not arrive. On rank 0, the error names the first such rank, or with
-                ``wait_all_ranks`` all.
+            CollectiveFailed: a rank did not arrive. On rank 0, the error names the first missing rank, or all missing
+                ranks with ``wait_all_ranks``.
         """
         self._raise_if_failed()
         try:
@@ -330,7 +330,7 @@ class GlooCollectives:
     def _follow(self) -> None:
         """Begin second exchanges in the background, because the script may compute or wait for another group first.
 
-        Meanwhile, other ranks would wait for this one.
+        Otherwise, other ranks would wait for this rank.
         """
         try:
             while True:
@@ -574,10 +574,10 @@ def _watch(under_way: collections.deque[Any], work: Any) -> None:
 
 
 class _Left:
-    """A group that cannot be freed until the timeout, because freeing it would wait for a work that lost its wake-up.
+    """Group that cannot be freed until the timeout, because freeing it would wait for a work that lost its wake-up.
 
-    It is kept by a reference that the interpreter does not drop at exit, since a thread that ends in the middle of
-    freeing a group would abort the process.
+    The interpreter does not drop its reference at exit, since a thread that ends in the middle of freeing a group would
+    abort the process.
     """
 
     def __init__(self, backend: Any, works: list[Any]) -> None:

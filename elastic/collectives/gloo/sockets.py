@@ -1,4 +1,4 @@
-"""Finds, by address, the sockets that one group opened inside Gloo, and closes or hides them. Never any other socket.
+"""Search, by address, for the sockets that one group opened inside Gloo, to close or hide them.
 
 Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout. ``shutdown(2)``
 on the group's connections ends the wait immediately. Python does not own them, so they are found in the list of open

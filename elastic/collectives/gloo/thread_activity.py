@@ -1,7 +1,7 @@
-"""Detect whether Gloo's threads are asleep, by the kernel's counters. Read-only.
+"""Detection of sleeping threads of Gloo, by the kernel's counters. Read-only.
 
-A collective that lost its wake-up never completes, although no thread works on it. Unlike that of a collective that
-still writes, its thread has not run for a while.
+A collective that lost its wake-up never completes, although no thread works on it. Its thread has not run for a while,
+unlike the thread of a collective that still writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A group of CPU ranks, from before its ranks know each other. Connects them in a way that all ranks support.
+"""Group of CPU ranks, from before its ranks know each other, which are connected in a way that all ranks support.
 
 First every rank publishes its host and the memory it can share; `backend_selection` decides. If ranks can share memory,
 each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is used only if all ranks
@@ -68,10 +68,10 @@ class CpuGroup:
         self._aborted = False
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> Collectives:
-        """Block until this rank is connected to every other.
+        """Block until this rank is connected to every other rank.
 
         Raises:
-            CollectiveFailed: a rank is late or lost, or on `abort`.
+            CollectiveFailed: a rank is late or lost, or `abort` was called.
         """
         # Mapped memory of exited processes is released at every change of the world.
         peer_memory.sweep()
@@ -110,7 +110,7 @@ class CpuGroup:
         return group
 
     def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
-        """Publish this rank's row, and return the rows of all ranks. Ranks that are late are awaited here.
+        """Publish this rank's row, and return the rows of all ranks after all ranks have published theirs.
 
         See `group_factory.meeting`.
         """

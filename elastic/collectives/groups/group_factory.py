@@ -1,4 +1,4 @@
-"""Creation of groups: selects the backend of a device. `cpu` selects how the ranks of a CPU group connect.
+"""Creation of groups with the backend of a device. `cpu` selects how the ranks of a CPU group connect.
 
 A `ConnectingGroup` exists before any blocking call, so that another thread can abort the creation of a group, and later
 the group.
@@ -49,7 +49,7 @@ def prepare_gpu(device: torch.device) -> None:
 
 
 class Abortable(Protocol):
-    """A resource that the link thread can abort, and that a forked child must release."""
+    """Interface of a resource that the link thread can abort, and that a forked child must release."""
 
     def abort(self) -> None: ...
 
@@ -102,7 +102,7 @@ class ConnectingGroup:
         """Block until all ranks are connected.
 
         Raises:
-            CollectiveFailed: a rank is late or lost, or on `abort`.
+            CollectiveFailed: a rank is late or lost, or `abort` was called.
         """
         return self._connect(self._store, self._purpose, self._bind_host)
 
@@ -163,11 +163,7 @@ def _making(
 
 
 def check_device(device_type: str) -> None:
-    """Raise ValueError if no backend supports a device.
-
-    Raises:
-        ValueError: no backend supports the device.
-    """
+    """Raise ValueError if no backend supports the device."""
     if device_type not in ("cpu", "cuda"):
         raise ValueError(
             f"collectives do not support tensors on {device_type!r}: move the tensors to cpu or cuda first"

@@ -19,7 +19,7 @@ _SLICE_S = 1.0
 
 
 class OrderedExecutor:
-    """Execute works in one thread.
+    """Executor of works in one thread.
 
     ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never blocks.
     """
@@ -38,7 +38,7 @@ class OrderedExecutor:
         """Submit work, which is executed after all work submitted before.
 
         Raises:
-            CollectiveFailed: after `stop`.
+            CollectiveFailed: `stop` was called.
         """
         if self.failure is not None:
             raise self.failure.again()
@@ -61,7 +61,7 @@ class OrderedExecutor:
         self._wake()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait, after `stop`, until no work is running. Return False if some still is at the deadline."""
+        """Wait, after `stop`, until no work is running. Return False if work is still running at the deadline."""
         if self.forgotten:
             return True
         with self._changed:
@@ -110,7 +110,7 @@ class OrderedExecutor:
 
 
 class OrderedWork:
-    """A work that was submitted to an `OrderedExecutor`, with the interface of `Work`."""
+    """Work that was submitted to an `OrderedExecutor`, with the interface of `Work`."""
 
     def __init__(self, order: OrderedExecutor, run: Callable[[], None]) -> None:
         self._order = order

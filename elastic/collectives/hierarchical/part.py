@@ -14,7 +14,7 @@ _LOOK_EVERY = 50  # number of slices between two such checks
 
 
 class GroupPart:
-    """A group that calls ``look`` regularly while it waits."""
+    """Interface of a group that calls ``look`` regularly while it waits."""
 
     def __init__(self, group: Collectives, look: Callable[[], None] | None = None) -> None:
         self.group = group

@@ -1,4 +1,5 @@
-"""Divide the work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no clock.
+"""Division of the work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no
+clock.
 
 A rank communicates through its host's memory and through the network between hosts. Every rank has the number of its
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:
@@ -27,7 +28,7 @@ Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
 
 @dataclass(frozen=True)
 class Topology:
-    """The hosts of all ranks of the group, as seen by one rank."""
+    """Hosts of all ranks of the group, as seen by one rank."""
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
@@ -50,7 +51,7 @@ class Topology:
         }
 
     def of(self, rank: int) -> tuple[int, int]:
-        """Return the number of a rank's host, and its index there."""
+        """Return the number of a rank's host, and the rank's index on that host."""
         return self._ranks[rank]
 
     @property
@@ -72,7 +73,7 @@ class Topology:
 
     @cached_property
     def even(self) -> bool:
-        """Return whether all hosts have equally many ranks, so that every rank is a carrier."""
+        """Whether all hosts have equally many ranks, so that every rank is a carrier."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
@@ -91,7 +92,7 @@ class Topology:
         return tuple(host[self.inter_node_group] for host in self.hosts)
 
     def behind(self, carrier: int) -> tuple[int, ...]:
-        """Return the ranks for which a carrier sends."""
+        """Return the ranks for which a carrier sends data between hosts."""
         return (carrier,) if self.even else self.hosts[self.of(carrier)[0]]
 
 

@@ -100,7 +100,7 @@ class HierarchicalCollectives:
         """Block until the inter-node group is connected.
 
         Raises:
-            CollectiveFailed: a rank is late or lost, or on `abort`.
+            CollectiveFailed: a rank is late or lost, or `abort` was called.
         """
         if self._inter_node is not None:
             self._inter_node.connect(

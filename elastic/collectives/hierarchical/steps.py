@@ -54,7 +54,7 @@ class Halves(Collectives, Protocol):
 
 
 class Steps:
-    """The steps of one rank in collectives over several hosts.
+    """Steps of one rank in collectives over several hosts.
 
     Args:
         halves: group of the ranks of this host, or None if hosts have unequally many ranks.

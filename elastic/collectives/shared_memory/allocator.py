@@ -10,7 +10,7 @@ import bisect
 
 
 class Allocator:
-    """Allocate regions in a range of ``size`` bytes. Not thread-safe."""
+    """Allocator of regions in a range of ``size`` bytes. Not thread-safe."""
 
     def __init__(self, size: int, page: int) -> None:
         self._page = page

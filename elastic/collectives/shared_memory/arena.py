@@ -59,7 +59,7 @@ class Arena:
     """Memory of this process that other ranks of its host can map. See `mine`. Thread-safe.
 
     Raises:
-        OSError: the system refuses the memory.
+        OSError: the system cannot provide the memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -196,7 +196,7 @@ def _make() -> None:
 
 
 def why_not() -> str:
-    """Return why `mine` returns None and what to do, or an empty string if the arena is available."""
+    """Return the reason why `mine` returns None, with the remedy, or an empty string if the arena is available."""
     return _why_not
 
 
@@ -212,7 +212,7 @@ def _sentence(size: int, error: OSError) -> str:
 
 
 def what_to_do(error: OSError) -> str:
-    """Return a text that tells the user why memory of this process cannot be created or mapped."""
+    """Return the cause and the remedy, for the user, of a failure to create or map memory of this process."""
     return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 

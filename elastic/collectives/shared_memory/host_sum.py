@@ -1,4 +1,4 @@
-"""Sum host tensors in one pass, by the C++ library's reduction kernels.
+"""Sums of host tensors in one pass, by the C++ library's reduction kernels.
 
 torch reads and writes memory once for each addition, which dominates the cost, since gradients are larger than the
 caches. Elements are added in the order of the tensors and rounded after each addition, so the bits are those of torch's

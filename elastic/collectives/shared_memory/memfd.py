@@ -76,7 +76,7 @@ def make_private(fd: int, address: int, size: int) -> None:
 
 
 def give_back(address: int, size: int) -> None:
-    """Return the pages of this part of a shared mapping to the system, for all processes. It then reads as zeros."""
+    """Return the pages of a part of a shared mapping to the system, for all processes. It is zero afterwards."""
     try:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))
     except OSError:  # This kernel does not support memfd.
@@ -89,7 +89,7 @@ def populate(address: int, size: int) -> None:
 
 
 def huge(address: int, size: int) -> None:
-    """Request huge pages for untouched memory. The system allocates and frees these in a tenth of the time.
+    """Request huge pages for untouched memory, which the system allocates and frees in a tenth of the time.
 
     Has no effect if the kernel does not support huge pages.
     """

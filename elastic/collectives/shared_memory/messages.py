@@ -20,7 +20,7 @@ _VERDICT_S = 1.0
 
 
 class MessageGroup(Protocol):
-    """The part of `SharedCollectives` that its messages use."""
+    """Interface of `SharedCollectives` that its messages need."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""The C++ library of native/: found next to this file, verified, loaded once, and its functions declared.
+"""C++ library of native/, which is found next to this file, verified and loaded once.
 
 Everything works without it, but slower: tensors then use Gloo even within a host. Therefore nothing here raises. A
 truncated or partly overwritten file would crash the process when it is mapped or called, so the build appends the
@@ -84,12 +84,12 @@ FUNCTIONS = {
 
 
 def load() -> Library | None:
-    """Return the library, or None if it is unusable, for the reason that `missing` returns."""
+    """Return the library, or None if it cannot be used. `missing` returns the reason."""
     return _found()[0]
 
 
 def missing() -> str:
-    """Return in one line why `load` returns None and what to do, or an empty string if the library is usable."""
+    """Return the reason why `load` returns None, with the remedy, in one line. Empty if the library can be used."""
     return _found()[1]
 
 

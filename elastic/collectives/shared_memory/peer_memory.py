@@ -70,7 +70,7 @@ class _Mapped:
 
 
 class Mapping:
-    """One use of a peer's memory, until `release`. The descriptor is borrowed."""
+    """Use of a peer's memory, until `release`. The descriptor is borrowed."""
 
     def __init__(self, mapped: _Mapped) -> None:
         self._mapped: _Mapped | None = mapped

@@ -48,7 +48,7 @@ _lost: list[object] = []
 
 
 class Memory(NamedTuple):
-    """Memory that the ranks of a group share, as mapped in this process. All lists are by rank."""
+    """Memory that the ranks of a group share, as mapped in this process. All lists are indexed by rank."""
 
     control: int  # address of the control block, elastic_control_bytes(size) long
     arenas: Sequence[tuple[int, int]]  # address and size in bytes of each arena
@@ -316,7 +316,7 @@ class SharedCollectives:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
-        """Return whether the group has failed and no rank can still write to this message's tensor."""
+        """Return whether the group has failed, and no rank can still write to this message's tensor."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
         # The message may have arrived before the failure.
@@ -482,7 +482,7 @@ class _Native:
 
     @property
     def elsewhere(self) -> bool:
-        """Return whether this is a forked child, in which threads, locks and shared memory are unavailable."""
+        """Return whether this process is a forked child, in which threads, locks and shared memory are unavailable."""
         return self._forgotten or os.getpid() != self._pid
 
     def done(self, ticket: int) -> int:
