@@ -31,7 +31,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Seeds(Enum):
-    """When random generators are seeded while data are loaded."""
+    """Time at which random generators are seeded while data are loaded."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"
@@ -76,7 +76,7 @@ class LoaderArguments:
         return self.batch_size is None or self.batch_sampler is not None
 
     def dealing(self, size: int) -> SamplePartition:
-        """Return how steps are divided among the ranks of a world of ``size`` ranks."""
+        """Return the division of steps among the ranks of a world of ``size`` ranks."""
         if self.global_batch_size is not None:
             return SamplePartition(self.shards or size, self.global_batch_size, self.drop_last)
         each = 1 if self.ready or self.batch_size is None else self.batch_size

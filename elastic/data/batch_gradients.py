@@ -1,4 +1,4 @@
-"""Detect new gradients that a loader's batches have produced, and zero the gradients of placeholder batches."""
+"""Detection of new gradients that a loader's batches have produced, and zero gradients for placeholder batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class BatchGradients:
-    """The gradients of the parameters that a loader's batches train. The set is empty until `parameters` is set."""
+    """Gradients of the parameters that a loader's batches train. The set is empty until `parameters` is set."""
 
     def __init__(self) -> None:
         self.parameters: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -17,12 +17,12 @@ class BatchGradients:
         self._hooks: list[Any] = []
 
     def look(self) -> None:
-        """Take the current gradients as the reference for `new`."""
+        """Record the current gradients as the reference for `new`."""
         self._before = self._present()
 
     @property
     def new(self) -> bool:
-        """Return whether there are gradients that did not exist at the last `look`."""
+        """Return whether gradients exist that did not exist at the last `look`."""
         return bool(self._present() - self._before)
 
     def silence(self) -> None:
@@ -32,7 +32,7 @@ class BatchGradients:
         ]
 
     def count(self) -> None:
-        """Stop making gradients zero."""
+        """Stop setting gradients to zero."""
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()

@@ -1,4 +1,4 @@
-"""Convert a loader for one process, or for a fixed number of ranks, to an elastic loader."""
+"""Conversion of a loader for one process, or for a fixed number of ranks, to an elastic loader."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from elastic.errors import Invalid
 def from_torch(loader: Any, **changes: Any) -> DataLoader:
     """Create an elastic loader with the dataset, batch size, order and loader workers of a torch loader.
 
-    ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``;
+    ``loader`` is a ``torch.utils.data.DataLoader`` or a ``torchdata.stateful_dataloader.StatefulDataLoader``, and
     ``changes`` override its arguments. ``DistributedSampler``, ``ElasticSampler``, ``RandomSampler`` and
-    ``SequentialSampler`` are converted to their shuffle and seed. Other samplers are iterated for their order in
-    every epoch. The position of ``loader`` is not copied.
+    ``SequentialSampler`` are converted to their shuffle and seed. Other samplers are iterated for their order in every
+    epoch. The position of ``loader`` is not copied.
 
     Raises:
         Invalid: the loader cannot be converted.

@@ -1,4 +1,4 @@
-"""Counts the steps of all torch optimizers of this process, so that a loader knows which batches were trained on."""
+"""Count of the steps of all torch optimizers of this process, which shows a loader the batches that were trained."""
 
 from __future__ import annotations
 

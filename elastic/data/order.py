@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch, the same in every process and world."""
+"""Order of the samples in an epoch, the same in every process and world."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def permutation(shuffle: bool, seed: int) -> EpochOrder:
 
 
 def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
-    """Return the order drawn by a sampler under a seed of the epoch: indices, or lists of them.
+    """Return the order drawn by a sampler under a seed of the epoch: indices, or lists of indices.
 
     Raises Invalid if the sampler draws different values each time, because the ranks would disagree.
     """

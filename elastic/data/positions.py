@@ -1,4 +1,4 @@
-"""Assign samples to steps, and to ranks or shards. Pure: a function of the job's position.
+"""Assignment of samples to steps, and to ranks or shards. Pure: a function of the job's position.
 
 An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. A position
 therefore consists of two numbers, independent of the number of ranks and of prefetched batches. A step consumes the
@@ -51,13 +51,11 @@ class SamplePartition:
 
     @property
     def reach(self) -> int:
-        """Return how many samples of a stream must be read ahead to compute `size`."""
+        """Number of samples of a stream that must be read ahead to compute `size`."""
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
-        """Return the number of samples in the next step if the epoch has ``left`` samples left. 0 means that the
-        epoch is over.
-        """
+        """Return the number of samples in the next step if the epoch has ``left`` samples left. 0 ends the epoch."""
         if left < self.batch and self.drop_last:
             return 0
         if self.drop_last or not self.batch < left < self.reach or self.batch < 2 * self.parts:

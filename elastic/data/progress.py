@@ -1,4 +1,4 @@
-"""The progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
+"""Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
 A batch is handed out, then trained on. Batches that loader workers have prefetched do not count. If an optimizer steps
 between batches, its steps define what has been trained: a commit before the step, or in the middle of a gradient
@@ -40,9 +40,10 @@ class DataProgress:
         return self._handed[0]
 
     def begin(self, length: int | None) -> Position:
-        """Start an iteration where the previous one stopped.
+        """Start an iteration at the end of the previous one, and return this position.
 
-        Return this position. Raises Invalid if the dataset has changed.
+        Raises:
+            Invalid: the dataset has changed.
         """
         if self.position.consumed and self.length is not None and length != self.length:
             raise Invalid(
@@ -63,7 +64,7 @@ class DataProgress:
         self._handed.append(self.position)
 
     def stepped(self) -> None:
-        """Record that an optimizer has stepped since the last batch was handed out."""
+        """Record that an optimizer has stepped after the last batch was handed out."""
         self.by_steps = True
         self._trained = self.reached
 

@@ -1,4 +1,4 @@
-"""Load samples under their own seeds, so that random augmentation does not depend on the process that loads them."""
+"""Loading of samples under their own seeds, so that random augmentation does not depend on the loading process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from elastic.data.order import kept, plant
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset that is indexed by batches of pairs: a seed, and the indices to load under that seed.
+    """Map-style dataset that is indexed by batches of pairs: a seed, and the indices to load under that seed.
 
     The generators of torch (CPU), random and numpy are seeded before these indices are loaded. ``collate`` makes a
     batch of all samples and continues with the generators of the last pair. With ``restores``, as needed in the
-    training process, the generators are restored afterwards, which costs as much as twenty seedings.
+    training process, the generators are restored afterwards, which takes as long as twenty seedings.
     """
 
     restores = True

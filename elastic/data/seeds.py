@@ -11,9 +11,8 @@ import hashlib
 def seed_of(purpose: str, *numbers: int) -> int:
     """Return a 64-bit hash, as in ``seed_of("sample", seed, epoch, index)``.
 
-    Every process and version returns the same.
-
-    The hash is BLAKE2b (RFC 7693) of the arguments, joined by commas.
+    The result is the same in every process and version. The hash is BLAKE2b (RFC 7693) of the arguments, joined by
+    commas.
     """
     text = ",".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""A dataset of samples in many files, read one file at a time."""
+"""Dataset of samples in many files, which are read one file at a time."""
 
 from __future__ import annotations
 

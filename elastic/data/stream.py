@@ -1,4 +1,4 @@
-"""Divide one stream of samples into steps, and each step into the ranks' parts. Runs in loader workers.
+"""Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
 
 A stream has no index. Every rank therefore reads all of it, and reaches a position by reading all samples before it or
 by calling the stream's own ``skip(n)``. The rank of a sample depends only on the sample's place in the stream. With W
@@ -28,11 +28,11 @@ NOBODY = -1  # placeholder for a rank without a part of the step
 
 
 class StreamDataset(IterableDataset[Any]):
-    """The parts of the steps of the stream ``source``, from the position that was passed to `deal`.
+    """Dataset of the parts of the stream's steps, from the position that was passed to `deal`.
 
     Args:
-        seed: if given, each sample is read, and each part collated, under its own seeds. Persistent loader workers
-            receive the position through shared memory.
+        seed: seed from which each sample and each part gets its own seeds, or None. Persistent loader workers receive
+            the position through shared memory.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
 def _steps(
     samples: Iterator[Any], dealing: SamplePartition, start: int
 ) -> Iterator[tuple[range, Any]]:
-    """Yield each step and its samples. Reads ahead as far as needed to know the size of a step."""
+    """Yield each step and its samples, reading ahead as far as the size of a step requires."""
     ahead: deque[Any] = deque()
     while True:
         ahead.extend(islice(samples, dealing.reach - len(ahead)))

@@ -1,4 +1,4 @@
-"""Islands of a world: groups of ranks that average gradients in every step and meet the other islands by DiLoCo.
+"""Islands of a world: groups of ranks that average gradients in every step, and synchronize with DiLoCo.
 
 Pure: no I/O, no clock.
 
@@ -65,7 +65,7 @@ class Islands:
         """Return the rank of this island whose inner parameters the other members receive, or None if all are equal.
 
         Args:
-            changes: number of changes of the inner parameters of each rank of the world.
+            changes: for each rank of the world, the number of changes of its inner parameters.
         """
         newest = max(self.members, key=lambda rank: (changes[rank], -rank))
         same = all(changes[rank] == changes[newest] for rank in self.members)

@@ -1,4 +1,4 @@
-"""Pack pseudo-gradients into 8 or 4 bits with a scale for each block of 128 elements.
+"""Quantization of pseudo-gradients to 8 or 4 bits with a scale for each block of 128 elements.
 
 The scale of a block, a float32, is its largest absolute value divided by the largest value of the format. 4 bits take
 0.266, and 8 bits 0.516, of the bytes of bfloat16.
@@ -49,7 +49,7 @@ def pack(values: torch.Tensor, code: CodeFormat) -> torch.Tensor:
         code: format of the packed elements.
 
     Returns:
-        a uint8 tensor of `packed_bytes` elements: all scales, then all codes.
+        A 1-dimensional uint8 tensor of `packed_bytes` elements: all scales, then all codes.
     """
     padding = -len(values) % BLOCK
     blocks = torch.nn.functional.pad(values.float(), (0, padding)).view(-1, BLOCK)
@@ -73,7 +73,7 @@ def unpack(packed: torch.Tensor, elements: int, code: CodeFormat) -> torch.Tenso
         code: format of the packed elements.
 
     Returns:
-        a float32 tensor, 1-dimensional.
+        A 1-dimensional float32 tensor of ``elements`` elements.
     """
     end = -(-elements // BLOCK) * SCALE_BYTES
     scales, codes = packed[:end].view(torch.float32), packed[end:]
@@ -85,7 +85,7 @@ def unpack(packed: torch.Tensor, elements: int, code: CodeFormat) -> torch.Tenso
 
 
 def weighted(packed: torch.Tensor, weight: float | None) -> torch.Tensor:
-    """Append a weight as a float64, if there is one, to the result of `pack`."""
+    """Append a weight as a float64 to the result of `pack`. With None, return the result unchanged."""
     if weight is None:
         return packed
     appended = torch.tensor([weight], dtype=torch.float64, device=packed.device)
@@ -98,7 +98,7 @@ def mean(
     """Return the float32 mean of the ranks' values. All ranks sum in rank order and get the same bits.
 
     Args:
-        gathered: uint8, the ranks' results of `weighted`, one after the other.
+        gathered: uint8 tensor with the ranks' results of `weighted`, one after the other.
         elements: number of values of a rank.
         code: format of the packed elements.
         ranks: number of ranks.

@@ -1,5 +1,6 @@
-"""Rounds of one DiLoCo worker: which collective it takes part in after each inner step, and how workers agree again
-after a change of the world. Leaders exchange the changes of their islands; a worker without islands leads its own.
+"""Rounds of one DiLoCo worker: its collectives after each inner step, and its agreement with others after a change.
+
+Leaders exchange the changes of their islands. A worker without islands is the leader of its own island.
 
 Pure: no I/O, no clock.
 
@@ -33,8 +34,8 @@ class CompareReports:
 class TakeMerges:
     """Action: receive outer parameters and optimizer from rank ``root``.
 
-    ``fragments`` are those that the root has merged and this rank has not. Collective: ranks without such fragments
-    take part as well.
+    ``fragments`` are the fragments that the root has merged and this rank has not. Collective: ranks without such
+    fragments take part as well.
     """
 
     root: int
@@ -43,8 +44,10 @@ class TakeMerges:
 
 @dataclass(frozen=True)
 class TakeInner:
-    """Receive the inner parameters and the inner optimizer from rank ``root`` of this island, unless ``kept``.
-    Collective in the island."""
+    """Action: receive the inner parameters and the inner optimizer from rank ``root`` of this island, unless ``kept``.
+
+    Collective in the island.
+    """
 
     root: int
     kept: bool  # this rank has the same ones already
@@ -52,8 +55,10 @@ class TakeInner:
 
 @dataclass(frozen=True)
 class CompareIsland:
-    """Check that the members' changes of a fragment are equal, and exchange ``tokens``. Collective in the island.
-    The answer is the list of all members' tokens, by rank."""
+    """Action: check that the members' changes of a fragment are equal, and exchange ``tokens``.
+
+    Collective in the island. The answer is the list of all members' tokens, by rank.
+    """
 
     sent: Sent
     tokens: float
@@ -61,9 +66,10 @@ class CompareIsland:
 
 @dataclass(frozen=True)
 class StartMean:
-    """Start the mean of a fragment's pseudo-gradients. Collective among ``leaders``.
+    """Action: start the mean of a fragment's pseudo-gradients. Collective among ``leaders``.
 
-    ``weight`` is the share of this island, in tokens, or None if islands have equal weights."""
+    ``weight`` is the share of this island, in tokens, or None if islands have equal weights.
+    """
 
     sent: Sent
     leaders: tuple[int, ...]
@@ -72,14 +78,14 @@ class StartMean:
 
 @dataclass(frozen=True)
 class AwaitMean:
-    """Wait for the mean that this rank started last."""
+    """Action: wait for the mean that this rank started last."""
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class ShareMean:
-    """Broadcast the mean from rank ``root``, the leader. Collective in the island."""
+    """Action: broadcast the mean from rank ``root``, the leader. Collective in the island."""
 
     fragment: int
     root: int
@@ -87,7 +93,7 @@ class ShareMean:
 
 @dataclass(frozen=True)
 class ApplyMean:
-    """Apply the mean to its fragment."""
+    """Action: apply the mean to its fragment."""
 
     fragment: int
 
@@ -109,7 +115,7 @@ class Rounds:
 
     Attributes:
         position: number of inner steps of the job.
-        own_steps: number of inner steps that this worker's inner parameters contain: those of its island.
+        own_steps: number of inner steps that this worker's inner parameters contain.
         merges_before: number of merges before the inner parameters became a copy of the outer ones.
         merged: number of merges, by fragment.
         pending: fragment that is to be merged, or None.
@@ -153,7 +159,7 @@ class Rounds:
             yield from self._merge_due()
 
     def enter(self, world: Hashable, islands: Islands) -> Generator[Action, Any, None]:
-        """Agree with the ranks of a new world, and complete a merge that the previous world has left pending."""
+        """Yield the actions that synchronize with the ranks of a new world and complete a merge left pending."""
         if world != self._world:
             self.islands = islands
             yield from self._meet()
@@ -215,7 +221,7 @@ class Rounds:
             self.tokens[fragment] += tokens or 0.0
 
     def _scheduled(self) -> Sent | None:
-        """Return the fragment that is sent after this step, or None if there is none or it was merged already."""
+        """Return the fragment that is sent after this step, or None if no fragment is, or it was already merged."""
         sent = self.schedule.sent_at(self.position)
         return sent if sent is not None and self._is_owed(sent) else None
 
@@ -224,8 +230,10 @@ class Rounds:
         return self.merged[sent.fragment] < scheduled
 
     def _meet(self) -> Generator[Action, Any, None]:
-        """Agree on position, merges and pending fragment with all ranks of a new world, and on the inner parameters
-        with those of the island."""
+        """Yield the actions that synchronize position, merges and pending fragment with all ranks of a new world.
+
+        The inner parameters are synchronized with the ranks of the island.
+        """
         self._started = False
         reports: Sequence[str] = yield CompareReports(
             json.dumps([self.position, self.merged, self.pending, self._origin()])

@@ -1,4 +1,4 @@
-"""Schedule of a DiLoCo round: which fragment of the parameters is sent and merged at which inner step.
+"""Schedule of a DiLoCo round: the inner steps at which each fragment of the parameters is sent and merged.
 
 Pure: no I/O, no clock.
 
@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 
 
 class Sent(NamedTuple):
-    """A fragment in flight."""
+    """Fragment in flight."""
 
     fragment: int  # index of the fragment
     step: int  # inner step after which the fragment was sent
@@ -31,12 +31,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """Decide when the fragments of a round are sent and merged.
+    """Schedule of the fragments of a round.
 
     Args:
         every: number of inner steps in a round, at least 1.
         fragments: number of parts of the parameters, each sent once a round.
-        delay: number of inner steps between sending and merging a fragment. 0 means to wait for the result at once.
+        delay: number of inner steps between sending and merging a fragment. 0 means that the step waits for the result.
 
     Raises:
         Invalid: a number is out of range.
@@ -80,7 +80,7 @@ def partition(sizes: Sequence[int], fragments: int) -> list[range]:
         fragments: number of fragments.
 
     Raises:
-        Invalid: there are fewer parameters than fragments.
+        Invalid: the number of fragments exceeds the number of parameters.
     """
     if fragments > len(sizes):
         raise Invalid(

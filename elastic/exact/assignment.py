@@ -1,4 +1,4 @@
-"""Assign shards to ranks. Pure: a function of the number of shards of each rank."""
+"""Assignment of shards to ranks. Pure: a function of the number of shards of each rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from elastic.exact import load_balancing
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
     """Return the shards of each rank if they are divided evenly, so that their numbers differ by at most one.
 
-    See `place`.
-
-    Ranks beyond the number of shards have none; they are warm spares.
+    Ranks beyond the number of shards have no shards and are warm spares. See `place`.
     """
     if shards < 1 or ranks < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks the argument of `Shards.over`: this rank's micro-batches of one step."""
+"""Checks of the argument of `Shards.over`: this rank's micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from elastic.errors import Invalid
 
 
 def check(batches: object, shards: GivenShards, committed: bool, *, verified: bool = False) -> None:
-    """Raise Invalid for batches that would train every rank on the same samples, or on part of a batch.
+    """Raise Invalid if the batches would train every rank on the same samples, or on part of a batch.
 
     Args:
         batches: the argument of `Shards.over`.
         shards: the shards.
-        committed: whether commits contain the number of the step. If so, they must contain the position in the data
-            too.
-        verified: whether shards are verified, which needs batches of other ranks too.
+        committed: whether commits contain the number of the step. If so, they must also contain the position in the
+            data.
+        verified: whether shards are verified, which also needs batches of other ranks.
     """
     held, count = shards.held, shards.count
     if isinstance(batches, DataLoader):

@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes, such as running statistics: the values of shard 0 are used.
+"""Buffers that a forward pass changes, such as running statistics, of which the values of shard 0 are used.
 
 Before each shard of a step, every buffer is reset to its value at the start of the step. After the step, it has
 the value computed by shard 0, on every rank. Buffers therefore do not depend on the assignment of shards to
@@ -29,7 +29,7 @@ COMPARED_BYTES = 1 << 20
 
 
 class KeptBuffer:
-    """One buffer, with its value at the start of the step and the result of shard 0."""
+    """Buffer, with its value at the start of the step and the result of shard 0."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.start = tensor.detach().clone()
@@ -49,7 +49,7 @@ class KeptBuffer:
         return tensor.is_cuda or not torch.equal(_bytes(tensor), _bytes(self.start))
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Record that the buffer has the value ``start`` now."""
+        """Record that the buffer now has the value ``start``."""
         self._seen = self._trait(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class KeptBuffer:
 
 
 class WatchedParameter:
-    """One parameter, with its properties at the start of the step."""
+    """Parameter, with its properties at the start of the step."""
 
     __slots__ = ("_place", "_tensor", "_version", "name")
 

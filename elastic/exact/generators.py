@@ -1,4 +1,4 @@
-"""Seeds, saves and restores this process's random generators."""
+"""Random generators of this process: seeding, saving and restoring."""
 
 from __future__ import annotations
 

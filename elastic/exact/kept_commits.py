@@ -1,4 +1,4 @@
-"""Choose the older commits that a worker keeps, to return to one if a rank turns out to have computed wrongly.
+"""Choice of the older commits that a worker keeps, for a return to one after a rank has computed wrongly.
 
 Pure: no I/O, no clock.
 
@@ -16,7 +16,7 @@ Copy = TypeVar("Copy")
 
 
 class KeptCommits(Generic[Copy]):
-    """The kept commits of one worker, oldest first."""
+    """Kept commits of one worker, oldest first."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[KeptCommit, Copy]] = []

@@ -1,4 +1,4 @@
-"""Decide how many shards each rank computes, by measured speed.
+"""Choice of the number of shards that each rank computes, by measured speed.
 
 Pure: all ranks compute the same division from the same numbers.
 
@@ -56,9 +56,7 @@ def step_s(seconds: Sequence[float], division: Division) -> float:
 def known(seconds: Sequence[float]) -> list[float]:
     """Return positive seconds per shard for all ranks.
 
-    A rank without a measurement (0.0) gets the mean of the other ranks.
-
-    The list is empty if no rank has measured.
+    A rank without a measurement (0.0) gets the mean of the other ranks. The list is empty if no rank has measured.
     """
     measured = [each for each in seconds if 0.0 < each < math.inf]
     if not measured:
@@ -68,8 +66,9 @@ def known(seconds: Sequence[float]) -> list[float]:
 
 
 class SpeedWindow:
-    """The seconds per shard of this rank in its last steps, without the first step of the process, which includes
-    warm-up.
+    """Seconds per shard of this rank in its last steps.
+
+    The first step of the process is excluded, because it includes warm-up.
     """
 
     def __init__(self) -> None:
@@ -95,7 +94,7 @@ class SpeedWindow:
 
 
 class LoadBalancer:
-    """Decide the division of shards in one world. All ranks make the same calls in the same order.
+    """Division of shards in one world. All ranks make the same calls in the same order.
 
     Attributes:
         division: number of shards by rank.
@@ -149,7 +148,7 @@ class LoadBalancer:
             self._changes.append(self._exchanges)
 
     def committed(self, fetched: bool = False) -> bool:
-        """Adopt the pending division. Return whether there was one.
+        """Adopt the pending division. Return whether one was pending.
 
         Args:
             fetched: whether this rank has already fetched the next step or read the numbers of its shards.

@@ -1,4 +1,4 @@
-"""Measure the time that this process spends on the shards of a step, on the host or, for a GPU, in its stream."""
+"""Measurement of the time that this process spends on the shards of a step, on the host or in a GPU's stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.exact.load_balancing import SpeedWindow
 
 
 class ShardClock:
-    """Measure the time from the start of the first shard of a step to the end of the last one.
+    """Clock of the time from the start of the first shard of a step to the end of the last one.
 
     On a GPU, events are recorded and read in a later step, so that no step waits for them.
     """

@@ -1,4 +1,4 @@
-"""One step of a fixed number of shards, and its listeners. Pure: no I/O, no clock."""
+"""Step of a fixed number of shards, and its listeners. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.exact import tree
 
 
 class PassResult(NamedTuple):
-    """The gradients of one shard, as one rank has computed them.
+    """Gradients of one shard, as one rank has computed them.
 
     Attributes:
         digest: digest of the gradients; 0 if there are none.
@@ -30,7 +30,7 @@ class ShardStep(NamedTuple):
 
 
 class StepListener(Protocol):
-    """Receive the events of a step. Listeners are called in the order in which they were added."""
+    """Interface that receives the events of a step. Listeners are called in the order in which they were added."""
 
     def step_begins(self, step: ShardStep) -> None: ...
 
@@ -51,7 +51,9 @@ class StepListener(Protocol):
         """Discard the step that was not completed."""
 
     def second_pass_begins(self, shard: int) -> None:
-        """Begin to compute a shard again, after this rank's own, for a comparison. See `elastic.exact.verifier`."""
+        """Begin the second computation of a shard for a comparison, after this rank's own shards. See
+        `elastic.exact.verifier`.
+        """
 
     def second_pass_ends(self, shard: int) -> PassResult:
         """End the second pass, restore the gradients from before it, and return its result."""

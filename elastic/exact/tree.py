@@ -90,7 +90,7 @@ def completes(merges: Sequence[Merge]) -> list[bool]:
 
 
 def program(partials: Sequence[Sequence[Node]], shards: int) -> Program:
-    """Return how to combine the root from the partials of each rank, in postfix order.
+    """Return the instructions that combine the root from the partials of each rank, in postfix order.
 
     Raises ValueError if a shard is in no partial.
     """

@@ -1,4 +1,4 @@
-"""Draw the shards of a step that two ranks compute, and decide which result is wrong if two differ.
+"""Draw of the shards of a step that two ranks compute, and the vote about different results.
 
 Pure: no I/O, no clock.
 
@@ -30,7 +30,7 @@ COVERED = 8
 
 
 class ShardCheck(NamedTuple):
-    """A shard that two ranks compute, to compare the gradients."""
+    """Shard that two ranks compute, to compare the gradients."""
 
     shard: int
     owner: int
@@ -69,8 +69,9 @@ def steps_between(held: Held, share: float) -> float:
 
 
 def window(held: Held, share: float) -> int:
-    """Return for how many steps the gradients of a rank are doubted before it is found to be wrong. 0 means that all
-    gradients were compared.
+    """Return the number of steps for which the gradients of a rank are unreliable before the rank is found to be wrong.
+
+    0 means that all gradients were compared.
     """
     between = steps_between(held, share)
     return 0 if share >= 1.0 or math.isinf(between) else math.ceil(COVERED * between)
@@ -91,8 +92,9 @@ def limit(usual: int) -> float:
 
 
 def judged(digest: int, largest: float, limit: float) -> int:
-    """Return the number by which the gradients of a pass are compared: their digest, if they are finite and within
-    the limit, otherwise NOT_FINITE or TOO_LARGE.
+    """Return the number by which the gradients of a pass are compared.
+
+    This is their digest if they are finite and within the limit, otherwise NOT_FINITE or TOO_LARGE.
     """
     return NOT_FINITE if math.isinf(largest) else TOO_LARGE if largest > limit else digest
 

@@ -1,4 +1,4 @@
-"""Checks drawn shards: another rank computes them again, and a vote names the rank whose gradients are wrong.
+"""Check of drawn shards: another rank computes them again, and a vote names the rank with wrong gradients.
 
 `verification` decides. This module computes shards once more, compares digests and reports culprits. A second pass
 leaves no trace: its gradients are only digested, and buffers and random generators are restored.
@@ -65,7 +65,7 @@ class Conspicuous(NamedTuple):
 
 
 class Verifier:
-    """Verify shards of a run by computing them a second time.
+    """Verifier of the shards of a run, which computes some of them a second time.
 
     Args:
         share: share of the shards that are computed twice.
@@ -124,8 +124,8 @@ class Verifier:
     def passes(self, generation: int) -> Iterator[int]:
         """Yield the shards that this rank computes once more, after its own. Collective.
 
-        In each step, the ranks exchange which of their shards has an infinite, NaN or much larger gradient than
-        usual. Another rank computes it at once; if it finds the same, the model is the cause, and the step is taken.
+        In each step, the ranks exchange which of their shards has an infinite, NaN or much larger gradient than usual.
+        Another rank computes it immediately. If the result is the same, the model is the cause, and the step is taken.
 
         Raises:
             PeerLost: a rank was lost, or its gradients were wrong.
@@ -177,7 +177,7 @@ class Verifier:
     def _recheck(
         self, odd: Sequence[Conspicuous], step: ShardStep, generation: int
     ) -> Generator[int, None, dict[ShardCheck, list[Computed]]]:
-        """Let another rank compute each of the shards with conspicuous gradients."""
+        """Yield each shard with conspicuous gradients on a rank that computes it again."""
         found = [(rank, each.shard) for rank, each in enumerate(odd) if each.shard >= 0]
         again = verification.rechecks(found, len(step.held), self._seed, generation, step.number)
         self._limits = {each.shard: verification.limit(each.usual) for each in odd}
@@ -318,7 +318,7 @@ class Verifier:
         self._raise_together(error)
 
     def _compare_ranks(self, found: Sequence[FirstStep]) -> dict[ShardCheck, list[Computed]]:
-        """Return votes about ranks whose two computations of a shard differ.
+        """Return the computations of ranks whose two results for a shard differ.
 
         Raises Invalid on all ranks if their gradients cannot be equal although no rank is faulty.
         """

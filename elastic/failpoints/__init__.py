@@ -1,4 +1,4 @@
-"""Named places in a worker where a test can inject a fault. Unused, a place costs one read of a global.
+"""Named places in a worker at which a test can inject a fault. An unused place costs one read of a global.
 
     ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
     ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules
@@ -90,7 +90,7 @@ def in_use() -> bool:
 
 
 def set_step(step: int) -> None:
-    """Set the step that is trained now, for conditions like ``step=7``."""
+    """Set the number of the step that is now trained, for conditions like ``step=7``."""
     global _step
     _step = str(step)
 

@@ -1,4 +1,4 @@
-"""Inject faults into this process, at the places named by `elastic.failpoints`.
+"""Actions that inject faults into this process, at the places named by `elastic.failpoints`.
 
 A line on stderr precedes each fault. With rules from a file, processes also use files to agree on the victims: the n-th
 victim is the process that creates ``FILE.ID.n``.

@@ -1,4 +1,4 @@
-"""The built-in health check: prints its result in one line, and exits with 0 (passed), 1 (failed) or 3 (wrong result).
+"""Built-in health check, which prints one line and exits with 0 (passed), 1 (failed) or 3 (wrong result).
 
     python -m elastic.health.check      in the environment of a worker, whose slot ELASTIC_SLOT is the GPU to check
 

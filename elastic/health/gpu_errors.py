@@ -1,7 +1,7 @@
 """Hardware errors reported by the NVIDIA driver, read with nvidia-ml-py (extra ``gpu-usage``) if it is installed.
 
-NVML counts uncorrected ECC errors and failed row remappings. It has no counter of Xid errors, but reports those that
-occur while they are watched.
+NVML counts uncorrected ECC errors and failed row remappings. It has no counter of Xid errors, but reports Xid errors
+that occur while they are watched.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
         nvml: the NVML module (default: pynvml, if it is installed).
 
     Returns:
-        A function that returns the GPU's hardware errors in one line. It returns an empty string if there are none or
-        NVML is not available. Call it once.
+        A function that returns the GPU's hardware errors in one line, or an empty string without errors or NVML. Call
+        it once.
     """
     if nvml is None:
         try:

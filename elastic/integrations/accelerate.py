@@ -50,7 +50,7 @@ class PreparedState(TorchState):
             and Python values.
 
     Raises:
-        Invalid: before training starts, for objects that cannot follow a change of the world.
+        Invalid: an object cannot follow a change of the world. Raised before training starts.
 
     Example::
 
@@ -88,7 +88,7 @@ class PreparedState(TorchState):
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Raise NotElastic or Invalid for settings that cannot follow a change of the world."""
+    """Raise NotElastic or Invalid if a setting cannot follow a change of the world."""
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
         raise NotElastic(
@@ -158,7 +158,7 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     """Make ``prepared`` return this rank's batches from the job's position on. Idempotent.
 
     Returns:
-        the inner loader, which a state stores.
+        The inner loader, which a state stores.
 
     Raises:
         Invalid: the loader cannot be converted.

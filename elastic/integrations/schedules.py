@@ -53,7 +53,7 @@ class ScaledSchedule:
             self.since, self.position = step, position
 
     def follow(self, step: int, left: int) -> None:
-        """Rescale the rest of the schedule, so that it ends after ``left`` more steps."""
+        """Rescale the remaining schedule, so that it ends after ``left`` more steps."""
         position = self.at(step)
         planned = (self.steps - position) / self.rate if self.rate else 0
         if left <= 0 or abs(planned - left) < 0.5:
@@ -63,7 +63,7 @@ class ScaledSchedule:
 
 
 class ScheduleLengthChange:
-    """Detect that the number of steps differs from the number given to a script's schedule.
+    """Detection of a number of steps that differs from the number given to a script's schedule.
 
     `warn` warns once. The numbers are part of a state.
     """

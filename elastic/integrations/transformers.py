@@ -45,7 +45,7 @@ class ElasticTrainerMixin:
     checkpoints, and after each epoch.
 
     Raises:
-        Invalid: before training starts, for arguments that cannot follow a change of the world.
+        Invalid: an argument cannot follow a change of the world. Raised before training starts.
     """
 
     commit_every = 1
@@ -122,7 +122,7 @@ class ElasticTrainerMixin:
         return whole, skipped * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, **epoch: Any) -> None:
-        """Train all epochs in the Trainer's call for the first one, so that nothing is left for later calls."""
+        """Train all epochs in the Trainer's call for the first one, so that later calls have nothing to do."""
         loader = accelerate.deal(epoch["train_dataloader"])
         self._steps.begin(epoch["epoch"])
         if epoch["resume_from_checkpoint"] is not None:
@@ -147,7 +147,7 @@ class ElasticTrainerMixin:
                 self._kept.commit()
 
     def _resume(self, epoch: Epoch, loader: DataLoader) -> None:
-        """Resume from a checkpoint of the Trainer, which counts batches in a world of the present size."""
+        """Resume from a checkpoint of the Trainer, which counts batches in a world of the current size."""
         batches = 0 if self.args.ignore_data_skip else epoch["steps_trained_in_current_epoch"]
         consumed = batches * self.args.world_size * self.args.train_batch_size
         self._steps.done = batches // self.args.gradient_accumulation_steps
@@ -202,7 +202,7 @@ class ElasticTrainerMixin:
             super()._run_epoch(**arguments)  # type: ignore[misc]
 
     def _follow_steps(self) -> None:
-        """Let the schedule follow the new `state.max_steps`, or warn that it does not."""
+        """Adapt the schedule to the new `state.max_steps`, or warn that it does not follow."""
         factor, schedule = self._factor()
         if factor is not None:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)

@@ -1,4 +1,4 @@
-"""Tested versions of trainer libraries, and a warning for others."""
+"""Tested versions of trainer libraries, and a warning for other versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure how long the training thread waits for torch's DataLoader, by wrapping the method for the next batch."""
+"""Measurement of the time that the training thread waits for torch's DataLoader, by wrapping the method for a batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def listen(listener: Callable[[Any], None] | None) -> None:
 
 
 def stop() -> None:
-    """Stop to count the time that the training thread waits."""
+    """Stop counting the time that the training thread waits."""
     global _account
     _account = None
 

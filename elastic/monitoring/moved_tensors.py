@@ -24,7 +24,7 @@ def stop() -> None:
 
 
 def took(tensors: Iterable[torch.Tensor]) -> None:
-    """Record the tensors of a collective."""
+    """Record the sizes of the tensors of a collective."""
     if largest is not None:
         took_elements(max((each.numel() for each in tensors), default=0))
 

@@ -1,4 +1,4 @@
-"""Decide which of a worker's reports are sent, and which are kept until a driver is available. Pure: no I/O, no clock.
+"""Queue of a worker's reports, which are sent or kept until a driver is available. Pure: no I/O, no clock.
 
     add --> waiting, up to KEPT --Reported--> in flight, up to WINDOW_BYTES --ReportsTaken--> delivered
             the oldest is dropped             sent again after a change of the driver or connection
@@ -50,7 +50,7 @@ class ReportQueue:
 
     @property
     def due(self) -> bool:
-        """Return whether there is anything to send now."""
+        """Return whether a report can be sent now."""
         if self._sent < len(self._under_way):
             return True
         if not self._waiting or not self._under_way:

@@ -1,8 +1,8 @@
 """Number and size of this process's optimizer steps, for the driver's statistics.
 
-Steps of torch's optimizers are counted by a hook. Keras's and TensorFlow's count their own in a variable, which is read
-from each commit. Of several optimizers only the first one that steps is counted: a script that trains two models makes
-one step with both.
+Steps of torch's optimizers are counted by a hook. Optimizers of Keras and TensorFlow count their own steps in a
+variable, which is read at each commit. Of several optimizers only the first one that steps is counted: a script that
+trains two models makes one step with both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Account of a worker's time by the activity of its training thread. Times are passed in.
+"""Account of a worker's time by the activity of its training thread. Times are in seconds and passed in.
 
     training     in the training function, but in none of the activities below
     committing   in ``state.commit()``

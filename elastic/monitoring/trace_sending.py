@@ -1,4 +1,4 @@
-"""Decide which records a worker sends to the driver, and when. Pure: times are passed in, messages are returned.
+"""Schedule of the records that a worker sends to the driver. Pure: times are passed in, messages are returned.
 
     Tracing(on)      --ClockAsked-->    ... ROUND times ...  the clocks are compared
                      --Traced-->        at most WINDOW in flight; the rest waits in the buffer

@@ -1,4 +1,4 @@
-"""Find the script's current line in a thread, to locate a collective that not all ranks call."""
+"""Search for the script's current line in a thread, to locate a collective that not all ranks call."""
 
 from __future__ import annotations
 

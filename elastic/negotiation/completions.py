@@ -1,4 +1,4 @@
-"""Call back when a collective completes, for callers that must not block for long.
+"""Callbacks at the completion of collectives, for callers that must not block for long.
 
 One thread waits on behalf of all callers. A caller that finds nothing else in flight waits briefly itself: when the
 other ranks are about to submit too, switching to another thread and back would cost more than the collective.

@@ -1,4 +1,4 @@
-"""Decide which collectives can run now, and in what order: those that every member has requested.
+"""Decisions about the collectives that can run now, because every member has requested them, and their order.
 
 Pure: no I/O, no clock.
 
@@ -41,7 +41,7 @@ from elastic.protocol.calls import distinct, sentence
 
 
 class Coordinator:
-    """Negotiate collectives among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
+    """Coordinator of the collectives among ``size`` ranks, with at most ``capacity`` numbered names in each set."""
 
     def __init__(self, size: int, capacity: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""Run the collectives that a script calls by name: request them, and start them in the order of the decision."""
+"""Execution of the collectives that a script calls by name: requests, and starts in the order of the decision."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _SLICE_S = 0.05
 
 
 class Engine:
-    """Negotiate and start the named collectives of one generation.
+    """Engine that negotiates and starts the named collectives of one generation.
 
     Args:
-        group_for: called with purpose, device and members. Makes or finds a data group.
+        group_for: called with purpose, device and members. Returns the data group.
         broken: called with the reason if the world broke.
     """
 
@@ -153,7 +153,7 @@ class Engine:
         self._tell()
 
     def leave(self) -> None:
-        """Tell the other ranks not to wait for this one, at ``shutdown()`` or the end of the process."""
+        """Notify the other ranks that this rank leaves, at ``shutdown()`` or the end of the process."""
         if self._failure or self._left:
             return
         self._left = True

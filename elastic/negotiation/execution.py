@@ -1,4 +1,4 @@
-"""Start collectives that all ranks have agreed on: packs fused tensors, and add zeros for ranks that joined.
+"""Start of collectives that all ranks have agreed on, with fused tensors and zeros for ranks that joined.
 
 `coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
 results.
@@ -27,7 +27,7 @@ def start(
 ) -> None:
     """Start a batch of decided collectives.
 
-    The batch is the same on every rank. Raises any error of starting a collective.
+    The batch is the same on every rank. Raises the exception of a collective that cannot be started.
     """
     response, pending = batch[0]
     request = response.request

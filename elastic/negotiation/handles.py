@@ -1,4 +1,4 @@
-"""Handles: integers that identify collectives in flight, from submission to `synchronize`."""
+"""Handles, which are integers that identify collectives in flight, from submission to `synchronize`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.negotiation.pending import Pending
 
 
 class HandleEntry:
-    """A handle in use.
+    """Handle in use.
 
     The object is small and has no closures: thousands may be in flight, and each is a cost to the garbage collector.
     """
@@ -36,9 +36,9 @@ class HandleEntry:
 
 
 class Handles:
-    """All handles of this process. Thread-safe.
+    """Handles of this process. Thread-safe.
 
-    Handles of a broken world are dropped as soon as the next world claims one.
+    Handles of a broken world are dropped when the next world claims a handle.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Handles:
     def find(self, handle: int, rt: Context) -> HandleEntry | None:
         """Return the collective in flight under this handle, or None. Call `release` when its result was taken.
 
-        Raises PeerLost if it belongs to an earlier world.
+        Raises PeerLost if the handle belongs to an earlier world.
         """
         with self._lock:
             claimed = self._claimed.get(handle)

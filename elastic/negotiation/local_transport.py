@@ -1,4 +1,4 @@
-"""Rank 0's end of the negotiation: connects the other ranks to the coordinator in its process.
+"""Rank 0's end of the negotiation, which connects the other ranks to the coordinator in its process.
 
 `coordinator` decides.
 """
@@ -38,7 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def last_resort_s(env: Environment) -> float:
-    """Return how many seconds a collective may wait for a rank, or 0 for no limit.
+    """Return the seconds that a collective may wait for a rank, or 0 for no limit.
 
     With a driver there is no limit, because the driver detects stuck workers and fences them.
     """
@@ -172,8 +172,8 @@ class LocalController:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
 
-        Raises CollectiveFailed on `abort`, but first returns earlier decisions: the other ranks have received them
-        too, and it may be the reason that this world is over.
+        Raises CollectiveFailed after `abort`, but first returns earlier decisions, which the other ranks have received
+        too.
         """
         try:
             received = [self.own.get(timeout=within_s), *self._waiting()]

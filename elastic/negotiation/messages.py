@@ -1,4 +1,4 @@
-"""Messages by which ranks negotiate a collective before it runs, and the check that their requests match.
+"""Messages by which ranks negotiate a collective before it runs, and the comparison of their requests.
 
 Pure: no I/O, no clock.
 
@@ -41,7 +41,7 @@ _ELEMENT_BYTES = {
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's call of a collective."""
+    """Call of a collective by one rank."""
 
     kind: str
     name: str  # name with the kind of the collective, such as allreduce.loss
@@ -68,7 +68,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """A collective that all members requested, or the reason why it cannot run.
+    """Collective that all members requested, or the reason why it cannot run.
 
     Args:
         rows: one tuple per member, in order: its number of rows of each tensor (allgather), or the number of rows that

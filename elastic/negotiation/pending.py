@@ -37,7 +37,7 @@ class Driver(Protocol):
 
 
 class FusedBatch:
-    """Collectives that were started together. Any member may wait. The first waiter finishes the batch."""
+    """Collectives that were started together. Any member may wait, and the first waiter finishes the batch."""
 
     def __init__(self, started: Started, rows: Sequence[str], backend: str, began_ns: int) -> None:
         self._works: list[Work]
@@ -74,7 +74,7 @@ class FusedBatch:
 
 
 class Pending:
-    """A collective that this rank has submitted. Any thread may wait for it.
+    """Collective that this rank has submitted. Any thread may wait for it.
 
     The object has plain fields and no closures: thousands may be in flight at once, and each is a cost to the garbage
     collector.
@@ -210,7 +210,7 @@ class Pending:
         Raises:
             CollectiveFailed: a rank was lost, or the engine was aborted.
             TensorMismatch: the ranks submitted different tensors under this name.
-            Exception: whatever the backend raised when it started the collective.
+            Exception: the backend raised it when it started the collective.
         """
         if not self.decided:
             assert self._engine is not None
@@ -259,7 +259,7 @@ class Pending:
         self.decided = True
 
     def targets(self) -> Sequence[torch.Tensor | None]:
-        """Return where each tensor's allreduce result goes. See `reductions.allreduce`."""
+        """Return the destination of each tensor's allreduce result. See `reductions.allreduce`."""
         return [None] * len(self.tensors) if self.into is None else self.into
 
     def await_tensors(self) -> None:

@@ -1,4 +1,4 @@
-"""Decide which process sets exist, their numbers and their members. Pure: no clock, socket, thread or torch.
+"""Table of the process sets, with their numbers and members. Pure: no clock, socket, thread or torch.
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
@@ -6,9 +6,9 @@ requests alone, so all ranks reach the same result or all raise.
 
 Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
 a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error. All
-ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), as it
-adopts the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets
-apply and not its own.
+ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), like
+the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets apply and
+not its own.
 
 Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
 """
@@ -56,7 +56,7 @@ def checked_ranks(values: object) -> Ranks:
 
 
 def present(ranks: Ranks, size: int) -> Ranks:
-    """Return those of the ranks that exist in a world of ``size`` ranks."""
+    """Return the ranks that exist in a world of ``size`` ranks."""
     return ranks if not ranks or ranks[-1] < size else tuple(rank for rank in ranks if rank < size)
 
 
@@ -203,7 +203,7 @@ class ProcessSetTable:
     # ---- taking over another worker's table ------------------------------------------------------
 
     def text(self) -> str:
-        """Serialize everything that `adopt` needs."""
+        """Serialize the contents that `adopt` needs."""
         sets = [(entry.number, entry.ranks) for entry in self.entries()]
         return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
 

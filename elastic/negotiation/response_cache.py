@@ -1,4 +1,4 @@
-"""One rank's side of the negotiation in one set of ranks: makes requests, and applies decisions.
+"""One rank's side of the negotiation in one set of ranks: its requests, and the application of decisions.
 
 Pure: no I/O, no clock.
 
@@ -16,7 +16,7 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 
 
 class PendingRequest(Protocol):
-    """A collective that this rank has submitted. Keys are equal if and only if requests are."""
+    """Collective that this rank has submitted. Two keys are equal if and only if the requests are equal."""
 
     key: Hashable  # key of the request, kept until the request has a number
 

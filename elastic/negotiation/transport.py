@@ -1,8 +1,9 @@
-"""Connections over which collectives are negotiated: one from every rank to rank 0, for one generation.
+"""Connections over which ranks negotiate collectives: one from every rank to rank 0, for one generation.
 
-This module has the end of a rank, and `local_transport` that of rank 0. The address of rank 0 is in the generation's
-store. Frames are those of `elastic.protocol.framing`: authenticated from the first one, which proves that the caller
-knows the job's secret, validated against their schema, never pickled. Blocking calls end with `abort`, from any thread.
+This module contains the end of a rank, and `local_transport` the end of rank 0. The address of rank 0 is in the
+generation's store. Frames are those of `elastic.protocol.framing`: authenticated from the first one, which proves that
+the caller knows the job's secret, validated against their schema, never pickled. Blocking calls end with `abort`, from
+any thread.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 
 
 class ControllerClient:
-    """A rank's end of the connection to rank 0. One thread receives at a time. Another thread may send.
+    """Rank's end of the connection to rank 0. One thread receives at a time. Another thread may send.
 
     Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. 0 means never.
     """
@@ -138,9 +139,9 @@ class ControllerClient:
             raise self._failure(error) from error
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
-        """Block until a decision or a wake arrives, for at most ``within_s`` seconds; empty on a wake or timeout.
+        """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
 
-        Raises CollectiveFailed if rank 0 is lost, or `abort` was called.
+        Empty on a wake or timeout. Raises CollectiveFailed if rank 0 is lost, or `abort` was called.
         """
         while True:
             try:

@@ -51,7 +51,7 @@ class AdasumDistributed(WrappedOptimizer):
         """Step with this rank's gradients, then replace the step by the Adasum of all ranks' steps. Collective.
 
         All ranks must call it equally often. A parameter without a gradient on this rank receives the steps of other
-        ranks. If this raises, the parameters have their previous values.
+        ranks. If this raises an exception, the parameters have their previous values.
 
         Raises:
             PeerLost: a rank was lost.
@@ -142,7 +142,7 @@ class AdasumDistributed(WrappedOptimizer):
 
         Raises:
             PeerLost: a rank was lost.
-            Exception: any other exception of `elastic.api.ops`.
+            Exception: `elastic.api.ops` raised it.
         """
         by_device: dict[torch.device, list[int]] = {}
         for index, delta in enumerate(deltas):

@@ -36,11 +36,7 @@ GATHERED_BYTES = 4 << 20  # number of bytes of each rank in one gather
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Invalid unless the optimizer can step some elements of a parameter without the others.
-
-    Raises:
-        Invalid: the optimizer or the layout of a parameter is not supported.
-    """
+    """Raise Invalid unless the optimizer can step some elements of a parameter without the others."""
     kind = type(optimizer)
     if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
         raise Invalid(
@@ -67,7 +63,7 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class DividedOptimizer(WrappedOptimizer):
-    """A `DistributedOptimizer` with ``zero=1``.
+    """Optimizer of `DistributedOptimizer` with ``zero=1``.
 
     Args:
         zero_order: for each shard, the rank that holds it.
@@ -97,11 +93,7 @@ class DividedOptimizer(WrappedOptimizer):
                     entries[key] = entry.reshape(-1)[own.begin : own.end].clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise Invalid, because each rank has only a part of the state.
-
-        Raises:
-            Invalid: always.
-        """
+        """Raise Invalid always, because each rank has only a part of the state."""
         raise Invalid(
             "state_dict() is not available with zero=1, because each rank holds only a part of the optimizer's"
             " state: pass the optimizer to elastic.TorchState, which commits all parts"

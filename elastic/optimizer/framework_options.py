@@ -21,8 +21,8 @@ class GradientOptions:
         compression: a class with ``compress`` and ``decompress`` for the framework's tensors.
         sparse_as_dense: whether sparse gradients are reduced as dense tensors. Otherwise values and indices are
             gathered.
-        predivide_factor: for Average, gradients are divided by this factor before the sum, and multiplied by it after.
-        process_set: the ranks that reduce among themselves. Other ranks keep their own gradients.
+        predivide_factor: factor by which Average divides gradients before the sum, and multiplies them afterwards.
+        process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
         scale_local_gradients: whether gradients of variables that are not reduced are divided by the number of ranks.
     """
 

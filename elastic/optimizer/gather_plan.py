@@ -1,4 +1,5 @@
-"""Divide the gathers of parameters, after each rank has stepped its elements, into batches. Pure: no I/O, no clock.
+"""Division of the gathers of parameters, after each rank has stepped its elements, into batches. Pure: no I/O, no
+clock.
 
 The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """

@@ -1,4 +1,7 @@
-"""Tell Lightning this worker's place in the world. Computed at each query, so that a new world applies immediately."""
+"""Environment that gives Lightning this worker's place in the world.
+
+The place is computed at each query, so that a new world applies immediately.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class ElasticEnvironment(ClusterEnvironment):
     """Environment of a worker started by elasticrun, or by another launcher whose ranks `elastic.init` finds.
 
     Raises:
-        Invalid: no such launcher has started this process.
+        Invalid: this process was not started by elasticrun or another known launcher.
     """
 
     def __init__(self) -> None:
@@ -46,13 +49,13 @@ class ElasticEnvironment(ClusterEnvironment):
         return max(lifecycle.place().size, 1)
 
     def set_world_size(self, size: int) -> None:
-        """Ignored: the driver determines the size of the world."""
+        """Do nothing, because the driver determines the size of the world."""
 
     def global_rank(self) -> int:
         return lifecycle.place().rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Ignored, because the driver assigns ranks."""
+        """Do nothing, because the driver assigns ranks."""
 
     def local_rank(self) -> int:
         return lifecycle.place().local_rank

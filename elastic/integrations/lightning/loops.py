@@ -1,4 +1,4 @@
-"""The loops of ``Trainer.fit`` under ``elastic.run``: interrupted by a change of the world, and resumed.
+"""Loops of ``Trainer.fit`` under ``elastic.run``, which a change of the world interrupts, and which resume.
 
 A commit is made between two batches: after a batch with an optimizer step, including its validation, and after
 everything that belongs to the end of an epoch. A committed loop is therefore either in the middle of an epoch or
@@ -33,7 +33,7 @@ Stepped: Any = _TrainingEpochLoop
 
 
 class FollowingStrategy(Protocol):
-    """The part of a strategy that the training loops use."""
+    """Interface of a strategy that the training loops need."""
 
     commit_every: int  # number of optimizer steps between two commits
 
@@ -175,9 +175,7 @@ class ElasticFitLoop(Trained):
             trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     def _look_at_schedules(self, batches: int) -> None:
-        """Warn, once per job, if the number of batches in an epoch differs from the number that a schedule may have
-        been given.
-        """
+        """Warn, once per job, if the number of batches in an epoch differs from the number that a schedule may use."""
         trainer = self.trainer
         by_step = [
             each.scheduler

@@ -1,5 +1,4 @@
-"""Training steps of Lightning that are divided into shards: forward and backward of each shard, then one optimizer
-step.
+"""Training steps of Lightning that are divided into shards, with one optimizer step after all shards.
 
 Lightning passes ``training_step`` a batch, takes the loss, and lets the optimizer step. Here a "batch" is a step of the
 loader, divided into shards. ``training_step`` is called for each shard of this rank, directly followed by its backward
@@ -38,7 +37,7 @@ class ShardedOptimization(Automatic):
 
 
 class ShardedSteps:
-    """The part of `ElasticStrategy` that applies if it has ``shards``."""
+    """Methods of `ElasticStrategy` with ``shards``."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -46,7 +45,9 @@ class ShardedSteps:
         self._reducers: list[ShardReducer] = []
 
     def prepare(self, trainer: Trainer) -> None:
-        """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid for conflicting settings."""
+        """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid if a setting conflicts with
+        shards.
+        """
         if trainer.accumulate_grad_batches != 1:
             raise Invalid(
                 "accumulate_grad_batches can't be combined with shards, which are accumulated in each step:"

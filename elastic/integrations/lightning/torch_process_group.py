@@ -28,14 +28,14 @@ REFUSED = {
 
 
 def refuse(arguments: dict[str, Any]) -> None:
-    """Raise Invalid for arguments of `DDPStrategy` that are not supported."""
+    """Raise Invalid if an argument of `DDPStrategy` is not supported."""
     for name, why in REFUSED.items():
         if arguments.get(name) is not None:
             raise Invalid(f"ElasticStrategy does not support {name}: {why}. Omit {name}")
 
 
 def refuse_shards(loader: Any) -> None:
-    """Raise Invalid for a loader that divides steps into shards."""
+    """Raise Invalid if a loader divides steps into shards."""
     if isinstance(loader, DataLoader) and loader.arguments.shards is not None:
         raise Invalid(
             "the loader divides a step into shards, but the trainer uses one batch per rank: pass the same"

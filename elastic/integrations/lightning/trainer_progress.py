@@ -1,4 +1,4 @@
-"""The parts of a Trainer that belong to a commit: those in Lightning's checkpoints, and running means of an epoch."""
+"""Parts of a Trainer that belong to a commit: contents of Lightning's checkpoints, and running means of an epoch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
 
 
 class TrainerProgress(Carried):
-    """The loops, callbacks, precision, data module and loggers of a Trainer, which are equal on all ranks."""
+    """Loops, callbacks, precision, data module and loggers of a Trainer, which are equal on all ranks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

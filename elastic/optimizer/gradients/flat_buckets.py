@@ -42,7 +42,7 @@ class Compressor(Protocol):
 
 
 class Scales(NamedTuple):
-    """Factors that are applied to gradients at each stage of a reduction."""
+    """Factors by which gradients are multiplied at each stage of a reduction."""
 
     filling: float = 1.0  # factor applied while gradients are copied into the bucket
     reducing: float = 1.0  # factor applied by the group during the reduction
@@ -81,7 +81,7 @@ class GradientBucket(Protocol):
         """Start the reduction of the bucket.
 
         Args:
-            group: the ranks that reduce.
+            group: group of the ranks that reduce.
             op: operation.
             mark: the step flag to send if the bucket contains one.
 

@@ -46,7 +46,7 @@ class GradientListener(Protocol):
 
 
 class BackwardEndListener(Protocol):
-    """Interface of an object that is notified when a backward pass that has produced one of its gradients ends.
+    """Interface of an object that is notified of the end of a backward pass that has produced one of its gradients.
 
     The methods are called in the thread that ends the pass. backward() raises their exceptions.
     """
@@ -65,7 +65,7 @@ class BackwardEndListener(Protocol):
 
 
 class _Pass:
-    """One run of autograd's engine."""
+    """Run of autograd's engine."""
 
     def __init__(self) -> None:
         self.waiters: weakref.WeakSet[BackwardEndListener] = weakref.WeakSet()
