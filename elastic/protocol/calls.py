@@ -1,4 +1,4 @@
-"""The calls of ranks that differ, and the sentence that describes them. Pure: no I/O, no clock."""
+"""Differing calls of ranks, and the clause that describes them. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Calls = Annotated[tuple[Called, ...], msgspec.Meta(max_length=DISTINCT)]
 
 
 def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
-    """Return one call of each kind, that of the lowest rank.
+    """Return one call of each kind, made by the lowest rank.
 
     The result has at most as many calls as a message may contain.
     """

@@ -1,4 +1,4 @@
-"""Tell from a file's modification time whether it has changed since this process started. Reads /proc and files."""
+"""Detection of files that have changed since this process started, from their times. Reads /proc and files."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def derived(secret: bytes, purpose: str, generation: int) -> bytes:
 
 
 class FramedConnection:
-    """Encode and decodes both directions of one connection, at one of its ends.
+    """Encoder and decoder of both directions of one connection, at one of its ends.
 
     Args:
         decoder: decoder of the peer's messages.
@@ -90,7 +90,7 @@ class FramedConnection:
     def frame(self, message: msgspec.Struct) -> bytes:
         """Encode a message as a frame. Send frames in the order of these calls.
 
-        Raises ProtocolError if it exceeds FRAME_LIMIT.
+        Raises ProtocolError if the message exceeds FRAME_LIMIT.
         """
         return self.frame_of(encoded(message))
 
@@ -113,7 +113,7 @@ class FramedConnection:
         self._buffer += data
 
     def next(self) -> Any | None:
-        """Return the next complete message, or None. Raises ProtocolError on invalid bytes."""
+        """Return the next complete message, or None. Raises ProtocolError if the bytes are invalid."""
         body = self._next_body()
         while body == b"" and self._key_in:
             body = self._next_body()  # An empty frame is a heartbeat.
@@ -159,7 +159,7 @@ class FramedConnection:
 
 
 class AcceptedConnection(FramedConnection):
-    """The accepting end of a connection on which the caller sends its nonce first.
+    """Accepting end of a connection on which the caller sends its nonce first.
 
     Args:
         secret: secret of the connection, see `derived`.

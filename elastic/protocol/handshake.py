@@ -25,7 +25,7 @@ class ClientHandshake:
         return bool(self._theirs)
 
     def answer(self, challenge: Any) -> bytes:
-        """Return the proof for our nonce. Raises ProtocolError unless the peer is a driver of this version."""
+        """Return the proof for the driver's nonce. Raises ProtocolError unless the peer is a driver of this version."""
         if not isinstance(challenge, Challenge):
             raise ProtocolError(
                 "the peer is not a driver of hvd-elastic: check the address of the driver"

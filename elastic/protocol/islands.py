@@ -1,4 +1,4 @@
-"""Names of islands: which hosts average gradients in every step, as ``--islands`` tells driver and workers.
+"""Islands of hosts that average gradients in every step, as ``--islands`` defines them for driver and workers.
 
 Pure: no I/O, no clock.
 """

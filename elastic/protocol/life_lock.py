@@ -1,4 +1,4 @@
-"""A lock in memory that a worker and its agent share. The kernel releases the lock as soon as the worker dies.
+"""Lock in memory that a worker and its agent share. The kernel releases the lock as soon as the worker dies.
 
 When a process dies, the kernel first frees its memory, which may take long, and only then closes its sockets and
 notifies its parent. It releases robust locks before that. See set_robust_list(2). If the system or the C library does

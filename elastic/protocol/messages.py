@@ -74,7 +74,7 @@ class Worker(Value):
 
 
 class Commit(Value):
-    """The identity of a committed state: the n-th commit of a generation. Later ones compare greater.
+    """Identity of a committed state: the n-th commit of a generation. Later commits compare greater.
 
     Shown as ``g2c300``, to keep it from being read as a decimal number.
     """
@@ -92,7 +92,7 @@ class Commit(Value):
 
 
 class KeptCommit(Value):
-    """An older commit of which a worker has a copy.
+    """Older commit of which a worker has a copy.
 
     ``step`` is the number of the next step of the worker's `Shards`.
     """
@@ -102,7 +102,7 @@ class KeptCommit(Value):
 
 
 class OlderCommits(Value):
-    """The older commits of which a worker has copies, oldest first."""
+    """Older commits of which a worker has copies, oldest first."""
 
     commits: Annotated[tuple[KeptCommit, ...], Meta(max_length=KEPT_LIMIT)] = ()
 
@@ -118,7 +118,7 @@ class Address(Value):
 
 
 class Times(Value):
-    """Seconds that a worker has spent per activity. See `elastic.monitoring.time_account`. They add up to its age."""
+    """Seconds that a worker has spent per activity. Their sum is its age. See `elastic.monitoring.time_account`."""
 
     training: Finite = 0.0
     committing: Finite = 0.0
@@ -227,7 +227,7 @@ class ShardsPlaced(Value):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
-    """Base of all messages on a control connection."""
+    """Base class of all messages on a control connection."""
 
 
 # ---- the handshake -------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """A collective of this generation failed at this worker.
+    """Message: a collective of this generation failed at this worker.
 
     Args:
         differs: whether the ranks made the different calls that ``calls`` lists.
@@ -327,7 +327,7 @@ class Failed(Message):
 
 
 class Stranded(Message):
-    """A collective failed outside ``elastic.run``, so this process cannot recover. The fields are those of `Failed`."""
+    """Message: a collective failed outside ``elastic.run``, so this process cannot recover. Fields as in `Failed`."""
 
     generation: int
     reason: str
@@ -350,7 +350,7 @@ class Leaving(Message):
 
 
 class Resumed(Message):
-    """The first collective of a generation completed at this worker.
+    """Message: the first collective of a generation completed at this worker.
 
     Args:
         phases_ms: milliseconds of each phase of the recovery, in order.
@@ -383,7 +383,7 @@ class Progress(Message):
 
 
 class Located(Message):
-    """Answer to `Locate`: the line of the script at which this worker is."""
+    """Answer to `Locate`: the line of the script that this worker executes."""
 
     generation: int
     line: str  # script line, or empty if unknown
@@ -401,7 +401,7 @@ class Pace(Message):
 
 
 class TimeSpent(Message):
-    """How this worker has spent its time since ``init()``.
+    """Message: times that this worker has spent on each activity since ``init()``.
 
     Sent periodically, when training begins in a world, and at exit.
     """
@@ -459,7 +459,7 @@ class Miscomputed(Message):
 
 
 class Raised(Message):
-    """User code raised an exception, and the process is about to exit with this traceback."""
+    """Message: user code raised an exception, and the process is about to exit with this traceback."""
 
     generation: int
     commit: Commit | None
@@ -477,7 +477,7 @@ class Raised(Message):
 
 
 class Quit(Message):
-    """The process is about to exit with this code (0 to 255).
+    """Message: the process is about to exit with this code (0 to 255).
 
     The cause is that user code called ``sys.exit`` under ``elastic.run``, or that the state of the worker does not
     match.
@@ -492,19 +492,19 @@ class Quit(Message):
 
 
 class Returned(Message):
-    """The function under ``elastic.run`` returned."""
+    """Message: the function under ``elastic.run`` returned."""
 
     generation: int
 
 
 class SendResult(Message, tag="Result"):
-    """The value of a launched function, opaque to the driver."""
+    """Message: the value of a launched function, opaque to the driver."""
 
     blob: bytes
 
 
 class Reported(Message):
-    """A report of the script on its training, for the program that started the job.
+    """Message: a report of the script on its training, for the program that started the job.
 
     Reports are delivered in the order of their numbers, each once. See `report_queue`.
     """
@@ -549,7 +549,7 @@ class TracedAll(Message):
 
 
 class TimelineWanted(Message):
-    """The script requests a timeline in this file, an absolute path on the driver's host."""
+    """Request of the script for a timeline in this file, an absolute path on the driver's host."""
 
     request: int
     path: str
@@ -557,7 +557,7 @@ class TimelineWanted(Message):
 
 
 class TimelineUnwanted(Message):
-    """The script ends this timeline. The answer is sent when its file is complete."""
+    """Request of the script to end this timeline. The answer is sent when its file is complete."""
 
     request: int
     timeline: int
@@ -571,7 +571,7 @@ class CheckpointDue(Message):
 
 
 class NotFinite(Message):
-    """Gradients have been infinite or NaN since before this commit.
+    """Message: gradients have been infinite or NaN since before this commit.
 
     Sent at the first such commit of a world, and again while the condition lasts.
 
@@ -603,7 +603,7 @@ class ShareDropped(Message):
 
 
 class CheckpointWritten(Message):
-    """The complete checkpoint is in storage and was read back.
+    """Message: the complete checkpoint is in storage and was read back.
 
     Args:
         commit: the commit that it contains.
@@ -675,7 +675,7 @@ class Prepare(Message):
 
 
 class StopAt(Message):
-    """All workers stop at this safepoint."""
+    """Order: all workers stop at this safepoint."""
 
     generation: int
     change: int
@@ -683,14 +683,14 @@ class StopAt(Message):
 
 
 class Proceed(Message):
-    """The planned change is cancelled, and the receiver continues."""
+    """Message: the planned change is cancelled, and the receiver continues."""
 
     generation: int
     change: int
 
 
 class Leave(Message):
-    """The receiver is no longer part of the job, and exits with code 0.
+    """Order: the receiver is no longer part of the job, and exits with code 0.
 
     Args:
         fenced: whether the driver has fenced the worker, so that its later work is discarded. The exit code shows this.
@@ -708,11 +708,11 @@ class Restate(Message):
 
 
 class Locate(Message):
-    """Other ranks wait for the receiver, which reports its current line of the script."""
+    """Request for the current line of the script, because other ranks wait for the receiver."""
 
 
 class Awaited(Message):
-    """The receiver waits for this rank, which is at this line of the script."""
+    """Message: the receiver waits for this rank, which executes this line of the script."""
 
     generation: int
     rank: int
@@ -720,23 +720,23 @@ class Awaited(Message):
 
 
 class Rejected(Message):
-    """The receiver's state does not match that of the world. The reason names the difference."""
+    """Message: the receiver's state does not match that of the world. The reason names the difference."""
 
     reason: str
 
 
 class StandBy(Message):
-    """The world has its maximum size. The receiver waits without a timeout for a free place."""
+    """Order: the world has its maximum size, so the receiver waits without a timeout for a free place."""
 
 
 class Finish(Message):
-    """Every member of the world has returned."""
+    """Message: every member of the world has returned."""
 
     generation: int
 
 
 class End(Message):
-    """The job has failed. The receiver aborts blocking calls and exits."""
+    """Message: the job has failed. The receiver aborts blocking calls and exits."""
 
     reason: str
 
@@ -750,13 +750,13 @@ class ClockTold(Message):
 
 
 class ReportsTaken(Message):
-    """All reports up to this number are delivered and need not be kept for another driver."""
+    """Message: all reports up to this number are delivered and need not be kept for another driver."""
 
     number: int
 
 
 class Tracing(Message):
-    """Start to record for this timeline, or, if ``on`` is False, stop and send the remaining records."""
+    """Order: start to record for this timeline, or, if ``on`` is False, stop and send the remaining records."""
 
     timeline: int
     on: bool
@@ -764,14 +764,14 @@ class Tracing(Message):
 
 
 class HostsListed(Message):
-    """The list of hosts has changed.
+    """Message: the list of hosts has changed.
 
-    This is for listeners of the script; changes of the world are announced by Prepare.
+    Listeners of the script receive it. Changes of the world are announced by Prepare.
     """
 
 
 class TracesTaken(Message):
-    """One `Traced` is in the file. The worker may send another one."""
+    """Message: one `Traced` is in the file, so the worker may send another one."""
 
     timeline: int
 
@@ -793,7 +793,7 @@ class MakeDurable(Message):
 
 
 class CheckpointSoon(Message):
-    """A last checkpoint is needed, because the job stops or its machines are preempted. Rank 0 starts one."""
+    """Message: a last checkpoint is needed, because the job stops or its machines are preempted. Rank 0 starts it."""
 
     generation: int
 
@@ -806,7 +806,7 @@ class SealCheckpoint(Message):
 
 
 class DropCheckpoint(Message):
-    """The checkpoint is cancelled, and the receiver stops writing.
+    """Order: the checkpoint is cancelled, and the receiver stops writing.
 
     Args:
         again: whether the checkpoint is retried, because only the timing was wrong.
@@ -818,7 +818,7 @@ class DropCheckpoint(Message):
 
 
 class CheckpointDone(Message):
-    """The checkpoint is complete, and contains this commit."""
+    """Message: the checkpoint is complete, and contains this commit."""
 
     generation: int
     number: int
@@ -896,7 +896,7 @@ from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
 
 
 def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
-    """Encode the body of a frame. Raises ProtocolError if it is larger than ``limit`` bytes."""
+    """Encode the body of a frame. Raises ProtocolError if it exceeds ``limit`` bytes."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError:  # An error may quote a file name that is not text.

@@ -1,4 +1,4 @@
-"""Decide how many unauthenticated connections of a listener are kept, and for how long. Pure: no I/O, no clock.
+"""Limits on the number and age of a listener's unauthenticated connections. Pure: no I/O, no clock.
 
 Any number of peers may connect. At the limit, the oldest connection is dropped in favor of the newest, because a
 legitimate peer authenticates quickly.

@@ -1,4 +1,4 @@
-"""Records which paths a worker's script reads, by Python's audit events. Standard library only.
+"""Record of the paths that a worker's script reads, from Python's audit events. Standard library only.
 
 Installed at interpreter start if the job has a checkpoint folder. See `elastic.checkpoints.finished_training`.
 """
@@ -37,7 +37,7 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """The paths that one process has read.
+    """Paths that one process has read.
 
     ``files`` and ``folders`` are absolute. ``unseen`` names reads that were not traced.
     """
@@ -122,7 +122,7 @@ _observed: ReadPaths | None = None
 
 
 def observe(environ: Mapping[str, str]) -> None:
-    """If the job has a checkpoint folder, record reads from now on until the process exits."""
+    """Record reads from now on until the process exits, if the job has a checkpoint folder."""
     global _observed
     if environ.get(DIR) and _observed is None:
         _observed = ReadPaths()
@@ -130,5 +130,5 @@ def observe(environ: Mapping[str, str]) -> None:
 
 
 def observed() -> ReadPaths | None:
-    """Return the record. Return None if this process was not observed from its start."""
+    """Return the record, or None if this process was not observed from its start."""
     return _observed

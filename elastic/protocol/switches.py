@@ -11,7 +11,7 @@ _VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "o
 
 
 def switch(env: Mapping[str, str], name: str, default: bool = False, words: str = "1 or 0") -> bool:
-    """Return the value of an environment variable that is on or off. Raise Invalid for any other value.
+    """Return the value of an environment variable that is on or off. Raises Invalid if it has another value.
 
     Args:
         default: value if the variable is unset or empty.

@@ -20,11 +20,11 @@ _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """The peer does not use TLS, or is not authorized. The message gives the reason."""
+    """The peer does not use TLS, or is not authorized. The message is the reason."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
-    """Create the TLS context for one end, from paths of PEM files. Raises Invalid if a file is unusable."""
+    """Create the TLS context for one end, from paths of PEM files. Raises Invalid if a file cannot be used."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
         try:
             with open(path, "rb") as file:
@@ -85,9 +85,9 @@ def check(cert: str, key: str, ca: str) -> None:
 class TlsEndpoint:
     """TLS at one end of a connection.
 
-    Received bytes are passed to `feed`, and `due` returns bytes to send. Not thread-safe.
+    Received bytes are passed to `feed`, and `due` returns the bytes to send. Not thread-safe.
 
-    Data that are passed to it before the handshake is complete are sent afterwards.
+    Data that are passed before the handshake is complete are sent afterwards.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
@@ -102,7 +102,11 @@ class TlsEndpoint:
     def feed(self, data: bytes) -> bytes:
         """Decrypt received bytes.
 
-        Return the decrypted bytes. Raises TlsFailed, after which `due` may return an alert.
+        Returns:
+            The decrypted bytes. May be empty.
+
+        Raises:
+            TlsFailed: the peer sent invalid data. `due` may then return an alert to send.
         """
         if data and not self._begun:
             self._begun = True

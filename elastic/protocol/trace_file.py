@@ -1,4 +1,4 @@
-"""Append events to a timeline file, which is valid JSON at all times.
+"""Timeline file to which events are appended, and which is valid JSON at all times.
 
 The file is one JSON array. Each write puts the new events and a new closing bracket over the old bracket in a single
 pwrite, so that whenever the process is killed, the file has the previous array or the new one. If the disk takes only
@@ -32,7 +32,7 @@ def is_free(path: str) -> bool:
 
 
 class TraceFile:
-    """A new timeline file. It replaces an existing file at the path. Raises Invalid if it cannot be written."""
+    """New timeline file, which replaces an existing file at the path. Raises Invalid if it cannot be written."""
 
     def __init__(self, path: str) -> None:
         self.path = path

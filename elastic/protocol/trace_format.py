@@ -1,4 +1,4 @@
-"""Format timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
+"""Format of timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
 
 The format is the JSON array of Google's "Trace Event Format". A worker is a process and a tensor a thread, so that
 nested phases are drawn inside each other. Times are microseconds since the timeline began.

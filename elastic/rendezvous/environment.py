@@ -1,4 +1,4 @@
-"""Environment variables that a worker reads. No other module on the worker's side reads them."""
+"""Environment variables that a worker reads. This is the only module of the worker that reads them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _BFC_MB = 64 << 10  # upper limit that TensorFlow's own allocator uses by defaul
 class Environment:
     """Settings of one worker.
 
-    ``driver`` is None outside ``elasticrun``. Then ``started`` describes the other launcher; if ``started`` is None
-    too, the process is a world of one. Names that end in ``_s`` are in seconds.
+    ``driver`` is None outside ``elasticrun``. Then ``started`` describes the other launcher. If ``started`` is None
+    too, the process is a world of size 1. Names that end in ``_s`` are in seconds.
     """
 
     driver: Address | None
@@ -93,7 +93,7 @@ def read(
 
     Args:
         environ: environment variables (default: those of this process).
-        launched: how the process was started, if known.
+        launched: description of the launcher, if known.
 
     Raises:
         Invalid: a variable of the launcher or of Horovod is malformed.
@@ -253,7 +253,7 @@ def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
-    """Return the unparsed rules of `elastic.failpoints`. Empty if there are none."""
+    """Return the unparsed rules of `elastic.failpoints`, or an empty string without rules."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_FAILPOINTS", "").strip()
 

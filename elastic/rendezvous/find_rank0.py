@@ -80,7 +80,9 @@ class _Publisher(Protocol):
 def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
     """Block until rank 0 can be reached.
 
-    Raises Invalid if a port or folder is not usable, and CollectiveFailed after ``env.start_timeout_s`` seconds.
+    Raises:
+        Invalid: a port or a folder cannot be used.
+        CollectiveFailed: rank 0 was not reached within ``env.start_timeout_s`` seconds.
     """
     way = started.way
     assert way is not None, "a world of one has no rendezvous"
@@ -155,9 +157,7 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, env: Environment, deadline: float) -> None:
-    """Exchange a message with all ranks, which shows that this rank serves the store or is connected to the right
-    one.
-    """
+    """Exchange a message with all ranks, which shows that this rank serves, or is connected to, the right store."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)
@@ -266,9 +266,10 @@ class _File:
 
 
 def private_folder() -> Path:
-    """Return the folder for such files, created with mode 0700.
+    """Return the folder for files with rank 0's endpoint, created with mode 0700.
 
-    Raises Invalid if another user could read or write it.
+    Raises:
+        Invalid: another user could read or write the folder.
     """
     path = Path(tempfile.gettempdir()) / f"hvd-elastic-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

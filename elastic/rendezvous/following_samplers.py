@@ -1,4 +1,4 @@
-"""Keep torch's ``DistributedSampler`` at the size and rank of the current world, by wrapping its methods.
+"""Wrapped methods that keep torch's ``DistributedSampler`` at the size and rank of the current world.
 
 A sampler follows the world if it was made with the size and rank of the world at that moment, explicitly or by default.
 A sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class

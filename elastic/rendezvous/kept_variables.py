@@ -1,4 +1,4 @@
-"""Warn a script, once, that it reads environment variables whose values belong to an earlier world."""
+"""Warning that a script reads environment variables whose values belong to an earlier world. Issued once."""
 
 from __future__ import annotations
 

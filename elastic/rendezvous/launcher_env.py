@@ -1,4 +1,4 @@
-"""Decide from the environment which launcher started this process, which rank it has, and how the ranks connect.
+"""Detection, from the environment, of the launcher of this process, its rank, and the way in which ranks connect.
 
 Pure: no I/O, no clock.
 
@@ -75,7 +75,7 @@ class LauncherEnv:
     """Information about the launcher that started this process.
 
     Args:
-        way: how ranks find rank 0, or None for a world of one.
+        way: way in which ranks find rank 0, or None for a world of size 1.
         local_rank: rank on the host, or None if the launcher did not set it.
     """
 
@@ -87,14 +87,14 @@ class LauncherEnv:
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
-    """Return how this process was started, or None if it was started on its own or by elasticrun.
+    """Return the launcher of this process, or None if it was started alone or by elasticrun.
 
     Args:
         env: environment variables.
         parent: process ID of the parent.
 
     Raises:
-        Invalid: a rank is given but no way to connect. The message names the variable to set.
+        Invalid: a rank is set, but the address of rank 0 is missing. The message names the variable to set.
     """
     if "ELASTIC_DRIVER" in env:
         return None

@@ -57,7 +57,7 @@ _replies: msgspec.msgpack.Decoder[_Reply] = msgspec.msgpack.Decoder(_Reply)
 
 
 class StoreListener:
-    """A bound socket on which this worker would serve the next generation's store, and the address for other ranks."""
+    """Bound socket on which this worker would serve the next generation's store, and its address for other ranks."""
 
     def __init__(self, sock: socket.socket, address: Address) -> None:
         self.socket = sock
@@ -89,7 +89,7 @@ def listen(host: str, port: int = 0) -> StoreListener:
 
 
 class Store:
-    """One generation's store, as seen by one rank. Thread-safe.
+    """Store of one generation, as seen by one rank. Thread-safe.
 
     Rank 0 passes its ``listener``, whose ownership moves to the store. ``timeout_s`` bounds every wait.
     """
@@ -269,7 +269,7 @@ class Call:
         return self._aborted.is_set()
 
     def connect(self, address: Address, deadline: float) -> None:
-        """Connect, and retry while the connection is refused. Without a driver, the start of rank 0 is unknown."""
+        """Connect, with retries while the connection is refused, because rank 0 may not have started yet."""
         while not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
             with self._lock:

@@ -1,4 +1,4 @@
-"""The calling end of a control connection, for threads: TLS, handshake and frames. Makes no decisions.
+"""Calling end of a control connection, for threads: TLS, handshake and frames. Makes no decisions.
 
 With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Thus poll()
 reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS shutdown.
@@ -33,7 +33,7 @@ class ConnectionClosed(ProtocolError):
 
 
 class ControlClient:
-    """A connection to a driver. Any thread may send. Only one thread at a time may receive.
+    """Connection to a driver. Any thread may send. Only one thread at a time may receive.
 
     Args:
         sock: connected socket, which the client owns.

@@ -1,4 +1,4 @@
-"""Server of sealed frames, in one thread: accepts, authenticates and drops callers. Makes no decisions.
+"""Server of sealed frames, which accepts, authenticates and drops callers in one thread. Makes no decisions.
 
     accepted --first message--> authenticated: each message goes to ``received``
     closed, invalid data, a refused message, unread frames: dropped; ``lost``, once
@@ -39,7 +39,7 @@ _READ_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class SealedCaller:
-    """A caller of the server. ``identity`` is set by the owner of the server when it accepts the first message."""
+    """Caller of the server. ``identity`` is set by the server's owner when it accepts the first message."""
 
     socket: socket.socket
     wire: AcceptedConnection

@@ -25,7 +25,7 @@ HOLD_S = (
 
 
 class CommittedState(Protocol):
-    """The operations on a state that the commit log uses."""
+    """Operations on a state that the commit log needs."""
 
     def save(self) -> None: ...
 
@@ -72,7 +72,7 @@ class DurableWriter(Protocol):
 
 
 class CommitLog:
-    """The commits of one worker. All methods must be called from the training thread."""
+    """Commits of one worker. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session

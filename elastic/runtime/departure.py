@@ -1,4 +1,4 @@
-"""Handle errors of user code that are caused by the end of child processes while this worker is leaving.
+"""Handling of errors in user code that the end of child processes causes while this worker is leaving.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
 training process raise. Such an error counts as the end of the current world only: this worker still holds the last
@@ -24,7 +24,7 @@ LOOK_S = 0.01
 
 
 class Departure:
-    """Track whether a worker leaves during one training. Must be called from the training thread.
+    """Record of whether a worker leaves during one training. Must be called from the training thread.
 
     Args:
         session: session of this worker.
@@ -39,7 +39,7 @@ class Departure:
         self._reaped = 0  # value of `_reaped` when user code started
 
     def excuses_error(self) -> bool:
-        """Return whether, after an error of user code, another world with this worker in it may follow.
+        """Return whether this worker may be in another world after an error of user code.
 
         True only once per request to leave. The next error is raised. Children remain ignored until `watch_children`.
         """

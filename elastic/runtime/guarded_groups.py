@@ -138,7 +138,7 @@ class GuardedGroups:
             name: name by which the log refers to waits in the collective.
 
         Raises:
-            PeerLost: the generation has ended. Other errors of `Session.raise_if_broken` are possible too.
+            PeerLost: the generation has ended. `Session.raise_if_broken` lists the other errors.
         """
         session = self._session
         generation = session.recovery.generation

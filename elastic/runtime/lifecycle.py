@@ -1,4 +1,4 @@
-"""The runtime of this process: init, shutdown and access to it. `worker_runtime` implements it."""
+"""Runtime of this process: init, shutdown and access to it. `worker_runtime` implements it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def current(*, trains: bool = False) -> WorkerRuntime:
         trains: whether the caller is a function under ``elastic.run``.
 
     Raises:
-        NotInitialized: before ``init()`` and after ``shutdown()``.
+        NotInitialized: ``init()`` was not called, or ``shutdown()`` was called.
     """
     if _runtime is None or not _initialized:
         if _inherited is not None:
@@ -89,7 +89,7 @@ def place() -> Place:
     """Return the place of this worker in the world. A forked child returns the place at the fork.
 
     Raises:
-        NotInitialized: before ``init()``.
+        NotInitialized: ``init()`` was not called.
     """
     found = position()
     return current().place if found is None else found[0]
@@ -105,11 +105,11 @@ def init() -> None:
 
     In a job of fixed size, and at the first start of an elastic one, this returns when the first world is formed. A
     worker that joins a training world returns immediately, with a provisional size and a rank other than 0. Under
-    another launcher, it returns when all ranks have called it. See docs/launchers.md. In a forked child of a worker it
-    does nothing, since the queries already work there.
+    another launcher, it returns after all ranks have called it. See docs/launchers.md. In a forked child of a worker it
+    has no effect, since the queries already work there.
 
     Raises:
-        DriverLost, JobFailed: there is no job to join.
+        DriverLost, JobFailed: the driver cannot be reached, or the job has ended.
         Invalid: an argument or environment variable is invalid.
         CollectiveFailed: ranks did not find each other.
     """

@@ -1,4 +1,4 @@
-"""The worker's connection to the driver, read by one thread. Transports messages. Makes no decisions."""
+"""Connection of the worker to the driver, read by one thread. Makes no decisions."""
 
 from __future__ import annotations
 

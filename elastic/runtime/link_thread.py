@@ -63,7 +63,7 @@ class LinkThread:
         """Introduce this process to the driver and wait for the answer.
 
         Raises:
-            DriverLost: the driver did not answer.
+            DriverLost: the driver did not respond.
         """
         session = self._session
         stack_dump.answer()

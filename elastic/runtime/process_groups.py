@@ -1,4 +1,4 @@
-"""Groups and store of the current world: created at first use, aborted when the world breaks.
+"""Groups and store of the current world, which are created at first use and aborted when the world breaks.
 
 The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
 group are decided elsewhere.
@@ -137,7 +137,7 @@ class Groups:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """If the world spans a network, connect the groups that previous worlds used, all at once.
+        """Connect the groups that previous worlds used, all at once, if the world spans a network.
 
         Over long distances, each connection takes many round trips. This method does not wait, and a rank that does not
         need a group yet joins later.
@@ -196,7 +196,7 @@ class Groups:
             return made[key]
 
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
-        """Return whether other ranks are creating this group and wait for this one, or it exists.
+        """Return whether this group exists, or other ranks are creating it and wait for this rank.
 
         Costs one message to rank 0.
         """

@@ -1,4 +1,4 @@
-"""Track the position of this worker's training thread, and decide when to report it to the driver.
+"""Position of this worker's training thread, and the times at which it is reported to the driver.
 
 Pure: times are passed in.
 
@@ -111,7 +111,7 @@ class ProgressCounter:
         return due
 
     def next_look_s(self, now: float) -> float:
-        """Return how many seconds the link thread may sleep. A wait must be reported after `WAIT_S` seconds."""
+        """Return the seconds that the link thread may sleep. A wait must be reported after `WAIT_S` seconds."""
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 
@@ -127,9 +127,9 @@ class ProgressCounter:
         """Return the report of the last `PACE_S` seconds, if there was progress and the world is the same.
 
         Args:
-            now: seconds.
+            now: current time, in seconds.
             generation: generation of the current world, in which there may have been no collective yet.
-            commit: the newest of this worker.
+            commit: the newest commit of this worker.
         """
         if self._window is None or self._window[0] != generation:
             self._begin_window(now, generation, commit)

@@ -337,20 +337,18 @@ class Recovery:
         return [AbortGroups(generation, reason), Send(failed)]
 
     def strand(self) -> list[Action]:
-        """Report that a collective failed outside ``elastic.run``, in a world that has ended and cannot be rolled
-        back.
-        """
+        """Report that a collective failed outside ``elastic.run``, so that its world ended without a rollback."""
         if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Assign a number to a commit that was just saved: the number of the next safepoint, or of the safepoint at
-        which all workers have stopped.
+        """Assign a number to a commit that was just saved, and return the commit.
 
-        Outside ``elastic.run`` the workers do not agree on commits. Such a commit belongs to this worker alone, and has
-        no number.
+        The number is that of the next safepoint, or of the safepoint at which all workers have stopped. Outside
+        ``elastic.run`` the workers do not agree on commits. Such a commit belongs to this worker alone, and has no
+        number.
         """
         if self.running:
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
@@ -502,9 +500,9 @@ def _broke(
 
 
 def excuse_error(recovery: Recovery) -> bool:
-    """Return whether, after an error of user code, this worker may join another world. See `ErrorExcuse.excuse`.
+    """Return whether this worker may join another world after an error of user code. See `ErrorExcuse.excuse`.
 
-    Without a commit there is nothing to preserve, so the result is False.
+    Without a commit, no state needs to be preserved, so the result is False.
     """
     trains = recovery.running and recovery.phase in (Phase.TRAINING, Phase.BROKEN)
     return trains and recovery.newest is not None and recovery.ending.excuse()

@@ -1,4 +1,4 @@
-"""Measure the durations of the parts of a recovery, for the driver's log. Pure: times are passed in."""
+"""Durations of the phases of a recovery, for the driver's log. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elastic.protocol.messages import ShardsPlaced
 
 
 class Phases:
-    """The times in one worker's recovery, in this order: broken, raised, restored, ready, world, synced, stepped."""
+    """Times in one worker's recovery, in this order: broken, raised, restored, ready, world, synced, stepped."""
 
     def __init__(self) -> None:
         self.copied_bytes = 0
@@ -28,9 +28,7 @@ class Phases:
         self._ms = {"raised": self._between("broken", "raised")}
 
     def broken_at(self) -> float:
-        """Return the time at which the last world ended or was stopped by a planned change, or 0 if neither has
-        happened.
-        """
+        """Return the time at which the last world ended or was stopped by a planned change, or 0 without either."""
         return self._marks.get("broken", 0.0)
 
     def restored(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""This worker's part in its job: the `Recovery` machine under its lock, and execution of its decisions.
+"""Part of this worker in its job: the `Recovery` machine under its lock, and execution of its decisions.
 
 One lock guards the machine and wakes waiting threads. The link thread may abort groups at any time and takes no other
 lock, so neither a collective nor the creation of a group can delay it.
@@ -51,7 +51,7 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """Return for how many seconds the process was stopped, if it has just resumed, else 0."""
+        """Return the seconds for which the process was stopped, if it has just resumed, else 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 
@@ -135,7 +135,7 @@ class Session:
     def send(self, message: Message) -> None:
         """Send a message to the driver, in the order of this thread's calls.
 
-        Without a driver, do nothing. Never raises.
+        Has no effect without a driver. Never raises.
         """
         if self._link is None:
             return
@@ -220,7 +220,7 @@ class Session:
         Raises:
             PeerLost: another world follows.
             CollectiveFailed: no world follows.
-            JobOver: the job has ended. Other errors of `raise_over` are possible too.
+            JobOver: the job has ended. `raise_over` lists the other errors.
         """
         phase = self.recovery.phase
         if phase is Phase.TRAINING:
@@ -247,7 +247,7 @@ class Session:
         """Raise the error with which this process leaves the job.
 
         Raises:
-            LeaveRequested: under elastic.run.
+            LeaveRequested: the worker leaves, under elastic.run.
             SystemExit: the worker leaves, outside elastic.run.
             StateMismatch: its state was rejected.
             WorkerOrphaned, JobOver: the job has ended.

@@ -112,7 +112,7 @@ class Training:
             )
 
     def cannot_begin(self, why: str) -> None:
-        """Report to the driver that the job cannot continue with any worker, and why."""
+        """Report to the driver the reason why the job cannot continue with any worker."""
         self._session.update(lambda recovery: recovery.raised(why, "", final=True))
 
     def lost_shards(self, why: str) -> None:

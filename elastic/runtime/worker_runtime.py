@@ -1,4 +1,4 @@
-"""The worker's runtime, composed of its parts. `recovery` makes the decisions.
+"""Runtime of the worker, composed of its parts. `recovery` makes the decisions.
 
 `Session` holds the machine, its lock and the connection to the driver. `LinkThread` handles the driver's messages.
 `DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog` commits,
@@ -148,9 +148,8 @@ class WorkerRuntime:
     def guard(self, name: str) -> Guard:
         """Return a context for collectives in the training thread.
 
-        It turns CollectiveFailed into PeerLost and notifies the driver.
-
-        ``name`` is the name by which the log refers to waits in the block.
+        It converts CollectiveFailed to PeerLost and notifies the driver. ``name`` is the name by which the log refers
+        to waits in the block.
         """
         self.activity += 1
         return Guard(self._groups, name)
@@ -172,7 +171,7 @@ class WorkerRuntime:
         """Introduce this process to the driver and wait for the answer.
 
         Raises:
-            DriverLost: the driver did not answer.
+            DriverLost: the driver did not respond.
         """
         assert self._link is not None
         self.link_thread.connect(self._link)

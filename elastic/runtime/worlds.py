@@ -48,7 +48,7 @@ class DriverWorlds:
             kept: older commits of which this worker has copies.
 
         Raises:
-            PeerLost: the world broke. Other errors of `Session.raise_over` are possible too.
+            PeerLost: the world broke. `Session.raise_over` lists the other errors.
         """
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)

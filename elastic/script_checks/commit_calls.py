@@ -1,4 +1,4 @@
-"""Tell from the syntax tree of a script when it calls ``commit()``. Pure: no I/O, no clock."""
+"""Calls of ``commit()`` in the syntax tree of a script, and when they are made. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Loop = ast.For | ast.While
 
 
 def calls_in(tree: ast.AST) -> Iterator[CommitCall]:
-    """Yield, for each call of commit() in a syntax tree, when the call is made."""
+    """Yield, for each call of commit() in a syntax tree, the time at which it is made."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name | ast.Attribute) or name_of(node) not in NAMES:

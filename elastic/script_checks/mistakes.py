@@ -1,4 +1,4 @@
-"""Decide which mistakes a training script makes, from observations of its steps. Pure: no I/O, no clock.
+"""Detection of mistakes in a training script, from observations of its steps. Pure: no I/O, no clock.
 
 These mistakes raise no error as long as no worker fails, but make the training wrong after a failure, or from the
 start. docs/script-checks.md describes each kind.
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 
 class CommitCall(enum.Enum):
-    """When a script calls commit()."""
+    """Time at which a script calls commit()."""
 
     EACH_STEP = (
         enum.auto()
@@ -45,7 +45,7 @@ class CommitCall(enum.Enum):
 
 @dataclass(frozen=True)
 class RestartingLoop:
-    """A loop such as ``for epoch in range(10)`` that starts again after a change of the world, and its function."""
+    """Loop such as ``for epoch in range(10)`` that starts again after a change of the world, and its function."""
 
     head: str
     function: str
@@ -53,7 +53,7 @@ class RestartingLoop:
 
 @dataclass(frozen=True)
 class UsedPart:
-    """An object that the training uses: its class, and whether it is in the state."""
+    """Object that the training uses: its class, and whether it is in the state."""
 
     name: str
     in_state: bool
@@ -61,7 +61,7 @@ class UsedPart:
 
 @dataclass(frozen=True)
 class Trained:
-    """An optimizer that has stepped.
+    """Optimizer that has stepped.
 
     Of its ``parameters``, the number ``uncovered`` belong to no model of the state.
     """
@@ -78,7 +78,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class UsedLoader:
-    """The loader that supplies the batches of the steps.
+    """Loader that supplies the batches of the steps.
 
     Args:
         keeps_position: whether the loader's class can resume within an epoch.
@@ -115,7 +115,7 @@ class ScriptObservation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake in a script. ``facts`` are the values in its sentence."""
+    """Mistake in a script. ``facts`` are the values in its sentence."""
 
     kind: Kind
     facts: tuple[tuple[str, Any], ...] = ()
@@ -139,7 +139,7 @@ def found(seen: ScriptObservation) -> list[Mistake]:
 
 
 def unreported(made: Iterable[Mistake], reported: Collection[Kind]) -> list[Mistake]:
-    """Return those of the mistakes whose cause was not reported before, under the same or another kind."""
+    """Return the mistakes whose cause was not reported before, under the same or another kind."""
     causes = {_CAUSES.get(kind, kind) for kind in reported}
     return [each for each in made if _CAUSES.get(each.kind, each.kind) not in causes]
 

@@ -1,4 +1,4 @@
-"""Observe the first steps of a training function, and report mistakes.
+"""Observation of the first steps of a training function, with a report of mistakes.
 
 After the check the step hook returns immediately but stays until the training ends: torch iterates over its hooks while
 they run, so a hook must not remove another one.
@@ -276,7 +276,7 @@ class ScriptObserver:
     # ---- report ------------------------------------------------------------------------------------------------------
 
     def _report(self, seen: ScriptObservation) -> None:
-        """Print new mistakes on rank 0. Raises ScriptMistakes with --strict."""
+        """Print new mistakes on rank 0. Raises ScriptMistakes if --strict was passed."""
         new = mistakes.unreported(mistakes.found(seen), self._reported)
         self._reported |= {each.kind for each in new}
         if new and self._rt.env.strict:
@@ -290,7 +290,7 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Context of one training that is observed. Yields None if nothing is checked.
+    """Context manager of one training that is observed. Yields None if nothing is checked.
 
     That is the case in jobs of fixed size, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """
@@ -379,8 +379,8 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return those attributes of a sampler, such as ``rank=1``, whose names and values match a rank or a size of the
-    world.
+    """Return the attributes of a sampler, such as ``rank=1``, that match a rank or a size of the world by name and
+    value.
     """
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]

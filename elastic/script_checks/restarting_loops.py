@@ -1,4 +1,4 @@
-"""Find loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function.
+"""Search for loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function.
 
 Pure: no I/O, no clock.
 

@@ -1,6 +1,4 @@
-"""Read the source of a script, if it is that of the running code: when the script calls ``commit()``, and which
-loops start again.
-"""
+"""Source of a script, if it is that of the running code: its calls of ``commit()``, and loops that start again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe optimizer steps in frameworks other than torch.
+"""Observation of optimizer steps in frameworks other than torch.
 
 Each framework's source registers itself when it is imported.
 """

@@ -109,7 +109,7 @@ class Options:
 
 
 def check_predivide_factor(factor: object, op: Op) -> None:
-    """Raise Invalid unless the factor is positive, and 1.0 for any reduction but an average."""
+    """Raise Invalid unless the factor is positive, and 1.0 for any reduction other than an average."""
     if not isinstance(factor, int | float) or not math.isfinite(factor):
         raise Invalid(f"gradient_predivide_factor is {factor!r}: pass a positive number")
     if factor != 1.0 and op is not Op.AVERAGE:

@@ -1,7 +1,7 @@
 """Buckets and slots of an optimizer's gradients. Makes no decisions.
 
-`bucket_plan` decides from sizes, and the ranks agree on its input (see `plan_agreement`). This module turns the result
-into buffers and gives each parameter its place.
+`bucket_plan` decides from sizes, and the ranks agree on its input (see `plan_agreement`). This module creates the
+buffers of the result and assigns each parameter to its place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:
-    """The place of one trainable parameter in the plan, and its progress in the current step."""
+    """Place of one trainable parameter in the plan, and its progress in the current step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
@@ -41,7 +41,8 @@ class Slot:
 class GradientPlan:
     """Plan for a fixed list of named parameters: the slots of trained parameters and, once arranged, the buckets.
 
-    Initially, the trained parameters are those that require a gradient on this rank, later those that do on any rank.
+    Initially, the trained parameters are those that require a gradient on this rank. Later, they are those that require
+    a gradient on any rank.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class GradientPlan:
         )
 
     def train(self, trained: tuple[int, ...]) -> None:
-        """Set which parameters are trained (1 for each, else 0). If they differ, discard the arrangement."""
+        """Set which parameters are trained (1 for each, else 0). If the set changes, discard the arrangement."""
         if trained != self.trained:
             self._train(trained)
             self.sparse, self.order, self.buckets, self.rows = {}, None, [], []

@@ -1,5 +1,4 @@
-"""Schedule the reduction of gradients: counts backward passes, launch full buckets in plan order, and wait for
-them.
+"""Schedule of the reduction of gradients: counts of backward passes, launches of full buckets, and waits for them.
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
@@ -184,8 +183,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Set every parameter's ``grad`` to the reduced gradient. Collective.
 
-        Parameters without a gradient contribute zeros and receive one. Does nothing if the last backward pass has
-        already completed the reduction, or if this rank is not in the process set.
+        Parameters without a gradient contribute zeros and receive a gradient. Does nothing if the last backward pass
+        has already completed the reduction, or if this rank is not in the process set.
 
         Raises:
             PeerLost: a rank was lost.
@@ -621,7 +620,7 @@ class GradientReducer:
         self._progress.usual = usual
 
     def _heed_change(self, world: Context) -> None:
-        """Agree on a new plan if the step's flag says that other parameters require a gradient on some rank.
+        """Agree on a new plan if the step's flag shows that other parameters require a gradient on some rank.
 
         The step was taken without those parameters. The new plan contains all parameters that are trained on any rank,
         and the gradients of the new ones are reduced here.
@@ -684,7 +683,7 @@ def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
-    """Return the sizes in bytes at which the first bucket, and any other, is full.
+    """Return the sizes in bytes at which the first bucket, and any other bucket, is full.
 
     These are HOROVOD_FUSION_THRESHOLD or a default, and equal on all ranks of a world, even if hosts have different
     numbers of ranks.

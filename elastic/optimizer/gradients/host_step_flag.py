@@ -10,7 +10,7 @@ from elastic.state.snapshots.pinned import PinnedCopy
 
 
 class HostStepFlag:
-    """One element of a bucket that holds the step flag, and its copy on the host.
+    """Element of a bucket that contains the step flag, and its copy on the host.
 
     On a GPU, the copy overlaps with the wait for later buckets.
     """
@@ -22,7 +22,7 @@ class HostStepFlag:
             self._seen = torch.empty_like(mark, device="cpu", pin_memory=True)
 
     def fetch(self) -> None:
-        """Start the copy after a successful reduction."""
+        """Start the copy of the flag after a successful reduction."""
         if self._copy is not None:
             self._seen.copy_(self._mark, non_blocking=True)
             self._copy.follow(self._mark.device, self._mark.nbytes)

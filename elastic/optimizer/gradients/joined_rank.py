@@ -1,4 +1,4 @@
-"""Let a joined rank take part in the steps of an optimizer: it contributes zeros, and its own state does not change.
+"""Participation of a joined rank in the steps of an optimizer: it contributes zeros, and its state does not change.
 
 This module also has the exchanges by which ranks agree on a plan, because both sides must match. Their meaning is
 defined in `plan_agreement`. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
@@ -53,7 +53,7 @@ def compare(group: Collectives, device: torch.device, vector: list[int]) -> Plan
     Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
 
     Args:
-        group: the ranks.
+        group: group of the ranks that compare.
         device: device of the group.
         vector: result of `plan_agreement.vector`.
     """
@@ -79,7 +79,7 @@ def share_order(
     """Return the order of the gradients on rank ``source``, on all ranks.
 
     Args:
-        group: the ranks.
+        group: group of the ranks that compare.
         device: device of the group.
         source: the rank that sends its order, or None.
         own: the order on this rank, or None if it has joined.
@@ -138,10 +138,10 @@ def send_layout(
     """Send a plan from rank ``source`` to all joined ranks.
 
     Args:
-        group: the ranks.
+        group: group of the ranks that compare.
         device: device of the group.
         source: the rank that sends.
-        layout: the plan, or None if there is none.
+        layout: the plan, or None if this rank has no plan.
     """
     assert source is not None
     share_bytes(group, device, source, b"" if layout is None else layout.encode())
@@ -181,7 +181,9 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """Take part in the steps of one plan. The reduction of the plan's first buffer ends when the other ranks step."""
+    """Participation of a joined rank in the steps of one plan. The reduction of the plan's first buffer ends when the
+    other ranks step.
+    """
 
     def __init__(
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED

@@ -1,4 +1,4 @@
-"""Tune glibc's malloc so that the memory of gradients stays in the process between steps. Runs once per process.
+"""Settings of glibc's malloc that keep the memory of gradients in the process between steps. Runs once per process.
 
 Backward allocates every gradient, which is freed as soon as it was copied into its bucket. By default, glibc returns
 such large blocks to the system, and in the next step the kernel allocates them again, page by page and filled with

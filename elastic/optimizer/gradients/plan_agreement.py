@@ -63,7 +63,7 @@ def mark_value(op: Op, mark: StepFlag) -> float:
 
 
 def read_mark(op: Op, reduced: float) -> StepFlag:
-    """Return the reduced flag. CHANGE has priority over STEP, and STEP over JOINED."""
+    """Return the reduced flag. CHANGE takes precedence over STEP, and STEP over JOINED."""
     values = _VALUES[op]
     if reduced == values[StepFlag.JOINED]:
         return StepFlag.JOINED
@@ -106,14 +106,14 @@ class Sparse(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Everything that a step reduces, in order. The buffers come before the sparse gradients.
+    """Buffers and sparse gradients that a step reduces, in this order.
 
     The last element of the first buffer is the step flag. ``op`` is the reduction as sent. A group that scales during
     the reduction multiplies its results by ``scale`` and divides them by ``divisor``. ``order`` is the order in which
     gradients become ready.
 
     Args:
-        trained: which of the optimizer's parameters have a gradient on any rank.
+        trained: for each parameter of the optimizer, whether it has a gradient on any rank.
     """
 
     digest: int
@@ -271,11 +271,11 @@ class Owner(Protocol):
     """Interface of a reducer that owns a plan."""
 
     def plan_replaced(self) -> None:
-        """Handle that the other ranks agreed on another plan for this optimizer while this rank had joined."""
+        """Handle the replacement of this optimizer's plan by the other ranks while this rank had joined."""
 
 
 class AgreedPlan:
-    """A plan that was agreed on, with its number and its reducer on this rank."""
+    """Plan that was agreed on, with its number and its reducer on this rank."""
 
     def __init__(self, number: int, layout: StepPlan, owner: Owner | None) -> None:
         self.number = number
@@ -294,7 +294,7 @@ class AgreedPlan:
 
 
 class Plans:
-    """The plans that the same ranks have agreed on in one generation."""
+    """Plans that the same ranks have agreed on in one generation."""
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []

@@ -20,7 +20,7 @@ _NOBODY = -(1 << 31)
 
 
 class PlanDifference(NamedTuple):
-    """The lines of two ranks whose optimizers differ.
+    """Lines of two ranks whose optimizers differ.
 
     ``first`` is the lowest rank with data. ``other`` is the lowest rank with different lines, or None.
     """

@@ -1,4 +1,4 @@
-"""Track the progress of a step: which gradients have arrived, and which backward pass is the last.
+"""Progress of a step: the gradients that have arrived, and the backward pass that is the last.
 
 Pure: no I/O, no clock.
 
@@ -55,7 +55,7 @@ class PassEnd(enum.Enum):
 
 
 class CountedSlot(Protocol):
-    """A parameter that receives the same number of gradients in each step."""
+    """Parameter that receives the same number of gradients in each step."""
 
     passes_left: int
 

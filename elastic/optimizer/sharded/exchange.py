@@ -45,10 +45,10 @@ class PartialsExchange:
     """A single exchange of the partials of one bucket.
 
     Args:
-        group: the ranks.
+        group: group of the ranks that exchange partials.
         places: this rank's buffers, flat and of equal length, at least one. They contain its partials. The result
             replaces the first one.
-        elements: number of elements to sum. The rest of each buffer is padding.
+        elements: number of elements to sum. The remaining elements of each buffer are padding.
         program: the evaluation of the tree.
         counts: number of partials of each rank.
         divisor: divisor of the sum.

@@ -16,7 +16,7 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """The place of one trained parameter, and its remaining backward passes in the current shard."""
+    """Place of one trained parameter, and its remaining backward passes in the current shard."""
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 
@@ -28,7 +28,7 @@ class ShardSlot:
 
 
 class ShardPlan:
-    """The buckets and slots of one optimizer.
+    """Buckets and slots of one optimizer.
 
     Attributes:
         slots: slots by ID of the parameter.

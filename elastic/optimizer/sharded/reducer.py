@@ -1,4 +1,4 @@
-"""Schedule the sums of a step's shards: bucket by bucket during backward of the last shard.
+"""Schedule of the sums of a step's shards, bucket by bucket during backward of the last shard.
 
 Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
 along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
@@ -44,7 +44,7 @@ PURPOSE = f"{GRADIENTS} of shards"
 
 
 class ShardReducer:
-    """Sum the gradients of one optimizer over shards.
+    """Reducer that sums the gradients of one optimizer over shards.
 
     Args:
         optimizer: the optimizer.
@@ -152,11 +152,7 @@ class ShardReducer:
         self._hooks.install(self._parameters.all())
 
     def finish(self) -> None:
-        """Check that the loop over the shards has ended, which completes the gradients.
-
-        Raises:
-            Invalid: called within the loop.
-        """
+        """Raise Invalid within the loop over the shards, whose end completes the gradients."""
         if self.pending:
             raise Invalid(
                 "optimizer.step() or synchronize() was called within the loop over the shards of step"
@@ -233,7 +229,7 @@ class ShardReducer:
                 self._receive(parameter)
 
     def _may_flip(self, parameter: torch.Tensor) -> None:
-        """Let a failpoint flip a bit of a gradient that was just computed."""
+        """Flip a bit of a gradient that was just computed, if a failpoint requests it."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
             return
@@ -305,8 +301,9 @@ class ShardReducer:
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
-        """Process the parameters that remain at the end of a shard: they have no gradient, or fewer passes than
-        others.
+        """Process the parameters that remain at the end of a shard.
+
+        They have no gradient, or fewer passes than other parameters.
         """
         for slot in self._plan.slots.values():
             if slot.passes_left:
@@ -408,7 +405,7 @@ class ShardReducer:
         return self._launched == len(self._plan.buckets)
 
     def _launch_full(self) -> None:
-        """Launch full buckets. Runs in a hook and therefore never raises an interruption; `step_ends` does."""
+        """Launch full buckets. This runs in a hook and never raises an interruption, unlike `step_ends`."""
         world = lifecycle.current()
         before = [each for each in self.shards.turn_of(self) if isinstance(each, ShardReducer)]
         if (

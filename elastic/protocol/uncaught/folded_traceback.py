@@ -1,4 +1,4 @@
-"""Format an exception as Python prints it, with the frames of this package folded into one line, by file names alone.
+"""Format of an exception as Python prints it, but with the frames of this package folded into one line.
 
       File "train.py", line 21, in <module>
         train(state)

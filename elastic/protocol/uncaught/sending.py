@@ -1,4 +1,4 @@
-"""Send an exception that ends a worker's script to the agent, as a line of JSON in a pipe that only the two share.
+"""Transfer of an exception that ends a worker's script to the agent, as a line of JSON in a private pipe.
 
 The pipe exists before the script begins and works without `init()`. The agent keeps both of its ends, and the worker
 opens it through /proc. If it cannot be opened, or no longer has a reader, `send` returns False.
@@ -23,14 +23,14 @@ LIMIT = 64 * 1024  # maximum number of characters of a traceback that are sent
 
 
 class Uncaught(msgspec.Struct, frozen=True, tag=True):
-    """An exception that ended a script.
+    """Exception that ended a script.
 
     ``digest`` is equal for exceptions of the same classes raised at the same lines.
 
     Args:
         line: line of the script, as ``train.py:12``, or empty.
-        peer: whether it was raised because another worker was lost or has failed.
-        driver: whether it was raised because the driver was lost.
+        peer: whether the exception was raised because another worker was lost or has failed.
+        driver: whether the exception was raised because the driver was lost.
     """
 
     digest: str
@@ -139,7 +139,7 @@ def _written(fd: int, data: memoryview) -> bool:
 
 
 def opened(environ: Mapping[str, str]) -> int | None:
-    """Open the pipe for writing. Return None if there is no pipe, or if the agent has exited."""
+    """Open the pipe for writing. Return None if no pipe exists, or the agent has exited."""
     path, _, inode = environ.get(DIAGNOSTICS, "").rpartition(":")
     if not path:
         return None

@@ -1,4 +1,4 @@
-"""Decide whether an exception in user code is a consequence of the end of this worker or job. Pure: no I/O, no clock.
+"""Detection of exceptions in user code that are a consequence of the end of this worker or job. Pure: no I/O, no clock.
 
 A process manager that ends a job also signals its loader workers, and a training process raises when one of them exits.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ErrorExcuse:
-    """Collector of signs that this worker or its job is about to end."""
+    """Collection of signs that this worker or its job is about to end."""
 
     leaving: str = ""  # reason of the worker's request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint

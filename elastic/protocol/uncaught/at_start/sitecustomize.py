@@ -1,4 +1,4 @@
-"""Imported first by Python in a worker: sends an exception that ends the script to the agent instead of printing it.
+"""Module that Python imports first in a worker, to send an exception that ends the script to the agent.
 
 The agent puts this folder in front of PYTHONPATH. It is removed immediately, so that neither the script nor its
 children find it, and the user's own sitecustomize is imported as usual.
