@@ -1,4 +1,4 @@
-"""Runs the stepper job under elasticrun, sends signals to its workers and observes its steps, journal and processes.
+"""Run the stepper job under elasticrun, send signals to its workers and observe its steps, journal and processes.
 
 It also contains the options and the table that these benchmarks share.
 """

@@ -23,7 +23,7 @@ BATCH, BATCHES = 16, 1000  # samples; batches, repeated
 
 
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs each step, and ends the training at the step whose number is in ``stop``."""
+    """Log each step, and end the training at the step whose number is in ``stop``."""
 
     def __init__(self, directory: str, state: Any, log: StepLog) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records the bytes that leave a network interface: `python link_counter.py FILE`, until it is killed.
+"""Record the bytes that leave a network interface: `python link_counter.py FILE`, until it is killed.
 
 Writes a line ``seconds bytes`` every `EVERY_S`, on the machine's monotonic clock, for eth0 of the network namespace in
 which it runs. Does not import torch, because it must not disturb the programs that it observes.

@@ -1,4 +1,4 @@
-"""Runs one of the examples, and logs its steps as `stepper` does.
+"""Run one of the examples, and log its steps as `stepper` does.
 
 stepped_example.py DIR gpt STEPS            for this number of steps
 stepped_example.py DIR lightning            or another of `ENDLESS`: to the step whose number is in DIR/stop, or

@@ -1,4 +1,4 @@
-"""Makes `harness` and `stress`, which are in the folder of the tests, importable by benchmarks. Must be imported before
+"""Make `harness` and `stress`, which are in the folder of the tests, importable by benchmarks. Must be imported before
 them."""
 
 import sys

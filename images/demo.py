@@ -1,4 +1,4 @@
-"""Fits a line in the given number of steps, with a pause after each that leaves time to kill a process: demo.py
+"""Fit a line in the given number of steps, with a pause after each that leaves time to kill a process: demo.py
 STEPS"""
 
 from __future__ import annotations

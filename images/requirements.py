@@ -1,4 +1,4 @@
-"""Prints the requirements of hvd-elastic with these extras for pip: requirements.py EXTRA,..."""
+"""Print the requirements of hvd-elastic with these extras for pip: requirements.py EXTRA,..."""
 
 import sys
 

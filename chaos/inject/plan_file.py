@@ -1,14 +1,16 @@
 """Parse a plan of faults from TOML text. Errors are one sentence with the line number. Pure: no I/O, no clock.
 
-[random]                        # drawn, at exponentially distributed intervals
-mean_time_between_faults_s = 30
-faults = ["kill", "freeze"]
+Example::
 
-[[fault]]                       # exactly this one
-at_s = 12                       # after training began; or after_commits = 100, or at_generation = 3
-kind = "freeze"
-victim = "rank 0"
-for_s = 8
+    [random]                        # drawn, at exponentially distributed intervals
+    mean_time_between_faults_s = 30
+    faults = ["kill", "freeze"]
+
+    [[fault]]                       # exactly this one
+    at_s = 12                       # after training began; or after_commits = 100, or at_generation = 3
+    kind = "freeze"
+    victim = "rank 0"
+    for_s = 8
 """
 
 from __future__ import annotations

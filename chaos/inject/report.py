@@ -2,13 +2,13 @@
 
 Terms:
 
-- a commit is *lost* if a world continued from an older one although one of its own members held it. This must never
-    happen.
-- a commit is *gone with its holders* if only workers that died had made it. No worker could continue from it, so its
-steps were repeated, as was all work since the last commit (*done again*, in seconds).
-- *training* is the time in which a whole world trained and its work was kept: from the moment when every member had
-    completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
-- *goodput* is the training time divided by the time from the first such moment to the end of training.
+- A commit is *lost* if a world continued from an older one although one of its own members held it. This must never
+  happen.
+- A commit is *gone with its holders* if only workers that died had made it. No worker could continue from it, so its
+  steps were repeated, as was all work since the last commit (*done again*, in seconds).
+- *Training* is the time in which a whole world trained and its work was kept: from the moment when every member had
+  completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
+- *Goodput* is the training time divided by the time from the first such moment to the end of training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that a job may end with a code and a reason after its previous events.
+"""Check that a job may end with a code and a reason after its previous events.
 
 Pure: no I/O, no clock. See `invariants`.
 

@@ -1,4 +1,4 @@
-"""Records the state of each worker from events, and rejects impossible events.
+"""Record the state of each worker from events, and reject impossible events.
 
 Pure: no I/O, no clock. See `invariants`.
 """

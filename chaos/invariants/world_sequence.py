@@ -1,4 +1,4 @@
-"""Checks that a world may follow the previous one with its members. Pure: no I/O, no clock. See `invariants`."""
+"""Check that a world may follow the previous one with its members. Pure: no I/O, no clock. See `invariants`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
 """Decisions about the end of a job once its outcome is known: waiting, kills and the exit code. Pure: no I/O, no clock.
 
-outcome 0: members continue by themselves without a limit --> all exited --> exit code 0, or 1 if one failed
-    other workers were asked to leave and have ``leave_s``
-    with --strict the code is 1 from the start if scripts failed, so that fewer returned than began
-    members that train again wait for each other: a frozen one is killed after ``idle_s``, and once one has
-    failed the others have ``leave_s``
-otherwise: all workers are notified; after GRACE_S all are killed --> all exited, or DEATH_S passed --> the code
+Outcome 0: members continue by themselves without a limit. The job ends when all workers have exited.
+
+- The exit code is 0, or 1 if a member failed. With --strict, it is 1 from the start if fewer scripts returned than
+  began.
+- Workers that are not members are asked to leave, and have ``leave_s``.
+- Members that train again wait for each other. A frozen one is killed after ``idle_s``. Once one has failed, the others
+  have ``leave_s``.
+
+Any other outcome: all workers are notified, and killed after GRACE_S. The job ends with the outcome's code when all
+workers have exited, or when another DEATH_S have passed.
 """
 
 from __future__ import annotations

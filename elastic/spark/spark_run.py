@@ -1,4 +1,4 @@
-"""`run`: runs elastic training in the tasks of a Spark application, from Python."""
+"""`run`: elastic training in the tasks of a Spark application, from Python."""
 
 from __future__ import annotations
 

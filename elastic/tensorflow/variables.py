@@ -1,4 +1,4 @@
-"""Broadcasts TensorFlow variables and Python objects, and gathers objects."""
+"""Broadcast TensorFlow variables and Python objects, and gather objects."""
 
 from __future__ import annotations
 

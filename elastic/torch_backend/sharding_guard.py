@@ -1,4 +1,4 @@
-"""Checks that parameters and optimizers sharded among the ranks of one world are not trained in another.
+"""Check that parameters and optimizers sharded among the ranks of one world are not trained in another.
 
 Each optimizer is checked once per world, before its first update.
 """

@@ -1,4 +1,4 @@
-"""Copies a shard from a GPU to pinned host memory while training continues.
+"""Copy a shard from a GPU to pinned host memory while training continues.
 
 If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
 step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented. Sums

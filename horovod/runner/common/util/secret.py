@@ -1,4 +1,4 @@
-"""Creates a key with which workers authenticate each other.
+"""Create a key with which workers authenticate each other.
 
 Jobs have their own secrets. This key is for settings that require one.
 """
