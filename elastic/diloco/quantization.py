@@ -45,7 +45,7 @@ def pack(values: torch.Tensor, code: CodeFormat) -> torch.Tensor:
     """Quantize values and pack them.
 
     Args:
-        values: 1-dimensional, floating point. A block with a value that is not finite becomes NaN.
+        values: 1-dimensional floating-point tensor. A block with a value that is not finite becomes NaN.
         code: format of the packed elements.
 
     Returns:
