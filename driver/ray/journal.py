@@ -12,12 +12,12 @@ whether recomputed actions are the same.
 The store has no transactions, so a deposed driver is made harmless when reading, not when writing:
 
 - A turn is taken by creating a key that must not exist yet, so that each driver has its own turn, in order, and no two
-drivers ever write the same key. The new driver reads the store only after that.
+  drivers ever write the same key. The new driver reads the store only after that.
 - After writing a record, a driver checks whether the turn is still its own and the next is not taken. If so, the next
-driver has read the record or will read it, and the decisions in it may be carried out. If not, LeadershipLost is
-raised.
+  driver has read the record or will read it, and the decisions in it may be carried out. If not, LeadershipLost is
+  raised.
 - Valid records are found backwards, from the last turn with a record to the beginning of a chapter. Records that were
-written too late are harmless, and records before the beginning are not needed, so any driver may remove both.
+  written too late are harmless, and records before the beginning are not needed, so any driver may remove both.
 
 The store is as durable as the head of the cluster: without Redis, it is lost with that process.
 """

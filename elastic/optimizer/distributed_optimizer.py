@@ -61,8 +61,8 @@ def DistributedOptimizer(
     - ``backward_passes_per_step``: number of passes whose gradients are summed locally (not averaged) before a
       reduction.
     - ``op``: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps with its own gradients and the
-    steps are combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores
-    ``groups``.
+      steps are combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores
+      ``groups``.
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
     - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group is reduced in one
       piece for each dtype. Other parameters are grouped by size.
