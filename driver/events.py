@@ -72,6 +72,7 @@ class WorkerReady(Event):
     number: int = 0
     shards: ShardsHeld | None = None
     kept: OlderCommits = OlderCommits()
+    step: int | None = None
 
 
 class WorkerFailed(Event):
@@ -464,6 +465,7 @@ class CheckpointMade(Event):
     """A commit was stored completely. It survives any failure."""
 
     commit: Commit
+    step: int | None = None  # step counter of the state, or None
 
 
 class WorkerDiffers(Event):

@@ -335,6 +335,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         step_input = rt.session.recovery.step_input
         join_preparation.prepare(state, native=rt.env.native, step_input=step_input)
     joined = rt.provisional
+    state.report_step()
     world = rt.worlds.next(digest, text, state.held_shards(), state.kept_commits())
     durable.entered(rt, world)
     following_group.follow(rt, first=first and not joined)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastic.checkpoints.files.manifest import at_step
 from elastic.driver.job.checkpoint_shares import (
     CheckpointCompleted,
     CheckpointFailed,
@@ -15,6 +14,7 @@ from elastic.driver.job.checkpoint_shares import (
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.reasons import counted, start_checkpoint
 from elastic.driver.settings import StartCheckpoint
+from elastic.protocol.messages import at_step
 
 QUIET_S = 30.0  # minimum interval between two lines of one kind, in seconds
 NAMED = 4  # maximum number of workers named per group

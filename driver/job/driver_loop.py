@@ -361,7 +361,7 @@ class Driver:
                     self._server.broadcast(workers, message)
                 case checkpoint_shares.CheckpointCompleted():
                     self._about_checkpoints.made(action)
-                    self._post(events.CheckpointMade(action.commit))
+                    self._post(events.CheckpointMade(action.commit, action.step))
                 case checkpoint_shares.CheckpointFailed():
                     self._about_checkpoints.failed(action)
                 case checkpoint_shares.ReplicasDiffer():

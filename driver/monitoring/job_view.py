@@ -24,6 +24,8 @@ from elastic.driver import events
 from elastic.driver.reasons import Reason
 from elastic.protocol.messages import Commit, Worker
 
+STEPS = 64  # number of commits whose steps are kept
+
 
 class Stage(enum.Enum):
     """Stage of a running worker process. The values are labels of a metric."""
@@ -110,6 +112,8 @@ class JobView:
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
+        # Steps of the state at the commits that were reported last.
+        self._steps: dict[Commit, int] = {}
         self._earlier: dict[int, int] = {}  # number of commits before each generation that made one
         # Commit of the newest checkpoint. Never newer than `newest`.
         self.durable: Commit | None = None
@@ -199,6 +203,10 @@ class JobView:
         earlier = self._earlier.get(self.durable.generation, self.commits)
         return max(0, self.commits - earlier - self.durable.number)
 
+    def step_of(self, commit: Commit | None) -> int | None:
+        """Return the state's step at a commit, or None if it was not among the last STEPS reported ones."""
+        return None if commit is None else self._steps.get(commit)
+
     def get(self, worker: Worker) -> WorkerView | None:
         """Return the running process of a worker, or the process that the current event ended."""
         return self.workers.get(worker) or self.exited.get(worker)
@@ -210,6 +218,7 @@ class JobView:
             case events.WorkerSpent(worker):  # The most frequent events come first.
                 self._known(worker)
                 self._knows(event.commit, now)
+                self._counts(event.commit, event.step)
             case events.WorkerPaced() | events.WorkerDigested():
                 self._knows(event.commit, now)
             case events.WorkerReady(worker, running=running):
@@ -218,6 +227,7 @@ class JobView:
                     known.running = running
                     self._move(known, Stage.READY)
                 self._knows(event.commit, now)
+                self._counts(event.commit, event.step)
             case events.WorkerConnected(worker, pid):
                 known = self._known(worker)
                 if known is not None:
@@ -251,6 +261,7 @@ class JobView:
                 self.quarantined = {s: e for s, e in self.quarantined.items() if s[0] != host}
             case events.CheckpointMade(commit):
                 self._knows(commit, now)
+                self._counts(commit, event.step)
                 self.durable = max(self.durable or commit, commit)
                 self.checkpoints += 1
                 self.checkpoint_at = now
@@ -353,6 +364,12 @@ class JobView:
         self.trains = any(self.workers[worker].running for worker in self.ranks)
         for worker in self.ranks:
             self._move(self.workers[worker], Stage.CONNECTED if self.prepares else Stage.IN_WORLD)
+
+    def _counts(self, commit: Commit | None, step: int | None) -> None:
+        if commit is not None and step is not None:
+            self._steps[commit] = step
+            while len(self._steps) > STEPS:
+                del self._steps[next(iter(self._steps))]
 
     def _knows(self, commit: Commit | None, now: float) -> None:
         known = self.newest

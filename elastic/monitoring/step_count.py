@@ -28,11 +28,17 @@ def committed(step: object, taken: int | None = None) -> None:
         step: the attribute ``step`` of the state.
         taken: number of steps that an optimizer of the state has counted. It decreases if a commit is restored.
     """
-    global state_step, steps, _taken
-    state_step = step if isinstance(step, int) and not isinstance(step, bool) else taken
+    global steps, _taken
+    at(step, taken)
     if taken is not None and not _counted:
         steps = (steps or 0) + max(0, taken - (taken if _taken is None else _taken))
         _taken = taken
+
+
+def at(step: object, taken: int | None = None) -> None:
+    """Record the step of the state, which is that of its newest commit. The arguments are those of `committed`."""
+    global state_step
+    state_step = step if isinstance(step, int) and not isinstance(step, bool) else taken
 
 
 def of_batches(sizes: set[int | None]) -> None:

@@ -91,6 +91,11 @@ class Commit(Value):
         return f"{self.generation}.{self.number}"
 
 
+def at_step(commit: object, step: int | None) -> str:
+    """Describe a commit for the user, by the state's step if it is known."""
+    return f"commit {commit}" if step is None else f"step {step} (commit {commit})"
+
+
 class KeptCommit(Value):
     """Older commit of which a worker has a copy.
 
@@ -311,6 +316,7 @@ class Ready(Message):
     number: int = 0
     shards: ShardsHeld | None = None  # shards that the worker holds, if its state is sharded
     kept: OlderCommits = OlderCommits()
+    step: int | None = None  # step counter of the state at the commit, or None
 
 
 class Failed(Message):

@@ -289,6 +289,7 @@ class Recovery:
         layout: str,
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
+        step: int | None = None,
     ) -> list[Action]:
         """Report ready. The driver answers with a World or with the end of the job.
 
@@ -297,6 +298,7 @@ class Recovery:
             layout: digest of the state's layout.
             shards: shards of a sharded state that this worker holds, or None.
             kept: older commits of which this worker has copies.
+            step: step counter of the state at this worker's commit, or None.
         """
         if self.phase is Phase.OVER:
             return []
@@ -312,6 +314,7 @@ class Recovery:
             self._readies,
             shards,
             messages.OlderCommits((*kept,) if commit is not None else ()),
+            None if commit is None else step,
         )
         return [Send(self._ready)]
 

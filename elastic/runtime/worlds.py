@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from elastic.errors import CollectiveFailed
 from elastic.failpoints import failpoint
+from elastic.monitoring import step_count
 from elastic.protocol import messages
 from elastic.protocol.messages import Address
 from elastic.rendezvous import find_rank0
@@ -80,7 +81,7 @@ class DriverWorlds:
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())
-            return recovery.wait_for_world(store, layout, shards, kept)
+            return recovery.wait_for_world(store, layout, shards, kept, step_count.state_step)
 
         session.update(ready)
         failpoint("rendezvous")

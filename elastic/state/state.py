@@ -71,6 +71,10 @@ class State:
     def _steps_taken(self) -> int | None:
         return None
 
+    def report_step(self) -> None:
+        """Record the step of this state, which equals the newest commit, for reports to the driver."""
+        step_count.at(getattr(self, "step", None), self._steps_taken())
+
     def commit(self) -> None:
         """Save the current state for the recovery from a failure, then check whether the world changes.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
 from elastic.driver.reasons import ReasonKind, because, counted, start_checkpoint
-from elastic.protocol.messages import Commit
+from elastic.protocol.messages import Commit, at_step
 
 State = dict[str, Any]
 SHOWN = 64  # limit of workers
@@ -158,10 +158,8 @@ def _progress(state: State) -> list[str]:
     if values["commit"] is not None:
         commit = values["commit"]
         ago = span(now - commit["at"])  # Workers report their newest commit only every few seconds.
-        step = "" if commit.get("step") is None else f"step {commit['step']}, "
-        parts.append(
-            f"last commit {_commit(commit)} ({step}{commit['total']} in all), reported {ago} ago"
-        )
+        total = counted(commit["total"], "commit")
+        parts.append(f"at {_commit(commit)}, {total} in all, reported {ago} ago")
         if commit.get("every", 1) > 1:
             parts.append(f"a failure repeats {commit['every']} steps at most")
     if values.get("steps") is not None:
@@ -195,4 +193,4 @@ def _held_up(each: dict[str, Any], now: float) -> str:
 
 
 def _commit(commit: dict[str, Any]) -> str:
-    return str(Commit(commit["generation"], commit["number"]))
+    return at_step(Commit(commit["generation"], commit["number"]), commit.get("step"))

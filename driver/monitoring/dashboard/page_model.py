@@ -474,7 +474,9 @@ class PageModel(ViewReader):
 
     def _note_commit(self, name: str, commit: Commit, total: int) -> None:
         numbers = {"generation": commit.generation, "number": commit.number}
-        self.state.set(name, {**numbers, "at": self.now, "total": total})
+        step = self.view.step_of(commit)
+        known = {} if step is None else {"step": step}
+        self.state.set(name, {**numbers, "at": self.now, "total": total, **known})
 
 
 def _describe_action(action: events.Action) -> tuple[str, str, str] | None:

@@ -237,9 +237,9 @@ def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
         return
     end, after = story.view.end, _since(story, story.end_at if story.view.end else story.last)
     facts: dict[str, Any] = {"after_s": after, "workers": len(story.view.ranks)}
-    facts["commit"] = (
-        str(story.view.newest) if story.view.newest and story.view.newest.number else None
-    )
+    newest = story.view.newest
+    facts["step"] = step = story.view.step_of(newest)
+    facts["commit"] = str(newest) if newest and (newest.number or step) else None
     facts |= _since_the_store(story, story.last)
     if end is None and source.runs:
         yield JobFinding(FindingKind.RUNS, facts)
@@ -393,7 +393,8 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
     if story.planned.count:
         yield JobFinding(FindingKind.PLANNED, {**vars(story.planned)})
     if story.view.durable is not None:
-        facts = {"count": story.view.checkpoints, "commit": str(story.view.durable)}
+        step = story.view.step_of(story.view.durable)
+        facts = {"count": story.view.checkpoints, "commit": str(story.view.durable), "step": step}
         yield JobFinding(FindingKind.CHECKPOINTS, {**facts, "ended": story.view.end is not None})
     if story.drivers > 1:
         yield JobFinding(FindingKind.DRIVERS, {"drivers": story.drivers})
@@ -502,6 +503,7 @@ def _incident(incident: Incident, story: JobHistory) -> JobFinding:
         "copied_bytes": incident.copied_bytes,
         "shards": recovery_facts(incident.shards),
         "commit": str(incident.commit) if incident.commit else None,
+        "step": incident.step,
         "newest": str(incident.newest) if incident.newest else None,
         "from_checkpoint": incident.from_checkpoint,
         "spoilt": incident.spoilt,
@@ -536,6 +538,7 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
     if failed and story.view.newest is not None:
         facts: dict[str, Any] = {
             "commit": str(story.view.newest),
+            "step": story.view.step_of(story.view.newest),
             "checkpoints": story.view.checkpoints,
         }
         yield JobFinding(FindingKind.LOST_ALL, facts)
@@ -544,7 +547,9 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
         facts = {
             "times": len(behind),
             "newest": str(worst.newest),
+            "newest_step": worst.newest_step,
             "commit": str(worst.commit),
+            "step": worst.step,
             "from_checkpoint": worst.from_checkpoint,
             "spoilt": worst.spoilt,
         }
@@ -552,7 +557,13 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
     durable, newest = story.view.durable, story.view.newest
     behind_it = story.code == 0 and durable is not None and newest is not None and durable < newest
     if behind_it:
-        yield JobFinding(FindingKind.NOT_DURABLE, {"commit": str(newest), "durable": str(durable)})
+        facts = {
+            "commit": str(newest),
+            "step": story.view.step_of(newest),
+            "durable": str(durable),
+            "durable_step": story.view.step_of(durable),
+        }
+        yield JobFinding(FindingKind.NOT_DURABLE, facts)
     if lost_s > 0.005:
         yield JobFinding(
             FindingKind.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)}

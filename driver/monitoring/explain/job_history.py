@@ -59,7 +59,9 @@ class Incident:
     size: int = 0
     size_after: int | None = None
     newest: Commit | None = None  # newest known commit at the beginning of the incident
+    newest_step: int | None = None  # step of the state at that commit, or None
     commit: Commit | None = None  # commit from which training resumed
+    step: int | None = None  # step of the state at that commit, or None
     from_checkpoint: bool = False
     recovered_ms: float | None = None  # time from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
@@ -308,7 +310,8 @@ class JobHistory(ViewReader):
                     self._open.recovered_ms, self._open.phases_ms = total_ms, action.phases_ms
                     self._open.copied_bytes, self._open.shards = action.copied_bytes, action.shards
                     if action.from_checkpoint and not self._open.from_checkpoint:
-                        self._open.from_checkpoint, self._open.commit = True, self.view.durable
+                        self._open.from_checkpoint = True
+                        self._resumes_from(self.view.durable)
                     self._open = None
                 elif self._trains_since_before(action):
                     self.planned.count += 1
@@ -336,7 +339,11 @@ class JobHistory(ViewReader):
         if self._open is not None:
             self._open.size_after = len(world.members)
             self._open.from_checkpoint = not world.holders and self._open.newest is not None
-            self._open.commit = self.view.durable if self._open.from_checkpoint else world.commit
+            self._resumes_from(self.view.durable if self._open.from_checkpoint else world.commit)
+
+    def _resumes_from(self, commit: Commit | None) -> None:
+        assert self._open is not None
+        self._open.commit, self._open.step = commit, self.view.step_of(commit)
 
     def _lost(self, death: Death, now: float) -> None:
         if self.view.end is not None or self._is_recorded(death.worker):
@@ -364,7 +371,9 @@ class JobHistory(ViewReader):
 
     def _incident(self, now: float) -> Incident:
         if self._open is None or self._open.size_after is not None:
-            self._open = Incident(now, size=len(self.view.ranks), newest=self.view.newest)
+            newest = self.view.newest
+            step = self.view.step_of(newest)
+            self._open = Incident(now, size=len(self.view.ranks), newest=newest, newest_step=step)
             if len(self.incidents) < INCIDENTS:
                 self.incidents.append(self._open)
             else:

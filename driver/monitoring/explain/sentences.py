@@ -21,6 +21,7 @@ from elastic.driver.reasons import (
     start_checkpoint,
     waiting_workers,
 )
+from elastic.protocol.messages import at_step
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
@@ -220,7 +221,7 @@ def _cause(facts: Facts) -> str:
 
 
 def _done(facts: Facts) -> str:
-    commit = f", at commit {facts['commit']}" if facts["commit"] else ""
+    commit = f", at {_commit(facts)}" if facts["commit"] else ""
     if facts.get("short"):
         return f"The job ended after {duration(facts['after_s'])}{commit}: {shown(facts['short'])}."
     return f"The job succeeded after {duration(facts['after_s'])}{commit}."
@@ -371,7 +372,7 @@ def _after(facts: Facts) -> str:
             return "" if facts["broke"] or not facts["size"] else "No other worker was affected."
         begun = ", restarted from a checkpoint" if facts["from_checkpoint"] else ""
         return f"{counted(size, 'worker')} formed a new world{begun}."
-    held = f" from commit {facts['commit']}" if facts["commit"] else ""
+    held = f" from {_commit(facts)}" if facts["commit"] else ""
     if facts["from_checkpoint"]:
         why = (
             "the commits in memory were corrupted"
@@ -389,7 +390,11 @@ def _after(facts: Facts) -> str:
 
 
 def _checkpoint(facts: Facts) -> str:
-    return f"the checkpoint of commit {facts['commit']}" if facts["commit"] else "a checkpoint"
+    return f"the checkpoint of {_commit(facts)}" if facts["commit"] else "a checkpoint"
+
+
+def _commit(facts: Facts, commit: str = "commit", step: str = "step") -> str:
+    return at_step(facts[commit], facts.get(step))
 
 
 def _request(facts: Facts) -> str:
@@ -487,13 +492,13 @@ def _lost_commits(facts: Facts) -> str:
     else:
         why = "the worker that held the newer one was lost"
     return (
-        f"{times} training resumed from an older commit than the newest ({facts['commit']} instead of"
-        f" {facts['newest']}): {why}."
+        f"{times} training resumed from an older commit than the newest, {_commit(facts)} instead of"
+        f" {_commit(facts, 'newest', 'newest_step')}: {why}."
     )
 
 
 def _lost_all(facts: Facts) -> str:
-    upto = f"up to commit {facts['commit']}"
+    upto = f"up to {_commit(facts)}"
     if facts["checkpoints"]:
         return (
             f"Training {upto} was in the memory of the workers; the newest of"
@@ -745,7 +750,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     FindingKind.PLANNED: _planned,
     FindingKind.CHECKPOINTS: lambda f: (
         f"{_capital(counted(f['count'], 'checkpoint'))} {'was' if f['count'] == 1 else 'were'} written;"
-        f" the newest contains commit {f['commit']}."
+        f" the newest contains {_commit(f)}."
     ),
     FindingKind.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
     FindingKind.STORE_SILENT: _store_silent,
@@ -757,7 +762,8 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     FindingKind.LOST_COMMITS: _lost_commits,
     FindingKind.LOST_ALL: _lost_all,
     FindingKind.NOT_DURABLE: lambda f: (
-        f"The last commit, {f['commit']}, is in no checkpoint; the newest checkpoint has {f['durable']}."
+        f"Training ended at {_commit(f)}, which is in no checkpoint; the newest checkpoint has"
+        f" {_commit(f, 'durable', 'durable_step')}."
     ),
     FindingKind.RECOVERIES: _recoveries,
     FindingKind.TIME: _time,

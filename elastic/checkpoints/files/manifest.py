@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.protocol.messages import Commit
+from elastic.protocol.messages import Commit, at_step
 
 FORMAT = 1  # incremented if older releases cannot read the format
 MANIFEST = "manifest.json"
@@ -175,11 +175,6 @@ class Manifest(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """Describe the commit, for example ``step 300 (commit g2c300)``."""
         return at_step(self.name.commit, self.step)
-
-
-def at_step(commit: Commit, step: int | None) -> str:
-    """Describe a commit for the user, by the state's step if it has one."""
-    return f"commit {commit}" if step is None else f"step {step} (commit {commit})"
 
 
 class UnreadableCommit(Exception):

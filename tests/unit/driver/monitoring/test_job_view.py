@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver import events
 from elastic.driver.journal.entries import Entry, decoded_header
 from elastic.driver.membership.membership import Membership
-from elastic.driver.monitoring.job_view import Failure, JobView, Stage, ViewReader
+from elastic.driver.monitoring.job_view import STEPS, Failure, JobView, Stage, ViewReader
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from harness.kept_journals import KEPT, lines_of, unpacked
@@ -285,6 +286,20 @@ def test_commits_are_counted_within_and_across_generations():
         assert view.newest is not None and (view.newest.number, view.commits) == (number, total)
     happen(view, events.CheckpointMade(Commit(2, 3)))
     assert (view.durable, view.checkpoints, view.checkpoint_at) == (Commit(2, 4), 2, 9.0)
+
+
+def test_step_when_reported_with_a_commit_then_it_is_known_for_the_last_commits():
+    view = training(A)
+    happen(view, events.WorkerReady(A, 1, Commit(1, 3), STORE, step=30))
+    happen(view, events.CheckpointMade(Commit(1, 5), 50))
+    spent = events.WorkerSpent(A, 1, Times(), "training", Commit(1, 6), 60)
+    happen(view, spent)
+    happen(view, msgspec.structs.replace(spent, commit=None, step=99))
+    commits = [Commit(1, number) for number in (3, 4, 5, 6)]
+    assert [view.step_of(each) for each in [None, *commits]] == [None, 30, None, 50, 60]
+    for number in range(7, 7 + STEPS):
+        happen(view, msgspec.structs.replace(spent, commit=Commit(1, number), step=number))
+    assert view.step_of(Commit(1, 6)) is None and view.step_of(Commit(1, 7)) == 7
 
 
 def test_first_end_counts():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import elastic
 from elastic.monitoring import step_count
 
 
@@ -34,6 +35,15 @@ def test_steps_are_counted_while_a_function_trains():
         first.step()
     first.step()
     assert count() == 2
+
+
+def test_step_when_a_commit_is_restored_then_it_is_that_of_the_state():
+    state = elastic.ObjectState(step=3)
+    step_count.committed(5)
+    state.report_step()
+    assert step_count.state_step == 3
+    elastic.ObjectState(epoch=1).report_step()
+    assert step_count.state_step is None
 
 
 def test_a_step_of_two_optimizers_is_one():

@@ -79,6 +79,17 @@ def test_from_init_to_training():
     assert r.adopt() == Commit(2, 0)
 
 
+def test_ready_when_the_worker_has_a_commit_then_it_names_the_step():
+    r = training(2, commit=Commit(1, 7))
+    [sent] = r.wait_for_world(STORE, "x", step=30)
+    assert isinstance(sent, Send) and isinstance(sent.message, Ready)
+    assert (sent.message.commit, sent.message.step) == (Commit(2, 0), 30)
+    r = outside()
+    [sent] = r.wait_for_world(STORE, "", step=30)
+    assert isinstance(sent, Send) and isinstance(sent.message, Ready)
+    assert (sent.message.commit, sent.message.step) == (None, None)
+
+
 def test_a_newcomer_does_not_wait_in_init():
     r = Recovery()
     r.receive(Welcome(Place(4, 5, 0, 1, 0, 1), newcomer=True, elastic=True))

@@ -143,9 +143,30 @@ def test_corruption_of_all_replicas_is_told_once_with_the_checkpoint_used():
     ]
 
 
+@pytest.mark.parametrize("step", [None, 40])
+def test_incident_when_the_state_has_a_step_then_training_resumed_from_it(step):
+    recorder = TrainingStory()
+    lost = because(ReasonKind.LOST_EXITED, worker=str(C), exit="signal 9 SIGKILL")
+    recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
+    ready = WorkerReady(A, 2, Commit(2, 9), STORE, step=step)
+    resumes = msgspec.structs.replace(world(3, A, B), commit=Commit(2, 9))
+    recorder.at(5.04, ready, resumes)
+    recorder.at(5.05, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
+    [incident] = recorder.found(FindingKind.INCIDENT)
+    assert (incident.facts["commit"], incident.facts["step"]) == ("g2c9", step)
+    recorded("explain", sentence(incident))
+    recorder.at(6.0, CheckpointMade(Commit(3, 1), step and step + 1))
+    [checkpoints] = recorder.found(FindingKind.CHECKPOINTS)
+    recorded("explain", sentence(checkpoints))
+    ended = EndJob(0, because(ReasonKind.ALL_RETURNED, members=2, generation=3))
+    recorder.at(7.0, WorkerReturned(A, 3), ended)
+    [done] = recorder.found(FindingKind.DONE)
+    recorded("explain", sentence(done))
+
+
 def test_survivors_that_rolled_back_to_a_checkpoint_trained_from_it():
     recorder = TrainingStory()
-    recorder.at(3.0, CheckpointMade(Commit(2, 5)))
+    recorder.at(3.0, CheckpointMade(Commit(2, 5), 15))
     recorder.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
     lost = because(ReasonKind.LOST_RAISED, worker=str(C), summary="ValueError: x")
     recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
@@ -155,6 +176,7 @@ def test_survivors_that_rolled_back_to_a_checkpoint_trained_from_it():
     recorder.at(5.2, ready, msgspec.structs.replace(report, from_checkpoint=True))
     [incident] = recorder.found(FindingKind.INCIDENT)
     assert incident.facts["from_checkpoint"] and incident.facts["commit"] == "g2c5"
+    assert incident.facts["step"] == 15
     assert recorder.found(FindingKind.LOST_COMMITS)
 
 
@@ -404,7 +426,7 @@ def test_checkpoints_when_the_job_ended_then_the_newest_is_found():
     recorder.at(3.0, CheckpointMade(Commit(2, 5)))
     recorder.at(4.0, CheckpointMade(Commit(2, 9)))
     [runs] = recorder.found(FindingKind.CHECKPOINTS)
-    assert runs.facts == {"count": 2, "commit": str(Commit(2, 9)), "ended": False}
+    assert runs.facts == {"count": 2, "commit": str(Commit(2, 9)), "step": None, "ended": False}
     ended = EndJob(0, because(ReasonKind.ALL_RETURNED, members=3, generation=2))
     recorder.at(5.0, WorkerReturned(A, 2), ended)
     [over] = recorder.found(FindingKind.CHECKPOINTS)
