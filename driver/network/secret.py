@@ -77,7 +77,7 @@ def _read(path: str, source: str) -> bytes:
                 raise Invalid(f"{source} {path} is not a regular file; {_HOW}")
             if about.st_uid not in (os.geteuid(), 0):
                 raise Invalid(
-                    f"{source} {path} belongs to another user, who can read the secret; {_HOW}"
+                    f"{source} {path} belongs to another user, so it is not secret; {_HOW}"
                 )
             if about.st_mode & 0o077 and not _of_a_pod(about):
                 raise Invalid(

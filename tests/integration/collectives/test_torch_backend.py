@@ -486,7 +486,7 @@ def test_large_parts_go_straight_to_where_they_belong(rank: int, size: int):
 def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, size: int):
     tensor = torch.ones(2)
     refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: distributed.all_gather([torch.ones(2)], tensor), f"list of {size} tensors"),
+        (lambda: distributed.all_gather([torch.ones(2)], tensor), f"{size} tensors"),
         (lambda: distributed.all_gather([torch.ones(3)] * size, tensor), "different numbers"),
         (lambda: distributed.all_gather([torch.ones(2).double()] * size, tensor), "dtype|type"),
         (lambda: distributed.all_gather_into_tensor(torch.ones(5 * size), tensor), "need"),

@@ -112,6 +112,7 @@ NOT_RUN = {
     "elasticrun replay": "a name",
     "elasticrun status": "a name; commands.md has it as it is run",
     "elasticrun logs": "the same",
+    "elasticrun stacks --all-threads": "the same; test_steering.py runs it",
     "elasticrun (the driver)": "a picture",
     "elasticrun --slurm": "needs Slurm: tests/integration/launchers/test_slurm_nodes.py has its like",
     "srun ": "needs Slurm: tests/integration/launchers has its like",
