@@ -47,11 +47,20 @@ def kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
 
 def marked(entry: str) -> Iterator[psutil.Process]:
     """Iterate over live processes with ``NAME=value`` in their environment, with ``info["cmdline"]``; no zombies."""
-    name, _, value = entry.partition("=")
-    for process in psutil.process_iter(["cmdline", "environ", "status"]):
-        environ = process.info["environ"] or {}  # None: a process of another user
-        if environ.get(name) == value and not _ended(process):
-            yield process
+    for process in psutil.process_iter():
+        if _inherited(process.pid, entry.encode()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.info = process.as_dict(["cmdline", "status"])
+                if not _ended(process):
+                    yield process
+
+
+def _inherited(pid: int, entry: bytes) -> bool:
+    """Return whether a process has this in its environment; not one of another user."""
+    try:
+        return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def in_session(leader: int) -> Iterator[psutil.Process]:

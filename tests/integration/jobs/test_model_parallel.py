@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import pytest
 from elastic.errors import Fixed
 from harness.history import SCRIPTS
 
-pytest.importorskip("lightning")
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(300),
+    # Its import takes seconds, and every process of pytest collects this module.
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning"),
+]
 TRAINING = ["python", SCRIPTS / "model_parallel.py"]
 
 

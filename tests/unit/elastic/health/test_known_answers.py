@@ -127,21 +127,22 @@ def nvml(
 
 
 @pytest.mark.parametrize(
-    ("fake", "bad"),
+    ("reported", "bad"),
     [
-        (nvml(), False),
-        (nvml(None), False),
-        (nvml(2), True),
-        (nvml(0, (3, 1, 0, 0)), False),
-        (nvml(0, (0, 0, 1, 0)), True),
-        (nvml(None, (0, 0, 0, 1)), True),
-        (nvml(xids=()), False),
-        (nvml(xids=(79,)), True),
-        (nvml(xids=(31, 13)), False),
-        (nvml(xids=(31, 48)), True),
+        ({}, False),
+        ({"ecc": None}, False),
+        ({"ecc": 2}, True),
+        ({"rows": (3, 1, 0, 0)}, False),
+        ({"rows": (0, 0, 1, 0)}, True),
+        ({"ecc": None, "rows": (0, 0, 0, 1)}, True),
+        ({"xids": ()}, False),
+        ({"xids": (79,)}, True),
+        ({"xids": (31, 13)}, False),
+        ({"xids": (31, 48)}, True),
     ],
 )
-def test_gpu_when_the_driver_reports_errors_then_they_are_found(fake, bad):
+def test_gpu_when_the_driver_reports_errors_then_they_are_found(reported, bad):
+    fake = nvml(**reported)
     found = gpu_errors.watch("1234", fake)
     assert fake.nvmlDeviceRegisterEvents.call_count == 1, "before the computations"
     fake.nvmlEventSetWait_v2.assert_not_called()
