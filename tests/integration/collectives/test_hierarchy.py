@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -61,8 +62,8 @@ def end(group: Collectives) -> None:
     ranks.kept.pop("store").close()
 
 
-def numbers(rank: int, length: int, dtype: torch.dtype, op: Op) -> torch.Tensor:
-    """Any numbers; for products of floats, near to one, so that they stay in range."""
+def numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any numbers; floats are near to one, so that products stay in range."""
     made = torch.Generator().manual_seed(rank)
     if not dtype.is_floating_point:
         return torch.randint(0, 100, (length,), generator=made, dtype=torch.int64).to(dtype)
@@ -70,14 +71,17 @@ def numbers(rank: int, length: int, dtype: torch.dtype, op: Op) -> torch.Tensor:
 
 
 def placed(tensor: torch.Tensor, inside: bool) -> torch.Tensor:
-    return arena.zeros(len(tensor) + 1, tensor.dtype)[1:].copy_(tensor) if inside else tensor
+    return (
+        arena.zeros(len(tensor) + 1, tensor.dtype)[1:].copy_(tensor) if inside else tensor.clone()
+    )
 
 
-def expected(size: int, length: int, dtype: torch.dtype, op: Op, scale: float) -> torch.Tensor:
+def total(inputs: list[torch.Tensor], op: Op) -> torch.Tensor:
+    """The result for these inputs, in double precision if they are floats."""
+    dtype = inputs[0].dtype
     wide = torch.float64 if dtype.is_floating_point else torch.int64
-    every = [numbers(rank, length, dtype, op).to(wide) for rank in range(size)]
-    total = functools.reduce(REFERENCE[op], every)
-    return total * scale if dtype.is_floating_point else total.to(dtype)
+    found = functools.reduce(REFERENCE[op], [each.to(wide) for each in inputs])
+    return found if dtype.is_floating_point else found.to(dtype)
 
 
 def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> list[int]:
@@ -87,26 +91,23 @@ def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> lis
     patch.setattr(steps, "SHARE_BYTES", 1 << 16)
     patch.setattr(steps, "LEADER_BYTES", 1 << 17)
     bits = []
-    cases = [
-        (length, dtype, op, scale)
-        for length in LENGTHS
-        for dtype in [*INTEGERS, *FLOATS]
-        for op in REFERENCE
-        for scale in (1.0, 1 / size)
-        if length < 100_000 or op is Op.SUM
-    ]
-    for number, (length, dtype, op, scale) in enumerate(cases):
-        # In every mixture of inside and outside: the ranks need not agree.
-        inside = bool((number >> rank) & 1)
-        tensor = placed(numbers(rank, length, dtype, op), inside)
-        group.allreduce(tensor, op, scale).wait()
-        right = expected(size, length, dtype, op, scale)
-        if dtype.is_floating_point:
-            eps = torch.finfo(dtype).eps
-            assert torch.allclose(tensor.double(), right, rtol=4 * eps, atol=0), (length, dtype, op)
-        else:
-            assert torch.equal(tensor, right), (length, dtype, op)
-        bits.append(zlib.crc32(tensor.view(torch.uint8).numpy().tobytes()))
+    number = 0
+    for length, dtype in itertools.product(LENGTHS, [*INTEGERS, *FLOATS]):
+        inputs = [numbers(r, length, dtype) for r in range(size)]
+        for op in REFERENCE if length < 100_000 else (Op.SUM,):
+            right = total(inputs, op)
+            for scale in (1.0, 1 / size):
+                # In every mixture of inside and outside: the ranks need not agree.
+                tensor = placed(inputs[rank], bool((number >> rank) & 1))
+                number += 1
+                group.allreduce(tensor, op, scale).wait()
+                if dtype.is_floating_point:
+                    close = 4 * torch.finfo(dtype).eps
+                    found, wanted = tensor.double(), right * scale
+                    assert torch.allclose(found, wanted, rtol=close, atol=0), (length, dtype, op)
+                else:
+                    assert torch.equal(tensor, right), (length, dtype, op)
+                bits.append(zlib.crc32(tensor.view(torch.uint8).numpy().tobytes()))
     end(group)
     patch.undo()
     return bits

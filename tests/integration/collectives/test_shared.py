@@ -279,8 +279,8 @@ def reduce_all(rank: int, size: int, address: Address, where: str, dtype: torch.
     with joined(rank, size, address) as group:
         for op in REFERENCE:
             for elements in (1, 63, 1000, 65_537, 300_001):
+                inputs = [drawn(r, elements, dtype, op) for r in range(size)]
                 for scale, divisor in ((1.0, 1), (1 / 3, 1), (1.0, 3), (1.0, 4)):
-                    inputs = [drawn(r, elements, dtype, op) for r in range(size)]
                     tensor = placed(inputs[rank], PLACES[where](rank))
                     group.allreduce(tensor, op, scale, divisor).wait()
                     if not torch.equal(tensor, reduced(inputs, op, scale, divisor)):
