@@ -35,7 +35,7 @@ from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.torch_state import TorchState
 
 SIZE = 6
-QUICK, SEEDS, ALL_SEEDS = 2, 8, 400  # of make check, of make test, and of make nightly
+QUICK, SEEDS, ALL_SEEDS = 2, 4, 400  # of make check, of make test, and of make nightly
 FOR_EACH_BUG = 20
 STEPS = 60
 PLACES = ("durable-file", "durable-share", "durable-manifest", "durable-sealed")
