@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Number of Hypothesis's examples for a test: for make check, make test and make nightly.
-QUICK_EXAMPLES, EXAMPLES, NIGHTLY_EXAMPLES = 15, 40, 400
+# Number of Hypothesis's examples for a test: for make check and make test, and for make nightly.
+EXAMPLES, NIGHTLY_EXAMPLES = 15, 400
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     inherit.
     """
     nightly = config.getoption("--nightly")
-    quick = config.option.markexpr == "not slow"
-    examples = NIGHTLY_EXAMPLES if nightly else QUICK_EXAMPLES if quick else EXAMPLES
+    examples = NIGHTLY_EXAMPLES if nightly else EXAMPLES
     too_slow = [HealthCheck.too_slow]  # it times what a busy machine draws, as deadlines do
     settings.register_profile(
         "ours", max_examples=examples, deadline=None, suppress_health_check=too_slow
