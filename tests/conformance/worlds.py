@@ -20,7 +20,7 @@ import torch
 import horovod.torch as hvd
 from harness.ranks import Ranks, store_to_be
 
-SIZES = (pytest.param(2, marks=pytest.mark.nightly), 3, 4)
+SIZES = (3, *(pytest.param(size, marks=pytest.mark.nightly) for size in (2, 4)))
 # cuda: needs as many GPUs as the largest world has ranks.
 DEVICE = os.environ.get("CONFORMANCE_DEVICE", "cpu")
 TEST_S = 20.0  # a longer test waits for something that will not happen
@@ -116,7 +116,7 @@ def _failed(result: Any) -> bool:
 
 
 def everywhere(*sizes: int) -> Callable[[Body], Callable[[World], None]]:
-    """Decorate a test that runs in worlds of these sizes; by default of 3 and 4, and at night of 2."""
+    """Decorate a test that runs in worlds of these sizes; by default of 3, and at night of 2 and 4."""
 
     def decorate(body: Body) -> Callable[[World], None]:
         @pytest.mark.parametrize("world", sizes or SIZES, indirect=True, ids="{}-ranks".format)
