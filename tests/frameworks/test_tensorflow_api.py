@@ -9,7 +9,7 @@ from frameworks import behaviours
 
 FIRST_S = 150.0  # imports included
 # Of the script checks; the others create more models of the same kinds.
-QUICK = ("test_a_loop_with_one_mistake", "test_nothing_is_wrapped_any_more_after_the_check")
+QUICK = ("test_a_step_that_was_traced_before", "test_nothing_is_wrapped_any_more_after_the_check")
 
 worlds = pytest.mark.parametrize(
     "world", [2, pytest.param(3, marks=pytest.mark.nightly)], indirect=True, ids="{}-ranks".format

