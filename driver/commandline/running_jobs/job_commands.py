@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -156,8 +157,8 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
         job, *words = words
     if not least <= len(words) <= most:
         raise Invalid(
-            f"elasticrun {name} accepts {verb.usage or 'no arguments'}, but got other arguments: see elasticrun {name}"
-            " --help"
+            f"elasticrun {name} got {shlex.join(words) or 'no argument'}, but accepts"
+            f" {verb.usage or 'no arguments'}: see elasticrun {name} --help"
         )
     if name == "jobs":
         return _jobs(options, environ)

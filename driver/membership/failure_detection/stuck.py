@@ -41,7 +41,7 @@ SOON_S = 0.001
 # Seconds for which all remaining members must wait before the cause is examined.
 ALL_INSIDE_S = 30.0
 SILENT_S = 15.0  # Three times the interval at which a waiting worker reports.
-OUTSIDE = "training runs outside elastic.run, where a lost worker can end the job"
+OUTSIDE = "elastic.run has not begun yet: until it begins, a lost worker can end the job"
 NAMED = 4  # maximum number of workers that get their own log line at a time
 
 

@@ -261,8 +261,10 @@ class Storage:
         except (FileExistsError, NotADirectoryError) as error:
             raise Invalid(f"{self.url} is a file, or is below one: pass a folder or URL") from error
         except OSError as error:
+            # The operating system's reason, without its number and the path.
+            why = error.strerror or error
             raise Invalid(
-                f"{self.url} is not writable: {error}. Check its permissions, or pass another folder or URL"
+                f"{self.url} is not writable: {why}. Pass another folder or URL"
             ) from error
 
 
