@@ -205,7 +205,13 @@ class OperatorService:
                 return await self._stacks(name, log=log, all_threads=all_threads)
             case messages.AskStop(why=why):
                 self._driver.stop(f"requested by {requester}{why and ': '}{why}", STOP_CODE)
-                return Told(0, True, "the job is stopping; repeat the command to stop it at once")
+                text = "the job is stopping; repeat the command to stop it at once"
+                view = self._page.model.view
+                if view.commits and view.durable is None:
+                    text += (
+                        f"; without --checkpoint-dir, its {view.commits} commits in memory are lost"
+                    )
+                return Told(0, True, text)
         raise AssertionError(f"unknown request {type(request).__name__}")
 
     async def _decided(self, requester: str, event: Callable[[int], Event]) -> Told:

@@ -56,7 +56,7 @@ from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.messages import Address, Commit, Place, Worker
 from harness.golden import raises, recorded
 
 SECRET = b"s" * 32
@@ -306,6 +306,17 @@ async def test_stop_names_the_requester(tmp_path):
         [(reason, code)] = [call.args for call in job.driver.stop.call_args_list]
         assert code == 143
         recorded("messages", reason)
+
+
+async def test_stop_when_commits_are_in_memory_only_then_the_answer_counts_them(tmp_path):
+    async with running(tmp_path) as job:
+        none = (await job.ask(messages.AskStop)).text
+        job.page.model.view.commits = 7
+        lost = (await job.ask(messages.AskStop)).text
+        assert lost.startswith(none) and "7" in lost.removeprefix(none)
+        recorded("messages", lost)
+        job.page.model.view.durable = Commit(2, 7)
+        assert (await job.ask(messages.AskStop)).text == none
 
 
 async def test_name_of_a_running_job_is_reported(tmp_path):
