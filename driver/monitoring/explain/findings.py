@@ -535,10 +535,14 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
     ]
     lost_s = story.spent.total().lost
     failed = story.view.end is not None and story.view.end.code != 0
-    if failed and story.view.newest is not None:
+    durable, newest = story.view.durable, story.view.newest
+    saved = durable is not None and newest is not None and durable >= newest
+    if failed and newest is not None and not saved:
         facts: dict[str, Any] = {
-            "commit": str(story.view.newest),
-            "step": story.view.step_of(story.view.newest),
+            "commit": str(newest),
+            "step": story.view.step_of(newest),
+            "durable": None if durable is None else str(durable),
+            "durable_step": None if durable is None else story.view.step_of(durable),
             "checkpoints": story.view.checkpoints,
         }
         yield JobFinding(FindingKind.LOST_ALL, facts)
@@ -554,7 +558,6 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
             "spoilt": worst.spoilt,
         }
         yield JobFinding(FindingKind.LOST_COMMITS, facts)
-    durable, newest = story.view.durable, story.view.newest
     behind_it = story.code == 0 and durable is not None and newest is not None and durable < newest
     if behind_it:
         facts = {
@@ -568,7 +571,7 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
         yield JobFinding(
             FindingKind.LOST_STEPS, {"lost_s": lost_s, "incidents": len(story.incidents)}
         )
-    elif not (behind or behind_it or failed) and story.view.end is not None:
+    elif not (behind or behind_it) and (saved or not failed) and story.view.end is not None:
         yield JobFinding(FindingKind.LOST_NOTHING)
 
 

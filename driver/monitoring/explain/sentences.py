@@ -498,15 +498,14 @@ def _lost_commits(facts: Facts) -> str:
 
 
 def _lost_all(facts: Facts) -> str:
-    upto = f"up to {_commit(facts)}"
-    if facts["checkpoints"]:
+    if facts["durable"]:
         return (
-            f"Training {upto} was in the memory of the workers; the newest of"
-            f" {counted(facts['checkpoints'], 'checkpoint')} can be resumed from."
+            f"Training from {_commit(facts, 'durable', 'durable_step')} up to {_commit(facts)} was only in the memory"
+            f" of the workers. Resume from the newest of {counted(facts['checkpoints'], 'checkpoint')}."
         )
     return (
-        f"All training {upto} was in the memory of the workers, which have ended. Files that the script itself"
-        " wrote still exist."
+        f"All training up to {_commit(facts)} was in the memory of the workers, which have ended. Files that the"
+        " script itself wrote still exist."
     )
 
 

@@ -364,6 +364,23 @@ def test_only_a_failed_job_loses_its_work_in_memory():
     assert [each.facts["commit"] for each in recorder.found(FindingKind.LOST_ALL)] == ["g2c7"]
 
 
+@pytest.mark.parametrize(
+    ("durable", "lost"), [(None, ["g3c243"]), (Commit(3, 200), ["g3c243"]), (Commit(3, 243), [])]
+)
+def test_stopped_job_loses_the_commits_after_its_newest_checkpoint(durable, lost):
+    recorder = TrainingStory()
+    recorder.at(6.0, WorkerSpent(A, 3, Times(), "training", Commit(3, 243)))
+    if durable is not None:
+        recorder.at(6.5, CheckpointMade(durable))
+    ended = EndJob(143, because(ReasonKind.ENDED, who="x", exit="y"))
+    recorder.at(7.0, StopRequested("x asks for it", 143), ended)
+    found = recorder.found(FindingKind.LOST_ALL)
+    assert [each.facts["commit"] for each in found] == lost
+    assert [each.facts["durable"] for each in found] == [durable and str(durable)] * len(lost)
+    recorded("explain", [sentence(each) for each in found])
+    assert bool(recorder.found(FindingKind.LOST_NOTHING)) is not bool(lost)
+
+
 def test_actions_omitted_by_an_archive_are_reconstructed(tmp_path):
     worlds = 0
     for kept in sorted(KEPT.glob("*.xz")):
