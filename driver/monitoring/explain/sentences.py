@@ -501,7 +501,7 @@ def _lost_all(facts: Facts) -> str:
     if facts["durable"]:
         return (
             f"Training from {_commit(facts, 'durable', 'durable_step')} up to {_commit(facts)} was only in the memory"
-            f" of the workers. Resume from the newest of {counted(facts['checkpoints'], 'checkpoint')}."
+            " of the workers. Resume from the newest checkpoint."
         )
     return (
         f"All training up to {_commit(facts)} was in the memory of the workers, which have ended. Files that the"
