@@ -9,7 +9,10 @@ from typing import ParamSpec, TypeVar
 import jax
 
 from elastic import run_loop
-from elastic.jax import compiled
+from elastic.jax import (
+    compiled,
+    observed_steps,  # noqa: F401  script checks see the steps of a JaxState
+)
 
 Value = TypeVar("Value")
 Given = ParamSpec("Given")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 
@@ -9,6 +10,7 @@ import torch
 
 SPARSE = sys.maxsize  # marks a sparse gradient, of which only some rows are sent
 
+shapes: set[tuple[int, ...]] = set()  # shapes of all tensors that were observed
 largest: int | None = None  # number of elements of the largest tensor, or None if none was observed
 
 
@@ -16,17 +18,21 @@ def observe() -> None:
     """Start observing."""
     global largest
     largest = 0
+    shapes.clear()
 
 
 def stop() -> None:
     global largest
     largest = None
+    shapes.clear()
 
 
 def took(tensors: Iterable[torch.Tensor]) -> None:
     """Record the sizes of the tensors of a collective."""
     if largest is not None:
-        took_elements(max((each.numel() for each in tensors), default=0))
+        taken = [tuple(each.shape) for each in tensors]
+        shapes.update(taken)
+        took_elements(max(map(math.prod, taken), default=0))
 
 
 def took_elements(elements: int) -> None:

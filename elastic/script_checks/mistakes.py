@@ -74,6 +74,11 @@ class Trained:
     # Elements of the smallest parameter with several elements and a dense gradient, or 0 if unknown.
     smallest: int = 0
     member: str = ""  # code that passes the object to a state; by default for torch
+    # How to reduce the gradients.
+    remedy: str = (
+        "wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
+        " DistributedDataParallel"
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,13 @@ def _commits(seen: ScriptObservation) -> Iterable[Mistake]:
 def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
     if not seen.optimizers or seen.world_size == 1:
         return
-    facts = {"steps": seen.steps, "workers": seen.world_size, "optimizer": seen.optimizers[0].name}
+    first = seen.optimizers[0]
+    facts = {
+        "steps": seen.steps,
+        "workers": seen.world_size,
+        "optimizer": first.name,
+        "remedy": first.remedy,
+    }
     # a loader may have negotiated its position once, and without tensors
     if seen.collectives < 2 or seen.largest_moved == 0:
         yield _mistake(Kind.NEVER_REDUCED, **facts)
@@ -223,7 +234,7 @@ _CAUSES = {Kind.ONLY_LOSS_REDUCED: Kind.NEVER_REDUCED}
 _SENTENCES = {
     Kind.NO_COMMIT: (
         "no state.commit() in {steps} steps: a failure loses all training since elastic.run started; call"
-        " state.commit() after optimizer.step()"
+        " state.commit() after each step"
     ),
     Kind.COMMIT_ON_SOME_RANKS: (
         "state.commit() is called under a condition on the rank: if those ranks are lost, so is their commit, and"
@@ -236,13 +247,11 @@ _SENTENCES = {
     ),
     Kind.NEVER_REDUCED: (
         "no collective ran in {steps} steps of {optimizer} on {workers} workers: each worker trains a separate model;"
-        " wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
-        " DistributedDataParallel"
+        " {remedy}"
     ),
     Kind.ONLY_LOSS_REDUCED: (
         "no collective carried gradients in {steps} steps of {optimizer} on {workers} workers (the largest tensor had"
-        " {largest} elements): each worker trains a separate model; wrap the optimizer in"
-        " hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in DistributedDataParallel"
+        " {largest} elements): each worker trains a separate model; {remedy}"
     ),
     Kind.MODEL_NOT_IN_STATE: (
         "the state holds {which} that {optimizer} trains{example}: a failure does not restore them, and workers that"

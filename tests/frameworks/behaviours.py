@@ -23,7 +23,8 @@ def call(rank: int, size: int, module: str, name: str) -> Any:
     """In a rank's process."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    framework = {"in_mxnet": "mxnet", "in_jax": "jax"}.get(module, "tensorflow")
+    frameworks = {"in_mxnet": "mxnet", "in_jax": "jax", "in_jax_script_checks": "jax"}
+    framework = frameworks.get(module, "tensorflow")
     importlib.import_module(framework)
     found = importlib.import_module(f"frameworks.{module}")
     return getattr(found, name)(rank, size)

@@ -24,6 +24,12 @@ def test_jax(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_jax", behaviour, timeout_s=FIRST_S)
 
 
+@worlds
+@pytest.mark.parametrize("behaviour", behaviours.of("in_jax_script_checks"))
+def test_script_checks(world: World, behaviour: str) -> None:
+    world.run(behaviours.call, "in_jax_script_checks", behaviour, timeout_s=FIRST_S)
+
+
 SCRIPT = Path(__file__).with_name("jax_job.py")
 START_S = 150.0  # imports, on a busy machine
 
