@@ -290,8 +290,10 @@ def _parts(reason: Reason) -> Sequence[str]:
 def _lost_peer_outside(facts: Mapping[str, Any]) -> str:
     began = facts.get("began", True)
     where = "outside elastic.run" if began else "before elastic.run began"
-    said = f"{facts['who']} lost a peer {where} and can't recover ({facts['text']})"
-    return f"{said}. {ADVICE if began else BEFORE}"
+    said = (
+        f"{{who}} lost a peer {where} and can't recover ({{text}}). {ADVICE if began else BEFORE}"
+    )
+    return _words.vformat(said, (), facts)
 
 
 def _several(facts: Mapping[str, Any]) -> str:
