@@ -68,7 +68,7 @@ def world_of(size: int) -> World:
 
 
 class TestShared(CollectivesContract):
-    @pytest.fixture(params=[2, 3])
+    @pytest.fixture(params=[pytest.param(2, marks=pytest.mark.nightly), 3])
     def world(self, request: pytest.FixtureRequest) -> Iterator[list[SharedCollectives]]:
         made = world_of(request.param)
         yield made.groups
