@@ -76,6 +76,7 @@ def run(
     check_call(fn, args, kwargs or {})
     if on_report is not None and not callable(on_report):
         raise Invalid(f"on_report is a {type(on_report).__name__}: pass a function of one argument")
+    forwarding = streams(stdout, stderr)
     context = active_context()
     from elastic.driver.commandline import cli
     from elastic.driver.job.start import Outcome, start
@@ -116,7 +117,7 @@ def run(
     job = dataclasses.replace(
         job,
         fleet=dataclasses.replace(job.fleet, forwarded={**forwarded, **(env or {})}),
-        streams=streams(stdout, stderr),
+        streams=forwarding,
         prefix_timestamps=prefix_timestamps,
         reported=on_report,
         begun=provider.begun,
@@ -230,6 +231,10 @@ def _threads_given(context: Any, environ: Mapping[str, str]) -> bool:
 def streams(
     stdout: Any, stderr: Any
 ) -> tuple[Callable[[bytes], None], Callable[[bytes], None]] | None:
+    """Return functions that write to these streams, or None without streams. Raises Invalid for other objects."""
+    for name, stream in {"stdout": stdout, "stderr": stderr}.items():
+        if stream is not None and not callable(getattr(stream, "write", None)):
+            raise Invalid(f"{name} is a {type(stream).__name__}: pass an open text file or stream")
     if stdout is None and stderr is None:
         return None
 

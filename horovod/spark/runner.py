@@ -129,10 +129,16 @@ def _common(
         "env": env,
         "stdout": stdout,
         "stderr": stderr,
-        "verbose": int(verbose or 0) >= VERBOSE,
+        "verbose": _verbosity(verbose) >= VERBOSE,
         "network_interface": interfaces(nics) if nics else None,
         "prefix_timestamps": prefix_timestamps,
     }
+
+
+def _verbosity(given: int | None) -> int:
+    if given is not None and not isinstance(given, int):
+        raise Invalid(f"verbose is {given!r}: pass 0, 1 or 2")
+    return given or 0
 
 
 def _start_s(given: float | None) -> float:

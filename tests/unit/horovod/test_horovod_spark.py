@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
+import elastic.spark
 from elastic.errors import Invalid
 from harness.golden import raises
 
 pytest.importorskip("pyspark")
 
+import horovod.spark
 from horovod.spark.common import params
 from horovod.spark.common.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
 from horovod.spark.task import get_available_devices
@@ -48,6 +52,14 @@ def test_store_of_a_path_is_that_of_its_prefix():
     assert DBFSLocalStore.matches_dbfs("dbfs:/x")
     assert DBFSLocalStore.normalize_path("file:///dbfs/x") == "/dbfs/x"
     assert not DBFSLocalStore.matches_dbfs("dbfs://x")
+
+
+@pytest.mark.parametrize("run", [horovod.spark.run, horovod.spark.run_elastic])
+@pytest.mark.parametrize("given", ["loud", [2], 1.5])
+def test_verbosity_that_is_no_whole_number_is_refused(run, given, monkeypatch):
+    monkeypatch.setattr(elastic.spark, "active_context", lambda: Mock(defaultParallelism=2))
+    with raises(Invalid):
+        run(print, verbose=given)
 
 
 @pytest.mark.parametrize("given", [None, 0.2, 0, "held_out"])

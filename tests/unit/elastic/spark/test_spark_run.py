@@ -120,6 +120,12 @@ def test_output_goes_to_streams_of_text_or_bytes(capsys):
     assert spark_run.streams(None, None) is None
 
 
+@pytest.mark.parametrize("given", [("out.txt", None), (None, 3), (io.StringIO(), b"err")])
+def test_objects_that_are_no_streams_are_refused_before_anything_starts(given):
+    with raises(Invalid):
+        elastic.spark.run(print, stdout=given[0], stderr=given[1])
+
+
 def test_stream_that_raises_cannot_be_written():
     closed = create_autospec(io.StringIO, instance=True)
     closed.write.side_effect = RuntimeError
