@@ -464,7 +464,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
     when = "at the next commit"
     if least:  # The workers are needed for --min-np.
         runs = "runs" if least == 1 else "run"
-        when = f"once {counted(least, 'worker')} {runs} on other hosts, as --min-np requires"
+        when = f"once {counted(least, 'worker')} {runs} on other hosts"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 

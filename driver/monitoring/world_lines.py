@@ -47,7 +47,7 @@ def recovery_line(
         return text
     lost = "no committed step lost" if held else "no worker held a commit"
     if held and not committed:
-        lost = "no commit was made yet: training starts anew"
+        lost = "no commit yet, so training starts over"
     if report.from_checkpoint:
         lost = "back to the newest checkpoint"
     if report.back_to is not None:
