@@ -463,8 +463,7 @@ def _drains(facts: Mapping[str, Any]) -> str:
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
     if least:  # The workers are needed for --min-np.
-        runs = "runs" if least == 1 else "run"
-        when = f"once {counted(least, 'worker')} {runs} on other hosts"
+        when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
