@@ -41,7 +41,7 @@ def kept_line(
             if view.unsaved
             else "any later commit is lost"
         )
-        return f"newest checkpoint: commit {view.durable}; {later}; rerun to resume"
+        return f"newest checkpoint: {view.durable}; {later}; rerun to resume"
     if not writes:
         return (
             f"no checkpoint, since --checkpoint-dir was not given; lost: at least {lost} in memory"
