@@ -23,8 +23,11 @@ def run(func: Callable[Given, Value]) -> Callable[Given, Value]:
 
     In addition to `elastic.run`, errors of collectives inside compiled functions keep their type. JAX would replace
     them with a JaxRuntimeError.
+
+    Raises:
+        Invalid: ``func`` is not callable.
     """
-    return run_loop.run(unwrapping(func))
+    return run_loop.run(unwrapping(func) if callable(func) else func)
 
 
 def unwrapping(func: Callable[Given, Value]) -> Callable[Given, Value]:

@@ -296,6 +296,12 @@ def test_numbers_of_numpy_and_complex_ones_in_a_tree_are_sent(rank, size):
     assert bits(state.rng) == bits(state.key) == bits(jax.random.key(0))
 
 
+def test_run_decorates_only_functions(rank, size):
+    for each in (3, None, jnp.ones(2)):
+        with pytest.raises(Invalid):
+            ej.run(each)
+
+
 def test_values_that_a_state_cannot_hold_are_refused_with_their_path(rank, size):
     one, both = jnp.ones(4), jax.make_mesh((2,), ("x",))
     divided = jax.device_put(one, jax.NamedSharding(both, jax.P("x")))
