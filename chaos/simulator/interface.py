@@ -48,7 +48,7 @@ class SimulatedJob(Protocol):
     going_on: bool
     keep_journal: bool
     reports_samples: bool
-    sharded: Any  # object of `simulated_shards`, or None
+    sharded: Any  # object that `simulated_shards` returns, or None if no shards are simulated
     seed: int
     verify: float  # share of the shards of a step that two workers compute
     named: set[Worker]  # workers that the driver found to compute wrongly

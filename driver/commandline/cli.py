@@ -648,7 +648,7 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     most = _given(most, UNBOUNDED if grows else np)
     # A default must not appear in an error, so the order matters.
     if np < least:
-        raise Invalid(f"-np {np} is smaller than --min-np {least}: pass min <= np")
+        raise Invalid(f"-np {np} is smaller than --min-np {least}: pass --min-np {np} or less")
     if options.num_proc is not None and np > most:
         raise Invalid(f"-np {np} is greater than --max-np {most}: pass np <= max")
     if least > most:

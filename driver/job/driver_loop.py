@@ -174,7 +174,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self._versions = Versions()
-        # Places assigned at the start, used until the first world.
+        # Ranks assigned at the start, used until the first world forms.
         self._promised: dict[Worker, Place] = {}
         self.generation = past.generation if past else 0
         self.outcome = ""  # reason for the end of the job

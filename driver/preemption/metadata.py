@@ -92,7 +92,9 @@ class MetadataServer:
             while piece := response.read1(PIECE):
                 pieces.append(piece)
                 if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
-                    raise SourceError("the metadata service sent an incomplete response")
+                    raise SourceError(
+                        "the metadata service closed the connection before its response was complete"
+                    )
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:

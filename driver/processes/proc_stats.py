@@ -112,7 +112,7 @@ def parse_thread(text: bytes) -> ThreadStatus:
 
 
 def parse_io(text: bytes) -> int:
-    """Return the bytes of all read and write calls."""
+    """Parse ``/proc/PID/io``. Return the number of bytes that all read and write calls transferred."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"rchar", b"0")) + int(fields.get(b"wchar", b"0"))
 

@@ -51,8 +51,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DiLoCo:
-    """Optimizer of the DiLoCo algorithm (arXiv:2311.08105); with ``fragments`` and ``delay``, of Streaming DiLoCo
-    (arXiv:2501.18512).
+    """Optimizer of the DiLoCo algorithm (arXiv:2311.08105).
+
+    With ``fragments`` and ``delay``, it implements Streaming DiLoCo (arXiv:2501.18512).
 
     Put it in a `TorchState` instead of the model and the inner optimizer, and call `step` after each inner step::
 

@@ -214,8 +214,8 @@ class Rounds:
             self.weighted = tokens is not None
         if self.weighted is not (tokens is not None):
             raise Invalid(
-                "tokens= was passed in some inner steps only, so islands can't be weighted: pass it in every call of"
-                " step(), on all workers, or in none"
+                "tokens= was passed in some inner steps only, so islands cannot be weighted: pass tokens= in every"
+                " step() call of every worker, or omit it everywhere"
             )
         for fragment in range(self.schedule.fragments):
             self.tokens[fragment] += tokens or 0.0

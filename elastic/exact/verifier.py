@@ -94,7 +94,7 @@ class Verifier:
         # generation in which the arithmetic of the ranks was compared
         self._generation: int | None = None
         self._begins = False  # whether this is the first step of a world
-        # whether this process has computed a shard twice with equal bits
+        # whether this process computed a shard twice with bitwise identical results
         self._deterministic = False
         # for each rank, the last step in which its gradients were compared and right
         self._agreed: dict[int, int] = {}

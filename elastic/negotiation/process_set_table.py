@@ -68,7 +68,7 @@ class SetEntry:
     """
 
     ranks: Ranks
-    number: int = 0  # number of the set; 0 means not registered
+    number: int = 0  # ID of the process set; 0 means not registered
     since: int = 0  # generation in which the set was last added
     removed: bool = False
 

@@ -96,7 +96,10 @@ class CommitLog:
             self.durable.saved()
 
     def keep_older(self, state: CommittedState) -> None:
-        """Keep another copy of the newest commit, if the state does so."""
+        """Copy the newest commit, so that it remains available after later ones.
+
+        No-op for a state that keeps no older commits.
+        """
         commit = self._session.recovery.agreed()
         if commit is not None:
             state.keep_older(commit)

@@ -70,7 +70,7 @@ def tell(timestamp: float, result: HostUpdateResult) -> None:
 
     Args:
         timestamp: seconds since 1970.
-        result: kind of change.
+        result: kind of change, as in `HostUpdateResult`.
     """
     with _lock:
         listeners = list(_listeners)

@@ -64,8 +64,9 @@ class StoredFile(msgspec.Struct, frozen=True):
 class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
     """Rows ``begin`` (inclusive) to ``end`` (exclusive) of a tensor that is sharded along its first dimension.
 
-    The data begins at offset ``data`` in the file. ``sums`` are the CRC-32s of the data up to each multiple of ``step``
-    rows and up to the last row. Rows can therefore be read and verified without the rows before them.
+    ``data`` is the byte offset of the first row in the file. ``sums`` are running CRC-32s of the rows, one after each
+    block of ``step`` rows and one after the last row. A block is verified by continuing the CRC of the block before it,
+    without reading earlier rows.
     """
 
     begin: int

@@ -617,7 +617,7 @@ class GlooWork:
         self.second = second
         self.then = then
         self.two = second is not None  # whether the work has two exchanges
-        self.first: Any = None  # Gloo's work of the first exchange
+        self.first: Any = None  # `Work` of torch for the first exchange
         self.places: Places | None = None
         self.rest: Any = None  # Gloo's work of the second exchange
         self.over = False
