@@ -297,7 +297,8 @@ def test_numbers_of_numpy_and_complex_ones_in_a_tree_are_sent(rank, size):
 
 
 def test_run_decorates_only_functions(rank, size):
-    for each in (3, None, jnp.ones(2)):
+    wrong: tuple[Any, ...] = (3, None, jnp.ones(2))
+    for each in wrong:
         with pytest.raises(Invalid):
             ej.run(each)
 
