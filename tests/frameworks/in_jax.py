@@ -1,6 +1,6 @@
 """`elastic.jax`, on every rank of a world."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox
 import jax
