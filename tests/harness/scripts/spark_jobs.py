@@ -84,6 +84,12 @@ def steps(number: int) -> None:
     told("results", horovod.spark.run_elastic(stepping, (number,), num_proc=3, min_num_proc=1))
 
 
+def growing(number: int) -> None:
+    """Begin with one worker. The tasks that wait make Spark add executors."""
+    run = horovod.spark.run_elastic
+    told("results", run(stepping, (number,), num_proc=1, min_num_proc=1, max_num_proc=3))
+
+
 class Watching:
     """Standard output, which decommissions an executor at a step."""
 
@@ -117,8 +123,18 @@ if __name__ == "__main__":
     builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
     builder = builder.config("spark.ui.showConsoleProgress", "false")
     builder = builder.config("spark.decommission.enabled", "true")
+    if what == "growing":
+        allocation = {"enabled": "true", "shuffleTracking.enabled": "true", "initialExecutors": "1"}
+        for name, value in allocation.items():
+            builder = builder.config(f"spark.dynamicAllocation.{name}", value)
+        builder = builder.config("spark.executor.cores", "1")
     spark = builder.config("spark.log.level", "ERROR").getOrCreate()
-    parts: dict[str, Any] = {"local": local, "steps": steps, "decommissioned": decommissioned}
+    parts: dict[str, Any] = {
+        "local": local,
+        "steps": steps,
+        "decommissioned": decommissioned,
+        "growing": growing,
+    }
     parts[what](*map(int, numbers))
     told("rows", spark.range(10).count())
     spark.stop()

@@ -120,6 +120,17 @@ def test_decommissioned_executor_leaves_at_a_commit(started: Started):
 
 
 @pytest.mark.nightly
+def test_dynamic_allocation_adds_hosts_while_the_job_trains(started: Started):
+    program = started(EXECUTORS, "growing", "100000")
+    first = step(program)
+    assert first[2] == "1"
+    grown = program.wait_for(r"step (\d+) of 3", LONG_S)
+    assert int(grown[1]) > int(first[1])
+    program.process.send_signal(signal.SIGINT)
+    assert program.wait(LONG_S) != 0
+
+
+@pytest.mark.nightly
 def test_ctrl_c_leaves_no_process(started: Started):
     program = started(EXECUTORS, "steps", "100000")
     step(program, 5)
