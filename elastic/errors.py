@@ -251,6 +251,7 @@ class Fixed(enum.Enum):
     PARAMETERS = "sharded parameters"
     MODULE = "fully sharded module"
     OPTIMIZER = "sharded optimizer"
+    REPLICA = "model in DistributedDataParallel"
     JAX_PROGRAM = "program of jax.distributed"
 
 

@@ -9,7 +9,7 @@ from torch import distributed
 from elastic.errors import Invalid
 from elastic.rendezvous.launcher_env import ByStore, LauncherEnv
 from elastic.runtime import lifecycle
-from elastic.torch_backend import comm_hooks, group_names, shared_buckets
+from elastic.torch_backend import comm_hooks, data_parallel_models, group_names, shared_buckets
 from elastic.torch_backend.following_group import NAME
 from elastic.torch_backend.process_group import ElasticProcessGroup
 
@@ -33,6 +33,7 @@ def create(options: Any, _: Any) -> ElasticProcessGroup:
         lifecycle.init_through(_started(options))
         _check(options.group_rank, options.group_size)
     comm_hooks.replace()
+    data_parallel_models.replace()
     shared_buckets.replace()
     group_names.replace()
     return ElasticProcessGroup(

@@ -1,10 +1,12 @@
-"""Check that parameters and optimizers sharded among the ranks of one world are not trained in another.
+"""Check that models and optimizers that belong to one world are not trained in another: sharded ones, and models in
+DistributedDataParallel that are in no state.
 
 Each optimizer is checked once per world, before its first update.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -15,7 +17,7 @@ from elastic.errors import Fixed
 from elastic.exact import shards
 from elastic.runtime import lifecycle
 from elastic.sharding import unsupported_sharding
-from elastic.torch_backend import compile_exclusion
+from elastic.torch_backend import compile_exclusion, data_parallel_models
 
 _installed: list[Any] = []
 # Generation of the last check of each optimizer. For DTensors, generation of the first check.
@@ -48,8 +50,13 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
     """Check an optimizer before its first update in a world of ``size`` workers.
 
     Raises:
-        NotElastic: the optimizer is sharded in a way that cannot follow the world.
+        NotElastic: the optimizer is sharded in a way that cannot follow the world, or trains a model in
+            DistributedDataParallel that is in no state.
     """
+    if _trains_unfollowed(optimizer):
+        gc.collect()  # a dropped model may still exist in a reference cycle
+        if _trains_unfollowed(optimizer):
+            raise unsupported_sharding.refuse_replica(optimizer)
     kind = unsupported_sharding.of_optimizer(optimizer)
     if kind is not None and shards.in_use():
         raise unsupported_sharding.refuse_micro_batches(optimizer, kind)
@@ -71,6 +78,12 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
             what += ", which was made for an earlier world,"
     if kind is not None:
         raise unsupported_sharding.refuse(what, kind)
+
+
+def _trains_unfollowed(optimizer: torch.optim.Optimizer) -> bool:
+    models = data_parallel_models.unfollowed()
+    reduced = {id(each) for model in models for each in model.parameters()}
+    return any(id(each) in reduced for group in optimizer.param_groups for each in group["params"])
 
 
 def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:

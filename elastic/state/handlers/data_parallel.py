@@ -22,6 +22,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import NotReduced
+from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.model_state import ModelStateHandler
 
 _torch: Any = distributed  # torch's stubs lack methods that DDP itself calls
@@ -41,6 +42,7 @@ class ReplicasHandler(ModelStateHandler):
     def _adopt_value(self) -> None:
         super()._adopt_value()
         for each in self.replicas():
+            unsupported_sharding.follow_replica(each)
             if each not in _reduced:
                 _reduced[each] = _parameters(each)
                 self._check(each, built_with=_number_reduced(each))

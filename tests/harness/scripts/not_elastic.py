@@ -1,5 +1,5 @@
-"""What SHARDS splits among four ranks is trained on until one of them dies, in the state where IN_STATE is 1. Each
-worker prints of which kind the refusal was, and how many updates it made without that one.
+"""Four ranks train what SHARDS names, in the state if IN_STATE is 1, until one of them dies. Each worker prints the
+kind of the refusal, and how many updates it made without that rank, or ``done``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import elastic
 
@@ -40,6 +41,8 @@ def sharded(how: str) -> tuple[Any, Any, Any]:
 
         styles = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
         parallel.parallelize_module(model, init_device_mesh("cpu", (4,)), styles)
+    elif how == "replica":
+        model = DistributedDataParallel(model)
     elif how == "group":
         group = dist.new_group([0, 1])
     return model, torch.optim.SGD(model.parameters(), lr=0.1), group
@@ -49,6 +52,8 @@ def main() -> None:
     dist.init_process_group()
     model, optimizer, group = sharded(os.environ["SHARDS"])
     updates = 0  # without the lost worker
+    made_inside = os.environ["SHARDS"] == "replica_inside"
+    teacher = DistributedDataParallel(nn.Linear(8, 8)) if made_inside else None
 
     try:
         held = {"model": model, "optimizer": optimizer} if os.environ["IN_STATE"] == "1" else {}
@@ -57,21 +62,27 @@ def main() -> None:
         @elastic.run
         def train(state: elastic.TorchState) -> None:
             nonlocal updates
-            while True:
-                optimizer.zero_grad()
-                model(torch.ones(2, 8)).sum().backward()
-                optimizer.step()
+            network, trains = model, optimizer
+            if made_inside:
+                network = DistributedDataParallel(nn.Linear(8, 8))
+                trains = torch.optim.SGD(network.parameters(), lr=0.1)
+            while updates < 5:
+                trains.zero_grad()
+                given = torch.ones(2, 8) if teacher is None else teacher(torch.ones(2, 8)).detach()
+                network(given).sum().backward()
+                trains.step()
                 updates += dist.get_world_size() < 4
                 if group is not None:
                     dist.all_reduce(torch.ones(1), group=group)
                 dist.barrier()
                 state.step += 1
                 state.commit()
-                if os.environ["LOCAL_RANK"] == "1" and state.step == 3:
+                if (dist.get_rank(), dist.get_world_size(), state.step) == (1, 4, 3):
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(0.005)
 
         train(state)
+        print("done", flush=True)
     except elastic.NotElastic as error:
         print(f"refused: {error.kind.name} after {updates} updates", flush=True)
         sys.exit(3)

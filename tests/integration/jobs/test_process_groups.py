@@ -28,6 +28,7 @@ def test_groups_made_in_each_world_have_names_that_newcomers_agree_on(job: Any, 
     [
         ("group", False, Fixed.PROCESS_GROUP),
         ("tensor_parallel", False, Fixed.PARAMETERS),
+        ("replica", False, Fixed.REPLICA),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in [
@@ -52,6 +53,16 @@ def test_what_belongs_to_one_world_is_refused_before_an_update_in_another(
     refused = re.findall(r"refused: (\w+) after (\d+) updates", training.output)
     assert len(refused) >= 2, training.output
     assert set(refused) == {(kind.name, "0")}
+
+
+@pytest.mark.forked
+def test_replica_of_each_world_and_one_that_is_not_trained_may_stay_outside_of_the_state(job: Any):
+    training = job(
+        "-np 4 --min-np 2 --blacklist-cooldown-range 100 100",
+        ["python", SCRIPTS / "not_elastic.py"],
+        env={"SHARDS": "replica_inside", "IN_STATE": "1"},
+    )
+    assert training.succeed(120).count("done") == 3
 
 
 DIFFER = """
