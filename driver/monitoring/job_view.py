@@ -112,6 +112,7 @@ class JobView:
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
+        self._adopted = False  # a previous driver may have learned of more commits
         # Steps of the state at the commits that were reported last.
         self._steps: dict[Commit, int] = {}
         self._earlier: dict[int, int] = {}  # number of commits before each generation that made one
@@ -177,7 +178,7 @@ class JobView:
             prepares: whether this is a world of an elastic job outside elastic.run.
         """
         self.touched = []
-        self.elastic = prepares
+        self.elastic, self._adopted = prepares, True
         members = [(rank, worker) for worker, (_, rank) in workers.items() if rank is not None]
         for worker, (pid, _) in workers.items():
             self.workers[worker] = WorkerView(worker, Stage.CONNECTED, pid, now)
@@ -194,6 +195,16 @@ class JobView:
     def prepares(self) -> bool:
         """Whether the newest world of an elastic job is outside elastic.run, so that training has not begun."""
         return self.elastic and not self.trains
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether workers report only their initial state, as no commit was made in this job.
+
+        The initial state of a job that resumes is the checkpoint from which it began.
+        """
+        newest = self.newest
+        unknown = self._adopted or newest is None or self.durable is not None
+        return not unknown and not self.commits and not self.step_of(newest)
 
     @property
     def unsaved(self) -> int:

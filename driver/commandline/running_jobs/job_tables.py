@@ -155,8 +155,10 @@ def _order(row: dict[str, Any]) -> tuple[bool, int, str, int]:
 def _progress(state: State) -> list[str]:
     values, now = state["set"], state["now"]
     parts = []
-    if values["commit"] is not None:
-        commit = values["commit"]
+    commit = values["commit"]
+    if commit is not None and commit.get("initial"):
+        parts.append("no commit yet: the script has not called state.commit()")
+    elif commit is not None:
         ago = span(now - commit["at"])  # Workers report their newest commit only every few seconds.
         total = counted(commit["total"], "commit")
         parts.append(f"at {_commit(commit)}, {total} in all, reported {ago} ago")

@@ -441,6 +441,8 @@ class PageModel(ViewReader):
         if self.view.newest is not None and self.view.newest is not self._commit:
             self._commit = self.view.newest
             self._note_commit("commit", self._commit, self.view.commits)
+            if self.view.uncommitted and self.state.values["begins"] is None:
+                self.state.set("commit", {**self.state.values["commit"], "initial": True})
         measured = self._rates.measured
         if measured is not None and measured is not self._measured:
             self._measured = measured

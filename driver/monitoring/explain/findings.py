@@ -128,6 +128,7 @@ class Advice(enum.Enum):
     RESET_LIMIT = "reset limit"
     CHECKPOINTS = "checkpoints"
     MORE_COPIES = "more copies"
+    CALL_COMMIT = "call commit"
     COMMIT_MORE_OFTEN = "commit more often"
     PRELOAD = "preload"
     STANDBYS = "standbys"
@@ -506,6 +507,7 @@ def _incident(incident: Incident, story: JobHistory) -> JobFinding:
         "step": incident.step,
         "newest": str(incident.newest) if incident.newest else None,
         "from_checkpoint": incident.from_checkpoint,
+        "uncommitted": incident.uncommitted,
         "spoilt": incident.spoilt,
         "ended": incident.ended,
         "ended_after_s": max(0.0, story.end_at - incident.at) if story.view.end else 0.0,
@@ -711,7 +713,7 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
     every_s = story.spent.stretches()["training"] / max(1.0, commits)
     if parts.lost > MUCH_LOST * worked and not stalls and every_s > OFTEN_S:
         facts = {"share": parts.lost / worked, "commits": commits, "every_s": every_s}
-        yield Advice.COMMIT_MORE_OFTEN, facts
+        yield Advice.CALL_COMMIT if story.uncommitted else Advice.COMMIT_MORE_OFTEN, facts
     restarted = story.view.started > 2 * max(1, story.largest)
     if not failed and restarted and parts.joining > MUCH_JOINING * worked:
         yield Advice.PRELOAD, {"share": parts.joining / worked}

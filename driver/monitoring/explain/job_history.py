@@ -63,6 +63,7 @@ class Incident:
     commit: Commit | None = None  # commit from which training resumed
     step: int | None = None  # step of the state at that commit, or None
     from_checkpoint: bool = False
+    uncommitted: bool = False  # training began again from the initial state, as no commit was made
     recovered_ms: float | None = None  # time from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
@@ -150,6 +151,11 @@ class JobHistory(ViewReader):
         self._running = False  # whether the current world is in elastic.run
         self._event: events.Event = events.TimePassed()  # the last event
         self.view.follow(self)
+
+    @property
+    def uncommitted(self) -> bool:
+        """Whether no commit was made, and the job began from no checkpoint."""
+        return self.begins is None and self.view.uncommitted
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
@@ -344,6 +350,7 @@ class JobHistory(ViewReader):
     def _resumes_from(self, commit: Commit | None) -> None:
         assert self._open is not None
         self._open.commit, self._open.step = commit, self.view.step_of(commit)
+        self._open.uncommitted = self.uncommitted
 
     def _lost(self, death: Death, now: float) -> None:
         if self.view.end is not None or self._is_recorded(death.worker):

@@ -380,6 +380,8 @@ def _after(facts: Facts) -> str:
             else "no complete commit was left in memory"
         )
         held = f" from {_checkpoint(facts)}, as {why}"
+    elif facts.get("uncommitted"):
+        held = " from the beginning, as no commit was made"
     size = facts["size_after"]
     subject = counted(size, "worker") if size else "The others"
     copied = facts["copied_bytes"] / 1e6
@@ -651,6 +653,10 @@ _ADVICE = {
         " worker called init(), so each ran alone."
     ),
     Advice.CHECKPOINTS: "Use --checkpoint-dir: checkpoints outlive all workers, and the job resumes from the newest.",
+    Advice.CALL_COMMIT: (
+        "Call state.commit() after optimizer.step(): {share:.0%} of the workers' time was repeated, as no commit was"
+        " made."
+    ),
     Advice.COMMIT_MORE_OFTEN: (
         "{share:.0%} of the workers' time was repeated, with {committed}: commit more often, at most after every"
         " step."

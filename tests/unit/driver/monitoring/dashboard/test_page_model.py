@@ -466,3 +466,14 @@ def test_usage_of_a_worker_is_in_its_row_until_it_exits():
     assert row["usage"] == {"cores": 1.5, "memory": 1 << 30, "gpu": 0.5, "gpu_memory": 1 << 31}
     page.view.note(events.WorkerExited(B, -9), [], 30.0)
     assert page.state.tables["workers"]["h:1"]["usage"]["memory"] == 0
+
+
+def test_status_when_only_the_initial_state_is_reported_then_no_commit_is_shown():
+    page = training(A, B)
+    page.view.note(events.WorkerReady(A, 1, Commit(1, 0), STORE), [], 20.0)
+    page.patch(21.0)
+    assert page.state.values["commit"]["initial"]
+    recorded("page", status(page.full(30.0)))
+    page.view.note(events.WorkerReady(A, 1, Commit(1, 3), STORE), [], 31.0)
+    page.patch(32.0)
+    assert "initial" not in page.state.values["commit"]

@@ -25,8 +25,7 @@ def world(generation: int, commit: int, *workers: Worker) -> events.PublishWorld
         events.Member(each, Place(rank, len(workers), rank, len(workers), 0, 1))
         for rank, each in enumerate(workers)
     ]
-    known = Commit(1, commit) if commit else None
-    return events.PublishWorld(generation, members, STORE, 1 if commit else 0, known, WHY)
+    return events.PublishWorld(generation, members, STORE, 1, Commit(1, commit), WHY)
 
 
 def advice(commits: int) -> list[dict]:
@@ -41,7 +40,7 @@ def advice(commits: int) -> list[dict]:
     for each in (ONE, TWO):
         story.view.note(events.WorkerReady(each, 0, None, STORE, running=True), [], 1.0)
     story.view.note(events.TimePassed(), [world(1, 0, ONE, TWO)], 1.0)
-    number = Commit(1, commits) if commits else None
+    number = Commit(1, commits)
     times = Times(training=30.0)
     story.view.note(events.WorkerSpent(ONE, 1, times, "training", number), [], 31.0)
     exited = events.WorkerExited(TWO, -9)
@@ -52,19 +51,25 @@ def advice(commits: int) -> list[dict]:
     times = Times(training=30.0, recovering=0.5, lost=10.0)
     story.view.note(events.WorkerSpent(ONE, 2, times, "training", number), [], 41.5)
     found = findings(story, JournalState(SETTINGS, runs=True))
+    [incident] = [each for each in found if each.what is FindingKind.INCIDENT]
+    assert incident.facts["uncommitted"] is (commits == 0)
     advised = [each for each in found if each.what is FindingKind.ADVICE]
     assert all(sentence(each) for each in advised)
-    return [
-        each.facts for each in advised if each.facts["advice"] == Advice.COMMIT_MORE_OFTEN.value
-    ]
+    wanted = (Advice.COMMIT_MORE_OFTEN.value, Advice.CALL_COMMIT.value)
+    return [each.facts for each in advised if each.facts["advice"] in wanted]
 
 
 def test_frequent_commits_cause_no_advice():
     assert advice(600) == []
 
 
-@pytest.mark.parametrize(("commits", "every_s"), [(2, 20.0), (0, 40.0)])
-def test_rare_commits_cause_advice_with_their_interval(commits, every_s):
-    [facts] = advice(commits)
-    assert facts["share"] > 0.2 and facts["commits"] == commits
-    assert facts["every_s"] == pytest.approx(every_s, abs=0.5)
+def test_rare_commits_cause_advice_with_their_interval():
+    [facts] = advice(2)
+    assert facts["share"] > 0.2 and facts["commits"] == 2
+    assert facts["every_s"] == pytest.approx(20.0, abs=0.5)
+
+
+def test_advice_when_no_commit_was_made_then_it_names_the_call():
+    [facts] = advice(0)
+    assert facts["advice"] == Advice.CALL_COMMIT.value
+    assert facts["share"] > 0.2

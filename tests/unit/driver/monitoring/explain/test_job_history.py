@@ -505,3 +505,26 @@ def test_oom_kill_is_a_separate_cause():
     recorder = TrainingStory()
     recorder.at(5.0, WorkerExited(B, -9, out_of_memory=True))
     assert [death.cause for death in recorder.story.losses()] == [Cause.OUT_OF_MEMORY]
+
+
+def test_incident_when_no_commit_was_made_then_training_begins_again():
+    recorder = TrainingStory()
+    lost = because(ReasonKind.LOST_EXITED, worker="h:2#1", exit="signal 9 SIGKILL")
+    recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
+    ready = WorkerReady(A, 2, Commit(2, 0), STORE)
+    recorder.at(5.1, ready, world(3, A, B))
+    recorder.at(5.2, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
+    [incident] = recorder.found(FindingKind.INCIDENT)
+    assert incident.facts["uncommitted"]
+    recorded("explain", sentence(incident))
+    recorder.at(9.0, HostsChanged({}), EndJob(1, lost))
+    [gone] = recorder.found(FindingKind.LOST_ALL)
+    assert gone.facts["uncommitted"]
+    recorded("explain", sentence(gone))
+
+
+def test_incident_when_commits_were_made_by_a_previous_driver_then_not_taken_for_uncommitted():
+    story = JobHistory(TimeSpent(JobView()))
+    story.view.adopt({A: (1, 0)}, 4, 1.0)
+    story.view.note(WorkerReady(A, 4, Commit(4, 0), STORE), [], 2.0)
+    assert not story.uncommitted
