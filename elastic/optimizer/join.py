@@ -35,7 +35,7 @@ FORMING_S = 0.05  # seconds between two checks whether the other ranks form a gr
 
 def _is_divided() -> bool:
     # This is not a for loop, because its variable would keep a dropped optimizer alive.
-    return any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers)
+    return any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers())
 
 
 def join(device: int = -1) -> int:
@@ -96,7 +96,7 @@ def _sharing_optimizers(rt: Context) -> list[Members]:
     if rt.provisional or rt.place.size == 1:
         return []
     members = dict.fromkeys([None, *plan_agreement.every(rt)])
-    for reducer in gradient_reducer.reducers:
+    for reducer in gradient_reducer.reducers():
         members.setdefault(reducer.members(rt))
     return [each for each in members if each is None or len(each) > 1]
 

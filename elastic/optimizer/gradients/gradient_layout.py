@@ -76,7 +76,7 @@ def outside_state(handled: Collection[object]) -> str:
 
 def _outside(handled: Collection[object]) -> list[Any]:
     known = set(map(id, handled))
-    found: list[Any] = [reducer.optimizer for reducer in gradient_reducer.reducers]
+    found: list[Any] = [reducer.optimizer for reducer in gradient_reducer.reducers()]
     return [
         each
         for each in found

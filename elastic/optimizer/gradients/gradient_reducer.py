@@ -66,11 +66,18 @@ FULL_BYTES = bucket_plan.FULL_BYTES
 
 _POINT_OF = {PassEnd.COMPARE_LAST: ComparisonPoint.LAST_PASS, PassEnd.COMPARE: ComparisonPoint.PASS}
 
-# All reducers of this process.
-reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+# All reducers of this process. Backward passes read the set while another thread may create an optimizer.
+_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_registering = threading.Lock()
 _numbers = itertools.count()
 # Number of reducers, by the shapes of their parameters. Plans do not distinguish reducers with equal shapes.
 _made: collections.Counter[int] = collections.Counter()
+
+
+def reducers() -> list[GradientReducer]:
+    """Return all reducers of this process."""
+    with _registering:
+        return list(_reducers)
 
 
 class GradientReducer:
@@ -137,7 +144,8 @@ class GradientReducer:
         self._stale: list[
             Work
         ] = []  # works of an abandoned step, which may still write to the buffers
-        reducers.add(self)
+        with _registering:
+            _reducers.add(self)
 
     @property
     def pending(self) -> bool:
@@ -274,7 +282,7 @@ class GradientReducer:
                 notify_end(self)
             return
         if slot.passes_left == 0:
-            twice = any(other.follows(parameter) for other in reducers if other is not self)
+            twice = any(other.follows(parameter) for other in reducers() if other is not self)
             raise AssertionError(_too_many(slot, self._passes, twice=twice))
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
@@ -668,7 +676,7 @@ class GradientReducer:
 
     def _twins(self) -> tuple[int, int]:
         """Return how many reducers with equal parameter shapes were created before this one, and how many exist."""
-        return self._twin, sum(other._kind == self._kind for other in list(reducers))
+        return self._twin, sum(other._kind == self._kind for other in reducers())
 
 
 def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
