@@ -545,6 +545,7 @@ def _losses(story: JobHistory) -> Iterator[JobFinding]:
             "step": story.view.step_of(newest),
             "durable": None if durable is None else str(durable),
             "durable_step": None if durable is None else story.view.step_of(durable),
+            "uncommitted": story.uncommitted,
         }
         yield JobFinding(FindingKind.LOST_ALL, facts)
     if behind:

@@ -505,10 +505,12 @@ def _lost_all(facts: Facts) -> str:
             f"Training from {_commit(facts, 'durable', 'durable_step')} up to {_commit(facts)} was only in the memory"
             " of the workers. Resume from the newest checkpoint."
         )
-    return (
-        f"All training up to {_commit(facts)} was in the memory of the workers, which have ended. Files that the"
-        " script itself wrote still exist."
+    all_of_it = (
+        f"All training up to {_commit(facts)} was in the memory of the workers, which have ended."
     )
+    if facts.get("uncommitted"):
+        all_of_it = "All training, as no commit was made."
+    return f"{all_of_it} Files that the script itself wrote still exist."
 
 
 def _recoveries(facts: Facts) -> str:
