@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic
@@ -23,7 +24,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(names, "generation", 0)
     elastic.init()
-    distributed.init_process_group("elastic", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("elastic", store=HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
     elastic.shutdown()

@@ -25,7 +25,7 @@ from harness.small_worlds import World, net, sgd
 @pytest.fixture(autouse=True)
 def world(monkeypatch):
     # Without those of other tests.
-    monkeypatch.setattr(gradient_reducer, "reducers", weakref.WeakSet())
+    monkeypatch.setattr(gradient_reducer, "_reducers", weakref.WeakSet())
     world = World(2)
     monkeypatch.setattr(lifecycle, "current", lambda: world)
     return world
