@@ -166,6 +166,14 @@ class WorkerMiscomputed(Event):
     complete: bool = False
 
 
+class WorkerFoundMistake(Event):
+    """The checks of the script found a mistake. See `protocol.messages.MistakeFound`."""
+
+    worker: Worker
+    kind: str
+    text: str
+
+
 class WorkerProgressed(Event):
     """A worker started or stopped waiting in a collective, or is in a phase marked as long.
 

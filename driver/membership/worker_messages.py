@@ -26,6 +26,7 @@ EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.TimeSpent: events.WorkerSpent,
     messages.Digested: events.WorkerDigested,
     messages.Miscomputed: events.WorkerMiscomputed,
+    messages.MistakeFound: events.WorkerFoundMistake,
     messages.Raised: events.WorkerRaised,
     messages.Quit: events.WorkerQuit,
     messages.Returned: events.WorkerReturned,

@@ -112,6 +112,7 @@ class JobView:
         self.newest: Commit | None = None  # newest commit that any worker has reported
         self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
+        self.mistakes: dict[str, str] = {}  # mistakes that the script checks found, by kind
         self._adopted = False  # a previous driver may have learned of more commits
         # Steps of the state at the commits that were reported last.
         self._steps: dict[Commit, int] = {}
@@ -230,6 +231,8 @@ class JobView:
                 self._known(worker)
                 self._knows(event.commit, now)
                 self._counts(event.commit, event.step)
+            case events.WorkerFoundMistake(_, kind, text):
+                self.mistakes[kind] = text
             case events.WorkerPaced() | events.WorkerDigested():
                 self._knows(event.commit, now)
             case events.WorkerReady(worker, running=running):

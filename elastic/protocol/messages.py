@@ -23,6 +23,7 @@ RELAY_LIMIT = FRAME_LIMIT + 4096  # limit in bytes for a message of FRAME_LIMIT 
 HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 # Small list items take far more memory than bytes on the wire, so the number of items in a frame is limited.
 PHASES_LIMIT = 1000
+MISTAKE_LIMIT = 2000  # characters of a mistake in a script
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
@@ -464,6 +465,18 @@ class Miscomputed(Message):
     complete: bool = False
 
 
+class MistakeFound(Message):
+    """Message of rank 0: a mistake in the script, found by its checks. See `elastic.script_checks.mistakes`.
+
+    Args:
+        kind: kind of the mistake, as in docs/script-checks.md.
+        text: the mistake, its consequence and the remedy, in one line.
+    """
+
+    kind: Annotated[str, Meta(max_length=64)]
+    text: Annotated[str, Meta(max_length=MISTAKE_LIMIT)]
+
+
 class Raised(Message):
     """Message: user code raised an exception, and the process is about to exit with this traceback."""
 
@@ -849,6 +862,7 @@ FromWorker = (
     | TimeSpent
     | Digested
     | Miscomputed
+    | MistakeFound
     | Raised
     | Quit
     | Returned

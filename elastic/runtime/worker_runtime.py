@@ -16,7 +16,7 @@ from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
 from elastic.negotiation.engine import Engine
 from elastic.protocol import messages
-from elastic.protocol.messages import Miscomputed, Place
+from elastic.protocol.messages import MISTAKE_LIMIT, Miscomputed, MistakeFound, Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.kept_variables import KeptVariables
 from elastic.runtime.commit_log import CommitLog
@@ -164,6 +164,10 @@ class WorkerRuntime:
     def report_miscomputed(self, evidence: Miscomputed) -> None:
         """Report a rank with wrong gradients. The driver removes the rank."""
         self.session.send(evidence)
+
+    def report_mistake(self, kind: str, text: str) -> None:
+        """Report a mistake in the script to the driver, for ``elasticrun explain`` and ``elasticrun status``."""
+        self.session.send(MistakeFound(kind, text[:MISTAKE_LIMIT]))
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
 

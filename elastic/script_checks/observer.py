@@ -276,7 +276,7 @@ class ScriptObserver:
     # ---- report ------------------------------------------------------------------------------------------------------
 
     def _report(self, seen: ScriptObservation) -> None:
-        """Print new mistakes on rank 0. Raises ScriptMistakes if --strict was passed."""
+        """Print new mistakes on rank 0, and report them to the driver. Raises ScriptMistakes if --strict was passed."""
         new = mistakes.unreported(mistakes.found(seen), self._reported)
         self._reported |= {each.kind for each in new}
         if new and self._rt.env.strict:
@@ -284,6 +284,7 @@ class ScriptObserver:
         if self._rt.place.rank == 0:
             for each in new:
                 print(f"elastic: warning: {each.sentence}", file=sys.stderr, flush=True)
+                self._rt.report_mistake(each.kind.value, each.sentence)
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         for each in values.get("unhealthy", ())
     ]
     lines += [f"  {_quarantined(each)}" for each in values.get("quarantined", ())]
+    lines += [f"  mistake in the script: {text}" for text in values.get("mistakes", ())]
     table = [("rank", "worker", "state", "for", "process", "")]
     shown = sorted(workers.values(), key=_order)[:most]
     for row in shown:

@@ -87,6 +87,7 @@ class PageModel(ViewReader):
                 "shards": None,
                 "unhealthy": [],
                 "quarantined": [],
+                "mistakes": [],
                 "rate": None,
                 "steps": None,
                 "samples": None,
@@ -274,6 +275,9 @@ class PageModel(ViewReader):
                 grid.change(worker, inside=None)
             case events.WorkerSpent():
                 self._far(event)
+            case events.WorkerFoundMistake(_, _, text):
+                self.state.set("mistakes", [*self.view.mistakes.values()])
+                self.line("warning", "", f"mistake in the script: {text}", now)
             case events.WorkerReturned():
                 self._job(phase="ending")
             case events.WorkerExited():

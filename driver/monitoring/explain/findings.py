@@ -27,6 +27,7 @@ FIRST, LAST = 12, 12  # number of incidents described individually, at the begin
 MUCH_LOST = 0.1  # smallest share of the workers' time for which lost time is mentioned
 # Seconds between commits. More frequent commits would not reduce the loss noticeably.
 OFTEN_S = 1.0
+NO_COMMIT = "no-commit"  # kind of a mistake that the script checks find
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
 MUCH_SLOW_S = 60.0  # shortest slow time of a straggler that is worth an advice
@@ -128,6 +129,7 @@ class Advice(enum.Enum):
     RESET_LIMIT = "reset limit"
     CHECKPOINTS = "checkpoints"
     MORE_COPIES = "more copies"
+    SCRIPT_CHECK = "script check"  # a mistake that the script checks found
     CALL_COMMIT = "call commit"
     COMMIT_MORE_OFTEN = "commit more often"
     PRELOAD = "preload"
@@ -610,10 +612,10 @@ def time_facts(story: JobHistory) -> dict[str, Any]:
 def _advice(
     story: JobHistory, source: JournalState, cause: Death | None
 ) -> Iterator[dict[str, Any]]:
-    given: set[Advice] = set()
+    given: set[tuple[Advice, str | None]] = set()
     for advice, facts in _advices(story, source, cause):
-        if advice not in given:
-            given.add(advice)
+        if (key := (advice, facts.get("check"))) not in given:
+            given.add(key)
             yield {"advice": advice.value, **facts}
 
 
@@ -640,6 +642,8 @@ def _advices(
         yield Advice.BE_ELASTIC, {"np": 0}
     if cause is not None:
         yield _against(cause)
+    for check, text in story.view.mistakes.items():
+        yield Advice.SCRIPT_CHECK, {"check": check, "text": text}
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
             # A cause in the script would also affect the next worker.
@@ -714,7 +718,10 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
     every_s = story.spent.stretches()["training"] / max(1.0, commits)
     if parts.lost > MUCH_LOST * worked and not stalls and every_s > OFTEN_S:
         facts = {"share": parts.lost / worked, "commits": commits, "every_s": every_s}
-        yield Advice.CALL_COMMIT if story.uncommitted else Advice.COMMIT_MORE_OFTEN, facts
+        if not story.uncommitted:
+            yield Advice.COMMIT_MORE_OFTEN, facts
+        elif NO_COMMIT not in story.view.mistakes:
+            yield Advice.CALL_COMMIT, facts
     restarted = story.view.started > 2 * max(1, story.largest)
     if not failed and restarted and parts.joining > MUCH_JOINING * worked:
         yield Advice.PRELOAD, {"share": parts.joining / worked}

@@ -21,7 +21,7 @@ from elastic.driver.reasons import (
     start_checkpoint,
     waiting_workers,
 )
-from elastic.protocol.messages import at_step
+from elastic.protocol.messages import MISTAKE_LIMIT, at_step
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
@@ -655,6 +655,7 @@ _ADVICE = {
         " worker called init(), so each ran alone."
     ),
     Advice.CHECKPOINTS: "Use --checkpoint-dir: checkpoints outlive all workers, and the job resumes from the newest.",
+    Advice.SCRIPT_CHECK: "Fix the script: {text}.",
     Advice.CALL_COMMIT: (
         "Call state.commit() after optimizer.step(): {share:.0%} of the workers' time was repeated, as no commit was"
         " made."
@@ -692,6 +693,7 @@ def _advice(facts: Facts) -> str:
         "seen": facts.get("signal") or "its exit was not observed",
         "workers": counted(facts["needed"], "worker") if "needed" in facts else "",
         "goes_on": _GOES_ON,
+        "text": shown(facts.get("text", ""), limit=MISTAKE_LIMIT),
         "committed": f"a commit every {duration(facts['every_s'])}"
         if facts.get("commits")
         else "no commit",

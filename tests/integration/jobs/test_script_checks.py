@@ -38,6 +38,8 @@ def test_each_mistake_is_reported_in_the_first_steps_and_nothing_else(job, case,
     training = job("-np 2 --min-np 1", ["python", SCRIPTS / "mistaken.py"], env={"CASE": case})
     training.succeed(90)
     assert sorted(ANCHOR.findall(training.output)) == sorted(kinds)
+    told = [each["kind"] for each in training.events("WorkerFoundMistake")]
+    assert sorted(told) == sorted(kinds)
 
 
 @pytest.mark.forked

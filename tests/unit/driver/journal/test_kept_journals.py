@@ -111,6 +111,7 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
         "HostStaying",
         "ReplicasSpoilt",
         "TellWorld",
+        "WorkerFoundMistake",
         "WorkerHealthChecked",
         "WorkerMiscomputed",
         "WorkerReconnected",

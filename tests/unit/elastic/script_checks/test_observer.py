@@ -17,7 +17,7 @@ from elastic import data
 from elastic.errors import ScriptMistakes
 from elastic.monitoring import moved_tensors
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.protocol.messages import Place
+from elastic.protocol.messages import MistakeFound, Place
 from elastic.rendezvous import following_samplers
 from elastic.runtime import lifecycle
 from elastic.script_checks import script_source
@@ -401,3 +401,14 @@ def test_objects_are_searched_before_the_world_and_not_in_it(job):
     job.train(state)
     assert reported(watching) == set()
     assert scheduler.last_epoch == 0
+
+
+def test_mistake_when_it_is_found_then_the_driver_receives_its_kind(job, monkeypatch):
+    sent: list[MistakeFound] = []
+    monkeypatch.setattr(job.rt.session, "send", sent.append)
+    state = TorchState(model=job.model, step=0)
+    observer = job.observes(state)
+    job.train(state)
+    told = [each for each in sent if isinstance(each, MistakeFound)]
+    assert [each.kind for each in told] == [each.value for each in reported(observer)]
+    assert Kind.OPTIMIZER_NOT_IN_STATE in reported(observer)

@@ -477,3 +477,13 @@ def test_status_when_only_the_initial_state_is_reported_then_no_commit_is_shown(
     page.view.note(events.WorkerReady(A, 1, Commit(1, 3), STORE), [], 31.0)
     page.patch(32.0)
     assert "initial" not in page.state.values["commit"]
+
+
+def test_mistake_in_the_script_when_it_is_found_then_status_and_log_show_it():
+    page = training(A, B)
+    page.view.note(events.WorkerFoundMistake(A, "no-commit", "no state.commit()"), [], 20.0)
+    page.patch(21.0)
+    assert page.state.values["mistakes"] == ["no state.commit()"]
+    [line] = [each for each in page.state.series["log"] if each[1] == "warning"]
+    recorded("page", line[3])
+    recorded("page", status(page.full(22.0)))

@@ -26,6 +26,7 @@ from elastic.driver.events import (
     WorkerConnected,
     WorkerDiffers,
     WorkerExited,
+    WorkerFoundMistake,
     WorkerFrozen,
     WorkerPaced,
     WorkerRaised,
@@ -528,3 +529,16 @@ def test_incident_when_commits_were_made_by_a_previous_driver_then_not_taken_for
     story.view.adopt({A: (1, 0)}, 4, 1.0)
     story.view.note(WorkerReady(A, 4, Commit(4, 0), STORE), [], 2.0)
     assert not story.uncommitted
+
+
+def test_advice_when_the_script_checks_found_mistakes_then_each_is_named_once():
+    recorder = TrainingStory()
+    for kind in ("model-not-in-state", "loop-restarts", "loop-restarts"):
+        recorder.at(3.0, WorkerFoundMistake(A, kind, f"{kind} {{}}; pass it: TorchState(...)"))
+    advised = [
+        each
+        for each in recorder.found(FindingKind.ADVICE)
+        if each.facts["advice"] == Advice.SCRIPT_CHECK.value
+    ]
+    assert [each.facts["check"] for each in advised] == ["model-not-in-state", "loop-restarts"]
+    recorded("explain", sentence(advised[0]))
