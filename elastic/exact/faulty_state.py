@@ -49,7 +49,7 @@ def save(
         torch.save(state, incomplete)
         os.replace(incomplete, path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk.
-        log.warning("the state of rank %d was not saved: %s", rank, error)
+        log.warning("the state of rank %d was not saved: %s; check --keep-faulty", rank, error)
         with contextlib.suppress(OSError):
             incomplete.unlink()
         return

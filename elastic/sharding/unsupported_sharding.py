@@ -1,4 +1,4 @@
-"""Detection of models and optimizers that are not supported in a state, or in no state, and the errors for them."""
+"""Detection of models and optimizers whose sharding is not supported in a state, and the errors for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.runtime import lifecycle
@@ -34,8 +33,6 @@ _ADVICE_ZERO = (
 # torch's FSDP states of modules that a `TorchState` reshards in each world.
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Models whose reducers a state rebuilds in each world.
-_followed_replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 # Two-dimensional meshes that the script has created for such modules.
 _followed_meshes: list[Any] = []
 _WHY = {
@@ -161,26 +158,6 @@ def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a state contains this optimizer with sharded parameters or entries."""
     return optimizer in _followed_optimizers
-
-
-def follow_replica(model: DistributedDataParallel) -> None:
-    """Record that a state rebuilds this model's reducer in each world."""
-    _followed_replicas.add(model)
-
-
-def is_replica_followed(model: DistributedDataParallel) -> bool:
-    """Return whether a state contains this model."""
-    return model in _followed_replicas
-
-
-def refuse_replica(optimizer: torch.optim.Optimizer) -> NotElastic:
-    """Return the error for an optimizer that trains a model in DistributedDataParallel that is in no state."""
-    return NotElastic(
-        f"{type(optimizer).__name__} trains a model in DistributedDataParallel that is in no state. A state rebuilds"
-        " the reducer of its models in each world, and sends their parameters to workers that join: pass the"
-        " DistributedDataParallel object to the state, as in TorchState(model=model, ...)",
-        Fixed.REPLICA,
-    )
 
 
 def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:

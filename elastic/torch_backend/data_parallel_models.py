@@ -1,18 +1,20 @@
-"""``DistributedDataParallel`` models over all ranks, with the generation in which each got its present reducer.
+"""Detection of ``DistributedDataParallel`` models that are trained in another world than that of their reducers.
 
-The reducer of a model in a state is rebuilt in each world. Another model's reducer keeps the gradient counts and
-buckets of the world in which it was built, so that ranks which have just joined would disagree with the others.
+A state rebuilds the reducers of its models in each world. Another model's reducer keeps the gradient counts and buckets
+of the world in which it was built, so a rank that has just joined would disagree with the others.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.sharding import unsupported_sharding
+from elastic.errors import Fixed, NotElastic
 from elastic.torch_backend.following_group import FollowingGroup
 from elastic.torch_backend.group_names import names
 
@@ -20,6 +22,7 @@ _ddp: Any = DistributedDataParallel
 _build: Any = _ddp._ddp_init_helper
 # Generation in which the reducer was built, or 0 before elastic.run.
 _built: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
+_followed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # models in states
 
 
 def replace() -> None:
@@ -35,10 +38,36 @@ def _build_reducer(model: DistributedDataParallel, *args: Any, **options: Any) -
         _built[model] = names.generation
 
 
-def unfollowed() -> list[DistributedDataParallel]:
-    """Return the models that are in no state, and whose reducers were not built in the current world."""
-    return [
-        model
+def follow(model: DistributedDataParallel) -> None:
+    """Record that a state rebuilds this model's reducer in each world."""
+    _followed.add(model)
+
+
+def check(optimizer: torch.optim.Optimizer) -> None:
+    """Check the models of an optimizer before its first update in a world.
+
+    Raises:
+        NotElastic: the optimizer trains a model that is in no state and was built in an earlier world.
+    """
+    if not _trains_unfollowed(optimizer):
+        return
+    gc.collect()  # a dropped model may still exist in a reference cycle
+    if _trains_unfollowed(optimizer):
+        raise NotElastic(
+            f"{type(optimizer).__name__} trains a model in DistributedDataParallel that is in no state. A state"
+            " rebuilds the reducer of its models in each world, and sends their parameters to workers that join:"
+            " pass the DistributedDataParallel object to the state, as in TorchState(model=model, ...)",
+            Fixed.REPLICA,
+        )
+
+
+def _trains_unfollowed(optimizer: torch.optim.Optimizer) -> bool:
+    reduced = {
+        id(parameter)
         for model, generation in list(_built.items())
-        if generation != names.generation and not unsupported_sharding.is_replica_followed(model)
-    ]
+        if generation != names.generation and model not in _followed
+        for parameter in model.parameters()
+    }
+    return bool(reduced) and any(
+        id(each) in reduced for group in optimizer.param_groups for each in group["params"]
+    )

@@ -6,7 +6,6 @@ Each optimizer is checked once per world, before its first update.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -53,10 +52,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
         NotElastic: the optimizer is sharded in a way that cannot follow the world, or trains a model in
             DistributedDataParallel that is in no state.
     """
-    if _trains_unfollowed(optimizer):
-        gc.collect()  # a dropped model may still exist in a reference cycle
-        if _trains_unfollowed(optimizer):
-            raise unsupported_sharding.refuse_replica(optimizer)
+    data_parallel_models.check(optimizer)
     kind = unsupported_sharding.of_optimizer(optimizer)
     if kind is not None and shards.in_use():
         raise unsupported_sharding.refuse_micro_batches(optimizer, kind)
@@ -78,12 +74,6 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
             what += ", which was made for an earlier world,"
     if kind is not None:
         raise unsupported_sharding.refuse(what, kind)
-
-
-def _trains_unfollowed(optimizer: torch.optim.Optimizer) -> bool:
-    models = data_parallel_models.unfollowed()
-    reduced = {id(each) for model in models for each in model.parameters()}
-    return any(id(each) in reduced for group in optimizer.param_groups for each in group["params"])
 
 
 def _spans(optimizer: torch.optim.Optimizer, size: int) -> bool:

@@ -15,9 +15,8 @@ import elastic.jax as ej
 from elastic.errors import ScriptMistakes
 from elastic.jax.state import JaxState
 from elastic.runtime import lifecycle
-from elastic.script_checks import script_source
-from elastic.script_checks.mistakes import STEPS, CommitCall, Kind
-from elastic.script_checks.observer import ScriptObserver
+from elastic.script_checks.mistakes import STEPS, Kind
+from harness.observed_script import mistakes_of
 
 ADAM = optax.adam(1e-3)
 
@@ -52,17 +51,9 @@ def kinds(state, step, *, commits=True, steps=STEPS):
                 state.commit()
 
     state.step = 0
-    observer = ScriptObserver(lifecycle.current(), state, train)
-    calls = [CommitCall.SOME_STEPS] if commits else []
-    with mock.patch.object(script_source, "commits", lambda function: calls):
-        observer.meet()
-        observer.begin()
-        try:
-            train(state)
-        finally:
-            observer.end()
+    found = mistakes_of(state, train, commits=commits)
     assert JaxState.__setattr__ is before
-    return observer._reported
+    return found
 
 
 def averaged(state):

@@ -5,19 +5,15 @@ A script is a model, an optimizer, a state and a function; `kinds` says what its
 
 from __future__ import annotations
 
-from unittest import mock
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 import horovod.keras as keras_door
 import horovod.tensorflow as hvd
-from elastic.runtime import lifecycle
-from elastic.script_checks import script_source
-from elastic.script_checks.mistakes import STEPS, CommitCall, Kind
-from elastic.script_checks.observer import ScriptObserver
+from elastic.script_checks.mistakes import STEPS, Kind
 from elastic.state.state import ObjectState
+from harness.observed_script import mistakes_of as kinds
 
 X = np.ones((8 * (STEPS + 5), 4), "float32")
 Y = np.ones((8 * (STEPS + 5), 1), "float32")
@@ -26,21 +22,6 @@ BOTH = {Kind.MODEL_NOT_IN_STATE, Kind.OPTIMIZER_NOT_IN_STATE}
 
 def network():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-
-
-def kinds(state, train, *, commits=True):
-    """Return the mistakes of ``train(state)``; without commits, of a script that never mentions them."""
-    rt = lifecycle.current()
-    observer = ScriptObserver(rt, state, train)
-    calls = [CommitCall.SOME_STEPS] if commits else []
-    with mock.patch.object(script_source, "commits", lambda function: calls):
-        observer.meet()
-        observer.begin()
-        try:
-            train(state)
-        finally:
-            observer.end()
-    return observer._reported
 
 
 def batches():

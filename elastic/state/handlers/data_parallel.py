@@ -22,8 +22,8 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import NotReduced
-from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.model_state import ModelStateHandler
+from elastic.torch_backend import data_parallel_models
 
 _torch: Any = distributed  # torch's stubs lack methods that DDP itself calls
 # The parameters that the reducer of each model was built with.
@@ -42,7 +42,7 @@ class ReplicasHandler(ModelStateHandler):
     def _adopt_value(self) -> None:
         super()._adopt_value()
         for each in self.replicas():
-            unsupported_sharding.follow_replica(each)
+            data_parallel_models.follow(each)
             if each not in _reduced:
                 _reduced[each] = _parameters(each)
                 self._check(each, built_with=_number_reduced(each))
