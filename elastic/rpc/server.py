@@ -195,8 +195,10 @@ class SealedServer:
 
     def _send_rest(self) -> None:
         ends_at = time.monotonic() + END_S
+        with self._sending:  # while another thread sends, its queue may be empty a moment later
+            waiting = [*self._unsent]
         with selectors.DefaultSelector() as writable:
-            for caller in [*self._unsent]:
+            for caller in waiting:
                 writable.register(caller.socket, selectors.EVENT_WRITE, caller)
             while writable.get_map() and time.monotonic() < ends_at:
                 ready = writable.select(FLUSH_S)

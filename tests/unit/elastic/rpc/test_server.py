@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -166,6 +167,41 @@ def test_callers_that_do_not_read_delay_no_other_at_the_end(served, monkeypatch)
     reader.join(60)
     assert everything.is_set()
     assert [caller.identity for caller in served.server._unsent] == [1, 2, 3]
+
+
+class WatchedLock:
+    """A lock that counts the attempts to acquire it."""
+
+    def __init__(self) -> None:
+        self.attempts = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.attempts.release()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_end_when_another_thread_is_sending_then_its_frame_is_sent_once(served, monkeypatch):
+    caller, resume, real = served.call(1), threading.Event(), server_module._Unsent.send
+
+    def send(unsent: Any, sock: socket.socket) -> None:
+        assert resume.wait(30)
+        real(unsent, sock)
+
+    monkeypatch.setattr(server_module._Unsent, "send", send)
+    served.server._sending = lock = WatchedLock()
+    with ThreadPoolExecutor(2) as threads:
+        sent = threads.submit(served.server.send, served.callers[1], encoded(b"last"))
+        assert lock.attempts.acquire(timeout=30)
+        ended = threads.submit(served.server._send_rest)
+        assert lock.attempts.acquire(timeout=30)
+        resume.set()
+        sent.result(30)
+        ended.result(30)
+    assert caller.next() == b"last"
 
 
 def test_a_body_for_many_callers_is_held_once(served):
