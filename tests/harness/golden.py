@@ -56,6 +56,7 @@ VOLATILE: list[tuple[str, str]] = [
     (r"\b(process,? (?:number |ID )?)\d{2,}", r"\1PID"),
     (r"\b(descriptor|byte) \d+\b", r"\1 N"),
     (r"(?<=[:-])[0-9a-f]{8}\b", "ID"),
+    (r"(?<=\b\d{6}-\d{6}-)[0-9a-f]{12}\b", "ID"),  # of a chapter of the journal: may be all digits
     (r"(?<=\+)\d+\.\d{3}\b", "SECONDS"),
     (r"\b0x[0-9a-f]{6,}\b", "ADDRESS"),
     (r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{12}\b", "ID"),

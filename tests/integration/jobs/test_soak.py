@@ -1,6 +1,7 @@
 """The soak, for seconds instead of minutes: measurements, decisions and report. Flatness takes longer."""
 
 import json
+import multiprocessing
 import os
 import shlex
 import sys
@@ -36,6 +37,15 @@ def test_segments_that_are_open_are_counted():
     assert str(path) in resources.unused_segments()
     path.unlink()
     assert str(path) not in resources.unused_segments()
+
+
+def test_a_semaphore_that_is_mapped_under_another_name_is_used():
+    before = resources.segments()
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    names = resources.segments() - before
+    assert names
+    assert not names & resources.unused_segments()
+    del semaphore
 
 
 @pytest.mark.slow

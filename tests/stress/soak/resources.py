@@ -47,16 +47,33 @@ def segments() -> set[str]:
 
 def unused_segments() -> set[str]:
     """Return the segments of this user that no process has mapped or open, and that are therefore never freed."""
-    unused = segments()
+    found = {}
+    for path in segments():
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if status.st_uid == os.getuid():
+                found[path] = status.st_ino
+    used = set[int]()
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
-            unused -= _segments_of(pid, _descriptors(pid))
-    mine = set()
-    for path in unused:
-        with contextlib.suppress(OSError):
-            if os.stat(path).st_uid == os.getuid():
-                mine.add(path)
-    return mine
+            used |= _inodes_of(pid)
+    return {path for path, inode in found.items() if inode not in used and os.path.exists(path)}
+
+
+def _inodes_of(pid: int) -> set[int]:
+    """Return the inodes of the segments that a process has mapped or open.
+
+    The path of a mapping can be another one: sem_open() maps a semaphore before it links its name.
+    """
+    inodes = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if f"{SEGMENTS}/" in line:
+            inodes.add(int(line.split(maxsplit=5)[4]))
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed in the meantime
+            if os.readlink(f"/proc/{pid}/fd/{entry}").startswith(f"{SEGMENTS}/"):
+                inodes.add(os.stat(f"/proc/{pid}/fd/{entry}").st_ino)
+    return inodes
 
 
 def processes_of(folder: Path) -> list[int]:
