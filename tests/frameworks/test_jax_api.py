@@ -79,6 +79,7 @@ def test_the_example_learns_while_a_worker_is_lost(job):
     assert right and min(right) > 80
 
 
+@pytest.mark.nightly
 @pytest.mark.forked("jax", "flax", "optax")
 def test_training_resumes_from_a_checkpoint_on_another_number_of_workers(job, tmp_path):
     flags = f"--checkpoint-dir {tmp_path / 'kept'} -H localhost:2"

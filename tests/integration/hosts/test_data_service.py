@@ -47,6 +47,7 @@ def network(tmp_path) -> Iterator[Network]:
         yield network
 
 
+@pytest.mark.nightly
 def test_training_gets_samples_from_another_host_and_is_notified_of_its_loss(
     network, tmp_path, request
 ):

@@ -164,6 +164,7 @@ def test_a_slow_link_takes_its_time(network):
     assert there_and_back(network, size=300_000, times=5) < 0.2
 
 
+@pytest.mark.nightly
 def test_a_long_way_there_and_back(network):
     listening(network.hosts["b"], ECHO)
     network.delay("b", 0.1)

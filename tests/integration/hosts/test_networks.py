@@ -147,6 +147,7 @@ def inside(namespace: str) -> Iterator[None]:
         os.close(after)
 
 
+@pytest.mark.nightly
 @pytest.mark.etcd
 def test_agents_over_an_ipv6_only_link_survive_a_death(
     job: Callable[..., Job], link: Ends, tmp_path: Path

@@ -155,6 +155,7 @@ def test_sigterm_to_every_process_of_a_keras_job_with_loaders_makes_a_last_check
     a_last_checkpoint_was_made(training)
 
 
+@pytest.mark.nightly
 def test_all_hosts_leave_the_list_and_return(job, tmp_path):
     """No worker is started while there are no hosts, and returned ones are used immediately."""
     folder, listed = tmp_path / "checkpoints", tmp_path / "hosts"
@@ -221,6 +222,7 @@ def a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder):
     assert {*folder.glob("run-*")} == runs, "it has written nothing"
 
 
+@pytest.mark.nightly
 def test_under_another_driver_old_and_new_members_write_one_checkpoint_together(job, tmp_path):
     folder = tmp_path / "checkpoints"
     flags = f"-H localhost:1,127.0.0.2:1 {FLAGS} {folder} --resume"

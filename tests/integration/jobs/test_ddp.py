@@ -186,6 +186,7 @@ def losses(output: str) -> list[str]:
     return re.findall(r"epoch \d+ loss [\d.]+", output)
 
 
+@pytest.mark.nightly
 @pytest.mark.forked
 def test_a_script_that_knows_of_torch_alone_gives_the_losses_that_it_has_under_torchrun(job: Any):
     found = losses(job("-np 2", ["python", EXAMPLES / "ddp_static.py"]).succeed())

@@ -71,6 +71,7 @@ def metrics(port: int) -> list[str]:
     return text.splitlines()
 
 
+@pytest.mark.nightly
 def test_stops_for_which_no_worker_is_fenced(job):
     """One that is shorter than the lease; and one of the driver too, as when a laptop sleeps: all processes stand
     still, and all go on.
@@ -91,6 +92,7 @@ def test_stops_for_which_no_worker_is_fenced(job):
     assert training.fences() == {} and recoveries(training) == 0
 
 
+@pytest.mark.nightly
 def test_a_worker_that_trains_alone_may_be_stopped_without_limit(job):
     training = at_work(job, 1)
     pid = pid_of(training, 0)

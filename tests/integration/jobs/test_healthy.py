@@ -41,6 +41,7 @@ def let_end(training: Job) -> None:
     assert not [r for r in training.actions("ReportRecovery") if r["kind"] == "recovery"]
 
 
+@pytest.mark.nightly
 def test_a_worker_that_computes_writes_or_is_in_a_long_phase_is_not_idle(job):
     """An evaluation that is not marked as long on one rank, a checkpoint to a slow disk on another, and on the third
     one that is marked: it may even be idle. The fourth waits for all of them.
@@ -69,6 +70,7 @@ def test_a_late_worker_in_its_first_collective_is_waited_for(job):
     assert len(training.worlds()) == worlds
 
 
+@pytest.mark.nightly
 def test_whom_a_debugger_holds_is_not_fenced(job):
     training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 5")
     training.until((training.folder / "stalls.1").exists, "a worker that pauses")
@@ -78,6 +80,7 @@ def test_whom_a_debugger_holds_is_not_fenced(job):
     let_end(training)
 
 
+@pytest.mark.nightly
 def test_a_slow_start_is_none_of_it(job):
     """Imports and models take their time, while the others are ready. Its own limit is --start-timeout."""
     flags = "--lease 1 --idle-timeout 1 --busy-warning 1 --busy-timeout 2"

@@ -48,6 +48,7 @@ def test_a_semaphore_that_is_mapped_under_another_name_is_used():
     del semaphore
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_short_soak_measures_judges_and_leaves_nothing(tmp_path):
     flags = "--minutes 0.1 --fault-every 1 --workers 2 --faults kill,freeze --seed 3"

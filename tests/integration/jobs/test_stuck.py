@@ -80,6 +80,7 @@ def test_a_worker_that_misses_a_recovery_or_never_returns_is_fenced(job):
     History(training).check()
 
 
+@pytest.mark.nightly
 def test_without_a_check_all_workers_are_waited_for(job):
     """Nothing but the collective's own timeout ends it, if one is given."""
     flags = "--no-stall-check --gloo-timeout-seconds 3"

@@ -83,6 +83,7 @@ def test_an_elastic_executor_takes_all_that_is_free(cluster):
     assert told(cluster, "free")["single"] == [[5, 0, 3, 2, "7"]]
 
 
+@pytest.mark.nightly
 def test_an_elastic_job(cluster):
     said = told(cluster, "elastic")
     [first, second] = said["run"][0]

@@ -103,6 +103,7 @@ def test_closing_leaves_nothing(told):
     assert found["names"] == []
 
 
+@pytest.mark.nightly
 def test_a_dead_node_that_ray_believes_alive_fails_a_start_in_time_and_blocks_no_other(told):
     found = told("node-died")
     assert found["agents"] == 1 and found["took_s"] < 20.0

@@ -185,6 +185,7 @@ def test_trials_of_tune_keep_to_their_bundles(
     assert not [name for name in seen if name.startswith("hvd-elastic:")]
 
 
+@pytest.mark.nightly
 def test_from_a_task_and_from_an_actor_with_errors_for_impossible_cases(
     call: Callable[..., RayJob],
 ):

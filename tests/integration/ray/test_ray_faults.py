@@ -96,6 +96,7 @@ def test_a_node_joins_and_its_worker_trains_in_the_same_processes(
     assert repeated(training.steps()) == repeated(began)
 
 
+@pytest.mark.nightly
 def test_the_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, training: Stepping):
     places = full(training)
     victim = max(places)
