@@ -87,10 +87,12 @@ def settle() -> None:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
+    reserved = torch.cuda.memory_reserved()
     note(
         "settled",
-        used_mb=(total - free) / 1e6,
-        torch_mb=torch.cuda.memory_reserved() / 1e6,
+        driver_mb=(total - free - reserved) / 1e6,
+        torch_mb=reserved / 1e6,
+        allocated_mb=torch.cuda.memory_allocated() / 1e6,
         rss_mb=pages * os.sysconf("SC_PAGESIZE") / 1e6,
         threads=threads(),
     )
