@@ -510,6 +510,12 @@ def _awaits_init(facts: Mapping[str, Any]) -> str:
     )
 
 
+def _not_left(facts: Mapping[str, Any]) -> str:
+    """Describe that a removed worker did not exit. Journals of earlier versions lack ``within_s``."""
+    within = f"within {facts['within_s']:g} s" if "within_s" in facts else "in time"
+    return f"it did not exit {within} after it was removed"
+
+
 def waiting_workers(facts: Mapping[str, Any], *, past: bool = False) -> str:
     """Describe how many workers wait, for example ``2 workers wait to join``, from the numbers ``joining`` and
     ``leaving``.
@@ -569,7 +575,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.JOB_ENDED: "the job has ended",
     ReasonKind.JOB_OVER: "the job is over",
     ReasonKind.GONE_ON_WITHOUT: "the job continued without it",
-    ReasonKind.NOT_LEFT: "it did not leave in time",
+    ReasonKind.NOT_LEFT: _not_left,
     ReasonKind.REJECTED: "it was rejected",
     ReasonKind.SCALED_DOWN: "scaled down to {workers:+worker}",
     ReasonKind.DRAINED: "{host} is drained",

@@ -183,7 +183,9 @@ class Shutdown:
             ending = self._remind_at is None
             if ending:
                 self._give_up_at = now + DEATH_S
-            reason = because(ReasonKind.JOB_OVER if ending else ReasonKind.NOT_LEFT)
+            reason = because(ReasonKind.NOT_LEFT, within_s=self._leave_s)
+            if ending:
+                reason = because(ReasonKind.JOB_OVER)
             to_kill = self._alive if ending else self._alive - self._members.keys()
             actions += [events.KillWorker(worker, reason) for worker in sorted(to_kill)]
         if self._give_up_at is not None and now >= self._give_up_at:

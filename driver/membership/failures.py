@@ -200,11 +200,17 @@ class Failures(Part):
             self.staff.record_failure(record, ended)
             self.worlds.lose(record, lost)
             self._restart_all(verdict or lost)
+        elif self.settings.elastic and record.leaving and record.stage is WorkerStage.DISMISSED:
+            level = "debug" if record.unchecked else "info"  # A failed check is logged only once.
+            text = f"{event.worker} left with {ended}: {record.leaving}"
+            if record.killed_for is not None and record.killed_for.kind is ReasonKind.NOT_LEFT:
+                within = (
+                    f"it did not exit within {self.settings.leave_s:g} s, so the driver killed it"
+                )
+                text = f"removed {event.worker} ({record.leaving}): {within}"
+            self.actions.log(level, text)
         elif not self.settings.elastic or self.worlds.root_cause_search is not None:
             self._exit_ends_the_job(record, event, exit_text)
-        elif record.leaving and record.stage is WorkerStage.DISMISSED:
-            level = "debug" if record.unchecked else "info"  # A failed check is logged only once.
-            self.actions.log(level, f"{event.worker} left with {ended}: {record.leaving}")
         else:
             self._end_if_the_script_is_wrong(record, event, exit_text)
             self.staff.record_failure(record, ended)

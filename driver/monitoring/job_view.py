@@ -21,10 +21,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.driver import events
-from elastic.driver.reasons import Reason
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
 
 STEPS = 64  # number of commits whose steps are kept
+# Reasons for the kill of a worker that has not failed: it had not called init() yet, or did not exit after its release.
+REMOVALS = frozenset(
+    {
+        ReasonKind.TOLD,  # the worker received SIGTERM
+        ReasonKind.HOST_NOT_LISTED,
+        ReasonKind.HOST_LEAVES,
+        ReasonKind.SCALED_DOWN,
+        ReasonKind.DRAINED,
+        ReasonKind.QUARANTINED,
+        ReasonKind.REMOVED,
+        ReasonKind.REPLACED,
+        ReasonKind.JOB_ENDED,
+        ReasonKind.NOT_LEFT,
+    }
+)
 
 
 class Stage(enum.Enum):
@@ -70,8 +85,8 @@ class WorkerView:
     # reason why the worker cannot run, empty if unknown, or None if the worker can run
     frozen: str | None = None
     why: Reason | None = None  # reason for LEAVING or KILLED; None in other stages
-    # whether the worker was asked to leave, possibly after its kill was ordered
-    dismissed: bool = False
+    # whether the job does without the worker although it did not fail, so that neither its exit nor its kill is a loss
+    removed: bool = False
     failure: Failure | None = None
     code: int | None = None  # exit code, or None if the worker runs or was lost with its host
 
@@ -307,10 +322,13 @@ class JobView:
             case events.TellStandby(worker) if worker in self.workers:
                 self._move(self.workers[worker], Stage.STANDBY)
             case events.LetGo(worker, reason) if worker in self.workers:
-                self.workers[worker].dismissed = True
-                self._move(self.workers[worker], Stage.LEAVING, reason)
+                leaving = self.workers[worker]
+                leaving.removed |= leaving.stage is not Stage.KILLED
+                self._move(leaving, Stage.LEAVING, reason)
             case events.KillWorker(worker, reason) if worker in self.workers:
-                self._move(self.workers[worker], Stage.KILLED, reason)
+                killed = self.workers[worker]
+                killed.removed |= killed.stage is not Stage.KILLED and reason.kind in REMOVALS
+                self._move(killed, Stage.KILLED, reason)
                 if reason.facts.get("quarantine", "off") != "off":
                     self.quarantined[worker.host, worker.slot] = reason
             case events.EndJob():

@@ -111,7 +111,7 @@ class JobMetrics(ViewReader):
             self.waits.pop(worker, None)
             self.waited_for.gone(worker)
             fenced = known.why is not None and known.why.kind in FENCES
-            expected = known.dismissed or (known.stage is Stage.KILLED and not fenced)
+            expected = known.removed or (known.stage is Stage.KILLED and not fenced)
             self.lost += known.code != 0 and not expected and self.view.end is None
         if isinstance(event, events.WorkerPaced):
             self._paced(event)

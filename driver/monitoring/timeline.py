@@ -132,7 +132,7 @@ class Timeline:
             case events.StartWorker(worker, _, reason):
                 return self._instant("workers", f"start {worker}", reason=str(reason))
             case events.KillWorker(worker, reason):
-                return self._instant("workers", f"fence {worker}", reason=str(reason))
+                return self._instant("workers", f"kill {worker}", reason=str(reason))
             case events.LetGo(worker, reason):
                 return self._instant("workers", f"let go {worker}", reason=str(reason))
             case events.RejectWorker(worker):

@@ -181,7 +181,8 @@ class WorkerPool:
     def release(self, record: WorkerRecord, reason: Reason) -> None:
         if record.stage is not WorkerStage.DISMISSED:
             record.leaving = reason
-            self.dismiss(record, because(ReasonKind.NOT_LEFT), self.settings.leave_s)
+            within_s = self.settings.leave_s
+            self.dismiss(record, because(ReasonKind.NOT_LEFT, within_s=within_s), within_s)
             self.actions.add(LetGo(record.worker, reason))
 
     def release_all(self, reason: Reason) -> None:

@@ -168,7 +168,7 @@ class WorkerGrid:
         self._exited(event.worker, why, now, succeeded=event.code == 0)
 
     def lost(self, now: float, why: str) -> None:
-        """Update the rows of workers that exited while their host was unreachable."""
+        """Update the rows of workers whose exit was not observed."""
         for worker in self._view.exited:
             self._exited(worker, why, now)
 
@@ -215,9 +215,7 @@ class WorkerGrid:
 
     def lost_host(self, host: str, reason: str, now: float) -> None:
         self.host(host, state="lost", note=reason)
-        for cell in [each for each in self._cells.values() if each.worker.host == host]:
-            self._move(cell, "lost", f"its host was lost: {reason}", now)
-            self._show(cell)
+        self.lost(now, f"its host was lost: {reason}")
 
     def _forget_exited(self) -> None:
         hosts = self.state.tables["hosts"]
@@ -305,6 +303,7 @@ class WorkerGrid:
 def _state(process: WorkerView, *, prepares: bool) -> tuple[str, str]:
     failure, state = process.failure, _STATES[process.stage]
     if process.stage is Stage.KILLED and process.why is not None:
+        state = "leaving" if process.removed and failure is None else state
         return state, f"killed: {brief(process.why)}"
     if failure is not None:
         if failure.raised:

@@ -40,7 +40,7 @@ class Cause(enum.Enum):
     GPU_HANGS = "gpu hangs"
     DAMAGED = "damaged"  # bits in the worker's memory or parameters changed
     MISCOMPUTED = "miscomputed"  # the worker's gradients were wrong
-    TOO_SLOW = "too slow"  # the worker was too slow to call init(), to become ready, or to leave
+    TOO_SLOW = "too slow"  # the worker was too slow to call init() or to become ready
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
@@ -64,7 +64,6 @@ FENCES = {
     ReasonKind.MISCOMPUTED: Cause.MISCOMPUTED,
     ReasonKind.NO_INIT: Cause.TOO_SLOW,
     ReasonKind.NOT_READY: Cause.TOO_SLOW,
-    ReasonKind.NOT_LEFT: Cause.TOO_SLOW,
     ReasonKind.CONNECTION_LOST: Cause.DISCONNECTED,
     ReasonKind.NOT_BACK: Cause.DISCONNECTED,
     ReasonKind.REJECTED: Cause.STATE_MISMATCH,

@@ -76,6 +76,7 @@ class FindingKind(enum.Enum):
     MORE_CHANGE_WAITS = "more change waits"
     MORE_INCIDENTS = "more incidents"
     REQUEST = "request"  # request of an operator
+    OVERDUE = "overdue"  # a removed worker did not exit and was killed
     PLANNED = "planned changes"
     CHECKPOINTS = "checkpoints"  # number of checkpoints, and the newest one
     DRIVERS = "drivers"
@@ -463,6 +464,9 @@ def _in_time(story: JobHistory) -> Iterator[tuple[float, JobFinding]]:
         yield waits[0].since, JobFinding(FindingKind.MORE_CHANGE_WAITS, {"count": more})
     for at, event, done in story.requests:
         yield at, _request(at, event, done, story)
+    for at, worker, leaving, why in story.overdue:
+        facts = {"worker": str(worker), "leaving": str(leaving), "why": str(why)}
+        yield at, JobFinding(FindingKind.OVERDUE, {"at_s": _since(story, at), **facts})
     for silence in story.silences:
         yield silence.at, JobFinding(FindingKind.STORE_SILENT, _silence(silence, story))
 

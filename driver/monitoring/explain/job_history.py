@@ -36,7 +36,8 @@ from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Worker
 
 INCIDENTS = 5000  # maximum number of stored incidents; later ones are only counted
-REQUESTS = 24  # maximum number of stored operator requests; later ones are dropped
+# maximum number of stored operator requests, and of removed workers that were killed; later ones are dropped
+REQUESTS = 24
 SILENCES = 24  # maximum number of stored etcd outages; later ones are only counted
 TRACES = 20  # maximum number of distinct tracebacks that are stored
 TRACE = 20_000  # maximum number of characters of a traceback
@@ -134,6 +135,8 @@ class JobHistory(ViewReader):
         self.stop: str | None = None  # reason of a stop request, or None
         # operator requests, and whether each was carried out
         self.requests: list[tuple[float, events.Event, bool]] = []
+        # removed workers that were killed because they did not exit, with the time and the reasons for both
+        self.overdue: list[tuple[float, Worker, Reason, Reason]] = []
         self.largest = 0
         self.hosts: set[str] = set()
         self.drivers = 1
@@ -145,7 +148,8 @@ class JobHistory(ViewReader):
         self._counted = 0
         # Incarnation of the last worker of each slot whose loss is recorded.
         self._recorded: dict[tuple[str, int], int] = {}
-        self._going: set[Worker] = set()  # workers that were asked to leave
+        # Workers that were asked to leave or killed because they were not needed, and why.
+        self._going: dict[Worker, Reason] = {}
         self._open: Incident | None = None
         self._traces: set[str] = set()
         self._running = False  # whether the current world is in elastic.run
@@ -297,10 +301,13 @@ class JobHistory(ViewReader):
                 if death is not None:
                     self._lost(death, now)
                 else:
-                    self._going.add(worker)
-            case events.LetGo(worker, _, fenced):
+                    leaving = self._going.setdefault(worker, reason)
+                    overdue = reason.kind is ReasonKind.NOT_LEFT and self.view.end is None
+                    if overdue and len(self.overdue) < REQUESTS:
+                        self.overdue.append((now, worker, leaving, reason))
+            case events.LetGo(worker, reason, fenced):
                 if not fenced:
-                    self._going.add(worker)
+                    self._going[worker] = reason
             case events.RejectWorker(worker):
                 self._lost(Death(worker, now, Cause.STATE_MISMATCH, self._rank(worker)), now)
             case events.BreakWorld(_, _, reason):

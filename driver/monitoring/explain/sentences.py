@@ -51,6 +51,7 @@ _SECTIONS = {
     FindingKind.MORE_CHANGE_WAITS: "course",
     FindingKind.MORE_INCIDENTS: "course",
     FindingKind.REQUEST: "course",
+    FindingKind.OVERDUE: "course",
     FindingKind.PLANNED: "course",
     FindingKind.CHECKPOINTS: "course",
     FindingKind.DRIVERS: "course",
@@ -756,6 +757,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     ),
     FindingKind.MORE_INCIDENTS: _more_incidents,
     FindingKind.REQUEST: _request,
+    FindingKind.OVERDUE: lambda f: f"{_at(f)} Killed {f['worker']} ({f['leaving']}): {f['why']}.",
     FindingKind.PLANNED: _planned,
     FindingKind.CHECKPOINTS: lambda f: (
         f"{_capital(counted(f['count'], 'checkpoint'))} {'was' if f['count'] == 1 else 'were'} written;"

@@ -124,7 +124,7 @@ class WorkerRows(ViewReader):
             return
         self._keep(known.worker, at, now)
         code = -9 if known.code is None else known.code
-        if code and self._view.end is None and not known.dismissed:
+        if code and self._view.end is None and not known.removed:
             self.deaths.append((now, at.row, code))
 
     def _keep(self, worker: Worker, at: _Now, now: float) -> None:
@@ -138,7 +138,7 @@ class WorkerRows(ViewReader):
 def _state(known: WorkerView) -> str | None:
     if known.failure is not None and known.failure.raised:
         return "lost"
-    if known.dismissed and known.stage is Stage.KILLED:
+    if known.removed and known.stage is Stage.KILLED:
         return "leaving"
     if known.frozen is not None and known.stage not in (Stage.RETURNED, Stage.LEAVING):
         return "frozen"

@@ -9,6 +9,7 @@ from elastic.driver.events import (
     AnswerRequest,
     BreakWorld,
     DrainRequested,
+    EndJob,
     HostLeaving,
     HostStaying,
     KillWorker,
@@ -31,6 +32,7 @@ from harness.conversation import (
     order,
     running,
     static,
+    stranded,
     the,
     worker,
 )
@@ -130,6 +132,22 @@ def test_leaving_worker_stays_when_the_job_grows_again():
     scale(talk, 4)
     assert not talk.m.roster.leavers
     assert talk.m.phase.value == "training"  # the change is cancelled
+
+
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_exit_of_a_removed_worker_when_the_cause_of_a_failure_is_searched_then_it_is_not_the_cause(
+    code,
+):
+    talk = MembershipConversation(np=2, workers_min=1, workers_max=3)
+    talk.tell(hosts(h=2))
+    talk.connect("h:0", "h:1")
+    talk.ready("h:0", "h:1", running=False)
+    talk.tell(hosts(h=3))
+    talk.connect("h:2")
+    assert names(scale(talk, 2), LetGo) == ["h:2#1"]
+    talk.tell(stranded("h:0", talk.m.generation))
+    assert not has(EndJob, talk.tell(exited("h:2", code)))
+    assert has(EndJob, talk.tell(exited("h:1", -9)))
 
 
 def test_starting_workers_are_removed_before_members():

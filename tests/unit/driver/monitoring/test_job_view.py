@@ -210,7 +210,7 @@ def test_kill_outweighs_a_release():
     view = training(A)
     decide(view, events.KillWorker(A, FROZEN), events.LetGo(A, WHY, fenced=True))
     known = view.workers[A]
-    assert (known.stage, known.why, known.dismissed) == (Stage.KILLED, FROZEN, True)
+    assert (known.stage, known.why, known.removed) == (Stage.KILLED, FROZEN, False)
 
 
 def test_broken_world_is_recovering_until_the_next_one():
