@@ -36,6 +36,7 @@ from elastic.driver.commandline.options.checkpoint_options import (
 from elastic.driver.commandline.options.config_file import read_config
 from elastic.driver.commandline.options.flags import Options
 from elastic.driver.commandline.options.multi_host_options import fleet_plan
+from elastic.driver.commandline.options.script_flags import ScriptFlags
 from elastic.driver.commandline.program_check import check_command, run_by_python
 from elastic.driver.commandline.setup import check_build
 from elastic.driver.discovery.script import find_script
@@ -78,7 +79,8 @@ _SAYS_NOTHING = {
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # With this value, the script sets the file later.
 }
-# Level of the line about an option whose flag follows the program. Scripts may have flags of the last names.
+# Level of the line about an option whose flag follows a program that may define flags unknown to the driver. Programs
+# may have flags of the last names.
 _MISPLACED = {
     **dict.fromkeys(("num_proc", "min_num_proc", "max_num_proc"), "warning"),
     **dict.fromkeys(
@@ -704,7 +706,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     if options.fresh and options.resume:
         text = "--fresh discards the job that --resume would continue: omit --fresh when you rerun the command"
         notes.append(("info", text))
-    notes += _passed_on(options)
+    notes += _passed_on(options, environ.get("PATH"))
     parser = flags.parser()
     of_flags = {*parser.variables, *parser.switches}
     notes += [("warning", text) for text in variables.unread(environ, of_flags)]
@@ -729,14 +731,28 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     return notes
 
 
-def _passed_on(options: Options) -> list[tuple[str, str]]:
-    """Return the lines to log about flags after the program that may be meant for elasticrun."""
+def _passed_on(options: Options, path: str | None) -> list[tuple[str, str]]:
+    """Return the lines to log about flags after the program that may be meant for elasticrun.
+
+    A flag that the program defines itself, or that elasticrun also received, is not mentioned.
+    """
     given = {word.partition("=")[0] for word in takewhile("--".__ne__, options.command[1:])}
-    notes = []
+    notes: list[tuple[str, str]] = []
+    script: ScriptFlags | None = None
+    default = Options()
     for action in flags.parser().actions:
-        late = [name for name in action.option_strings if name in given]
-        level = _MISPLACED.get(action.dest)
-        if late and level is not None and getattr(options, action.dest) is None:
+        # A single letter has too many meanings. Nearly every program has its own --help and --version.
+        late = [name for name in action.option_strings if name in given and len(name) > 2]
+        own = getattr(default, action.dest, None)
+        if (
+            not late
+            or action.dest in ("version", "check_build")
+            or not hasattr(default, action.dest)
+        ):
+            continue
+        script = script or ScriptFlags(options.command, module=options.module, path=path)
+        level = "warning" if script.known else _MISPLACED.get(action.dest)
+        if level and getattr(options, action.dest) == own and not script.defines(late[0]):
             text = f"{late[0]} follows the program, which receives it: put it before {options.command[0]} if it is for"
             notes.append((level, f"{text} {_called()}"))
     return notes

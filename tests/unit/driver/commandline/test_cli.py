@@ -207,9 +207,14 @@ def test_misspelt_command_is_not_run_as_a_program(words, capsys):
         ("-np 2 --checkpoint-dir d", "sleep 1 --checkpoint-dir e", []),
         ("-np 2", "sleep 1 -- --min-np 1", []),
         ("-np 2", "sleep --lr 1 --resume --fresh", []),
+        ("-np 2", "train.py --journal x --dashboard :0 --verbose -v --help", ["warning"] * 3),
+        ("-np 2", "python3 -u train.py --health-check ./check.sh --lr 1", ["warning"]),
+        ("-np 2", "own_flags.py --journal x --report r --summary", ["warning"]),
     ],
 )
-def test_flag_when_it_follows_the_program_then_a_line_names_it(line, command, levels):
+def test_flag_when_it_follows_the_program_then_a_line_names_it(line, command, levels, folder):
+    parser = "import argparse\np.add_argument('--journal')\np.add_argument('--report-to')\n"
+    (folder / "own_flags.py").write_text(parser)
     plain = job(line, "sleep 1").notes
     notes = [each for each in job(line, command).notes if each not in plain]
     assert [level for level, _ in notes] == levels
