@@ -467,6 +467,13 @@ def _drains(facts: Mapping[str, Any]) -> str:
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
+def _script_fails(facts: Mapping[str, Any]) -> str:
+    """Describe the end of a job in which every worker fails early. Older journals lack ``worker``, the last of them."""
+    last = f"the last, {facts['worker']}," if "worker" in facts else "the last"
+    text = f"every worker ended before training began, {last} with {{exit}}{{killed_for:because}}{{wrote:wrote}}"
+    return _words.vformat(text, (), facts)
+
+
 def _machine_leaves(facts: Mapping[str, Any]) -> str:
     """Describe the end of a job because the machines of the driver and of all workers are reclaimed."""
     text = f"this machine will be reclaimed ({facts['notice']})"
@@ -508,6 +515,18 @@ def _awaits_init(facts: Mapping[str, Any]) -> str:
         f"{text}: without it, each worker trains alone; call hvd.init(), and train in a function under @elastic.run"
         " (elasticrun docs migration)"
     )
+
+
+def _slot_cools(facts: Mapping[str, Any]) -> str:
+    """Describe the exit of a worker, after which its slot is used again.
+
+    Args:
+        facts: contains ``what``, the worker's exception or "", if the worker had not entered elastic.run.
+    """
+    text = f"{facts['worker']} ended with {facts['exit']}"
+    if "what" in facts:
+        text += " before it trained" + (f": {facts['what']}" if facts["what"] else "")
+    return f"{text}; its slot is free in {facts['wait_s']:g} s"
 
 
 def _not_left(facts: Mapping[str, Any]) -> str:
@@ -597,7 +616,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.RAISED: "it raised an exception",
     ReasonKind.NOT_EXITED: "it did not exit in time",
     ReasonKind.CANT_BE_KILLED: "{worker} could not be killed within {within_s:g} s: continuing without it",
-    ReasonKind.SLOT_COOLS: "{worker} ended with {exit}; its slot is free in {wait_s:g} s",
+    ReasonKind.SLOT_COOLS: _slot_cools,
     ReasonKind.SLOT_GIVEN_UP: "gave up slot {slot}: {attempts} consecutive workers ended without progress, the last"
     " with"
     " {exit}{wrote:wrote}",
@@ -684,8 +703,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.LOST_PEER_OUTSIDE: _lost_peer_outside,
     ReasonKind.ENDED_EARLY: "{workers} ended with exit code 0 too early: {cause}",
     ReasonKind.ENDED: _ended,
-    ReasonKind.SCRIPT_FAILS: "every worker ended before training began, the last with"
-    " {exit}{killed_for:because}{wrote:wrote}",
+    ReasonKind.SCRIPT_FAILS: _script_fails,
     ReasonKind.SCRIPT_RAISED: "{who} raised {summary}:\n{trace}",
     ReasonKind.SAME_EXCEPTION: "{first} and {worker} raised the same exception at commit {commit:commit}:\n{trace}",
     ReasonKind.NOT_ENTERED: "{who} has not called init() again for {for_s:g} s while others wait for it",

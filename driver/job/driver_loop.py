@@ -600,7 +600,11 @@ class Driver:
                     # The output of the worker is already on the screen.
                     text = in_one_line(about) or text
                 starting = self.generation == 0
-                return None if self._exits.shares(about, starting=starting) else (level, text)
+                if self._exits.shares(about, starting=starting):
+                    return None
+                if level != "debug":
+                    self._exits.say()  # An exit may be the reason for this line.
+                return (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
                 return ("info", f"request {'done' if done else 'refused'}: {reason}")

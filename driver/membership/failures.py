@@ -305,6 +305,7 @@ class Failures(Part):
         if not self.worlds.trained and self.staff.all_fail():
             fails = because(
                 ReasonKind.SCRIPT_FAILS,
+                worker=str(record.worker),
                 exit=exit_text,
                 killed_for=record.killed_for,
                 wrote=self.staff.last_output,

@@ -14,8 +14,9 @@ from elastic.driver.membership.records.actions import ActionList
 from elastic.driver.membership.records.roster import AT_STAKE, Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.slots import Slots
-from elastic.driver.reasons import Reason, ReasonKind, because
+from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import Settings
+from elastic.driver.tracebacks import exception_line
 from elastic.protocol.messages import Worker
 
 HELD_S = 5.0  # how long the first world waits for a worker's health check after its init()
@@ -292,7 +293,11 @@ class WorkerPool:
         fruitful = since is not None and now - since >= settings.cooldown_max_s
         wait = self.slots.failed(record.slot, now, fruitful=fruitful)
         if wait is not None:
-            cools = because(ReasonKind.SLOT_COOLS, worker=str(worker), exit=what, wait_s=wait)
+            early: dict[str, Fact] = {}
+            if not record.first_generation and killed_for is None:
+                early = {"what": exception_line(self.last_output)}
+            facts: dict[str, Fact] = {"worker": str(worker), "exit": what, "wait_s": wait}
+            cools = because(ReasonKind.SLOT_COOLS, **facts, **early)
             self.actions.log("warning", str(cools), cools)
             return
         given_up = because(

@@ -232,7 +232,7 @@ def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
         RAISE="slot=1,place=before run,error=value,start=any",
         HOLD="5:file=go",
     )
-    training.wait_for(wording.LOCALHOST_ENDED_EXIT_CODE)
+    training.wait_for(wording.LOCALHOST_ENDED_EXIT_CODE_1)
     training.wait_for(wording.LOCALHOST_ENDED_EXIT_CODE_2)
     training.wait_for(wording.SLOT_LOCALHOST_GIVEN_UP_3)
     (training.folder / "go").touch()

@@ -184,6 +184,7 @@ def test_script_that_fails_on_every_slot_ends_the_job_with_its_output():
     end = the(EndJob, talk.tell(exited("h:1", 1, "Traceback\nImportError: no module x\n")))
     assert end.reason == because(
         ReasonKind.SCRIPT_FAILS,
+        worker="h:1#1",
         exit="exit code 1",
         killed_for=None,
         wrote="Traceback\nImportError: no module x",
@@ -198,6 +199,7 @@ def test_script_that_fails_after_init_on_every_slot_is_not_tried_five_times():
     assert "FileNotFoundError: data" in str(end.reason)
     assert end.reason == because(
         ReasonKind.SCRIPT_FAILS,
+        worker="h:1#1",
         exit="exit code 1",
         killed_for=None,
         wrote="FileNotFoundError: data",
@@ -213,8 +215,29 @@ def test_slot_that_gets_further_at_its_second_attempt_continues_the_job():
     assert names(talk.wait(1)) == ["h:1#2"]
     end = the(EndJob, talk.tell(exited("h:0#2", 1)))  # no better than the first attempt after all
     assert end.reason == because(
-        ReasonKind.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote=""
+        ReasonKind.SCRIPT_FAILS, worker="h:0#2", exit="exit code 1", killed_for=None, wrote=""
     )
+
+
+@pytest.mark.parametrize("connects", [False, True])
+def test_worker_when_its_script_raises_before_it_trains_then_the_line_has_the_exception(connects):
+    talk = MembershipConversation(np=2, workers_min=2)
+    talk.tell(hosts(h=2))
+    if connects:
+        talk.connect("h:0", "h:1")
+        talk.ready("h:0", "h:1", running=False)
+    trace = (
+        'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\nValueError: bad\n'
+    )
+    [line] = [each for each in talk.tell(exited("h:1", 1, trace)) if isinstance(each, Report)]
+    assert line.about == because(
+        ReasonKind.SLOT_COOLS,
+        worker="h:1#1",
+        exit="exit code 1",
+        wait_s=1.0,
+        what="ValueError: bad",
+    )
+    recorded("log", line.text)
 
 
 def test_single_worker_gets_a_second_attempt_after_a_script_failure():
@@ -223,7 +246,7 @@ def test_single_worker_gets_a_second_attempt_after_a_script_failure():
     assert not has(EndJob, talk.tell(exited("h:0", 1)))
     assert names(talk.wait(1)) == ["h:0#2"]
     assert the(EndJob, talk.tell(exited("h:0#2", 1))).reason == because(
-        ReasonKind.SCRIPT_FAILS, exit="exit code 1", killed_for=None, wrote=""
+        ReasonKind.SCRIPT_FAILS, worker="h:0#2", exit="exit code 1", killed_for=None, wrote=""
     )
 
 
