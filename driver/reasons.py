@@ -448,7 +448,7 @@ def _first_world(facts: Mapping[str, Any]) -> str:
     """
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
-        return f"first world: {counted(members, 'worker')} ready"
+        return f"{'it' if members == 1 else 'all'} called init()"
     slots = facts["slots"]
     why = f"{_only_slots(slots)}; the remaining workers join when slots become available"
     if slots > members:

@@ -48,7 +48,13 @@ from elastic.driver.monitoring.exit_lines import ExitLines
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
-from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
+from elastic.driver.monitoring.world_lines import (
+    JobStart,
+    phases_line,
+    recovery_line,
+    start_line,
+    world_line,
+)
 from elastic.driver.network.credentials import TlsFiles
 from elastic.driver.processes import health_check_run
 from elastic.driver.processes.exit_ordering import ExitBarrier
@@ -203,6 +209,9 @@ class Driver:
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
+        self._starts: JobStart | None = (
+            None  # until training begins, unless an earlier driver led the job
+        )
         self._held: bool | None = None  # whether a member of the newest world held a commit
         # whether a published world had a commit of the script and not only the initial state; assumed after failover
         self._committed = self.generation > 0
@@ -265,6 +274,8 @@ class Driver:
             OSError: the driver's address cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
+        if not self._adopts:
+            self._starts = JobStart(self._now())
         if self._early_stop is not None:
             self._stop(*self._early_stop)
         with self._signals():
@@ -610,7 +621,13 @@ class Driver:
                 return ("info", f"request {'done' if done else 'refused'}: {reason}")
             case events.ReportRecovery():
                 self._log("debug", phases_line(action))
-                return ("info", recovery_line(action, held=self._held, committed=self._committed))
+                line = recovery_line(action, held=self._held, committed=self._committed)
+                if self._starts is not None:
+                    if action.kind != "start":  # A worker was lost before training began.
+                        self._log("info", line)
+                    line = start_line(action, self._starts, self._now())
+                    self._starts = None
+                return ("info", line)
             case _:
                 raise AssertionError(f"unhandled action {type(action).__name__}")
         return None
@@ -689,6 +706,8 @@ class Driver:
             for member in world.members
         )
         self.generation = world.generation
+        if self._starts is not None:
+            self._starts.published(self._now())
         self._held = world.holders > 0
         self._committed |= world.commit is not None and world.commit.number > 0
         self._checkpoints.world(world.generation, [member.worker for member in world.members])

@@ -388,7 +388,7 @@ def _sum(each: Sequence[Seconds]) -> Seconds:
 
 
 WORDS: dict[Stretch, str] = {
-    "starting": "before the first world",
+    "starting": "before training",
     "training": "training",
     "stalled": "stalled",
     "recovering": "recovering",

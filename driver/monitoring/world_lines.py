@@ -2,11 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elastic.driver.events import PublishWorld, ReportRecovery
 from elastic.driver.monitoring.shard_status import recovery_facts, source_sentence
 from elastic.driver.reasons import ReasonKind, because, counted
 
 _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
+LONG_S = 5.0  # duration of a start from which its parts are logged
+SHORT_S = 0.5  # duration of a part below which it is not logged
+
+
+@dataclass
+class JobStart:
+    """Times of the start of a job, in seconds on one clock.
+
+    Args:
+        began: time at which the driver ordered the first workers.
+        connected: time of the first world, for which all of its workers had called init(), or None before it.
+        entered: time of the newest world, which is the first one in elastic.run when training begins.
+    """
+
+    began: float
+    connected: float | None = None
+    entered: float | None = None
+
+    def published(self, now: float) -> None:
+        """Record a new world."""
+        self.connected = now if self.connected is None else self.connected
+        self.entered = now
+
+    def parts(self, now: float) -> list[tuple[str, float]]:
+        """Return the parts of the start of a job that trains since ``now``, in order: the end of each, and seconds."""
+        parts = [("a step", now - (self.entered or self.began))]
+        if self.connected is not None and self.entered is not None:
+            if self.entered > self.connected:
+                parts.insert(0, ("elastic.run", self.entered - self.connected))
+            parts.insert(0, ("init()", self.connected - self.began))
+        return parts
+
+
+def start_line(report: ReportRecovery, start: JobStart, now: float) -> str:
+    """Return the log line about the start of training, for example ``training started after 78 s with 2 workers: 71 s
+    to init(), 5.1 s to elastic.run, 1.7 s to a step``.
+
+    Short parts are omitted, and all parts of a short start.
+    """
+    total_s = now - start.began
+    text = f"training started after {_s(total_s)} with {counted(report.size, 'worker')}"
+    parts = [f"{_s(took)} to {end}" for end, took in start.parts(now) if took >= SHORT_S]
+    return text if total_s < LONG_S else f"{text}: {', '.join(parts)}"
 
 
 def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> str:
@@ -63,6 +108,10 @@ def phases_line(report: ReportRecovery) -> str:
     phases = ", ".join(f"{name} {_ms(ms)}" for name, ms in report.phases_ms.items())
     copied = f", copied {report.copied_bytes / 1e6:.1f} MB" if report.copied_bytes else ""
     return f"phases of generation {report.generation} in ms: {phases}{copied}: {report.reason}"
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _ms(ms: float) -> str:

@@ -125,8 +125,12 @@ LEFT_OUT = "ignored host"
 LEFT_WORKER_TRAINED = "it left; 1 worker continued training"
 LISTENING = r"listening on \[%s\]:"
 LOCALHOST_ENDED_EXIT_CODE = "localhost:1#1 ended with exit code 1; its slot is free in 0.1 s"
-LOCALHOST_ENDED_EXIT_CODE_1 = "localhost:1#1 ended with exit code 1 before it trained: ValueError: .*in 0.1 s"
-LOCALHOST_ENDED_EXIT_CODE_2 = "localhost:1#2 ended with exit code 1 before it trained: ValueError: .*in 0.2 s"
+LOCALHOST_ENDED_EXIT_CODE_1 = (
+    "localhost:1#1 ended with exit code 1 before it trained: ValueError: .*in 0.1 s"
+)
+LOCALHOST_ENDED_EXIT_CODE_2 = (
+    "localhost:1#2 ended with exit code 1 before it trained: ValueError: .*in 0.2 s"
+)
 LOCALHOST_ENDED_SIGNAL_SIGKILL = "localhost:2#2 ended with signal 9 SIGKILL"
 LOCALHOST_GOES_AWAY_AWS = (
     r"localhost will be reclaimed in \d+ s \(AWS will terminate this spot instance\)"
@@ -240,6 +244,7 @@ TRAINING_ENDED = "training ended"
 TRAINING_RESUMES = "training resumes from "
 TRAINING_GOES_FROM = r"training resumes from .*\b%s\b"
 TRAINING_GOES_FROM_NEWEST = r"resuming from the newest checkpoint \(restart 1 of 3"
+TRAINING_STARTED = "training started after"
 TRAINING_GOES_FROM_NEWEST_2 = "resuming from the newest checkpoint"
 TRAINING_THREAD = "Training thread"
 TRAINING_WENT_SLOWER = "training continued, slower"

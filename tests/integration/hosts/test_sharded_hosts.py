@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import Invalid
+from harness import wording
 from harness.history import SCRIPTS
 from stress.hosts.cluster import DRIVER, ENDPOINT, HOSTS, HostCluster
 from stress.hosts.namespaces import check_possible
@@ -61,7 +62,7 @@ def test_as_many_hosts_as_there_are_copies_can_be_lost_at_once(
         words += [] if least is None else [f"LEAST={least}"]
         words += [sys.executable, str(SCRIPTS / "fsdp.py")]
         driver = start(DRIVER, "driver", words)
-        driver.wait_for("started in", 150)
+        driver.wait_for(wording.TRAINING_STARTED, 150)
         driver.wait_for("at step 10", 60)
         for host in lost:
             bench.network.kill_host(host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from typing import Any, cast
 
@@ -17,7 +18,13 @@ from elastic.driver.journal.file import FileJournal
 from elastic.driver.journal.journal import Journal, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import EVENTS, event_of
-from elastic.driver.monitoring.world_lines import phases_line, recovery_line, world_line
+from elastic.driver.monitoring.world_lines import (
+    JobStart,
+    phases_line,
+    recovery_line,
+    start_line,
+    world_line,
+)
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
@@ -205,6 +212,50 @@ async def test_first_world_with_fewer_workers_than_wanted_is_logged(s):
     wanted = because(ReasonKind.FIRST_WORLD, members=2, wanted=4, slots=2)
     recorded("log", s.log, wanted)
     assert str(wanted) != str(because(ReasonKind.FIRST_WORLD, members=2))
+
+
+@pytest.mark.parametrize(
+    ("worlds", "until", "parts"),
+    [
+        ((81.0, 86.1), 87.8, [71.0, 5.1, 1.7]),
+        ((81.0,), 87.8, [71.0, 6.8]),
+        ((11.0, 12.0), 12.1, []),
+        ((11.0, 12.0, 71.0), 71.1, [1.0, 60.0]),
+    ],
+    ids=["elastic", "fixed size", "short", "interrupted"],
+)
+def test_start_of_training_when_it_is_long_then_the_line_has_its_parts(worlds, until, parts):
+    start = JobStart(10.0)
+    for at in worlds:
+        start.published(at)
+    report = events.ReportRecovery(2, "start", as_sentence(""), 2, 1652.0, {}, 0)
+    line = start_line(report, start, until)
+    assert sum(took for _, took in start.parts(until)) == pytest.approx(until - 10.0)
+    durations = [float(each) for each in re.findall(r"([\d.]+) s\b", line)]
+    assert durations == [pytest.approx(each, abs=0.5) for each in (until - 10.0, *parts)]
+    assert len(line) <= 100
+    recorded("messages", line)
+
+
+@story()
+async def test_training_when_it_starts_then_one_line_has_the_time_since_the_start_of_the_job(s):
+    await s.train(A, B)
+    for worker in (A, B):
+        await s.say(worker, protocol.Resumed(1, {"formed": 1652.0}))
+    started = [line for line in s.log if "started" in line]
+    assert len(started) == 1 and "1652" not in started[0]
+    recorded("log", re.sub(r"\d+\.\d s", "N s", started[0]))
+
+
+@story()
+async def test_exit_when_a_line_follows_from_it_then_it_is_logged_first(s):
+    cools = because(ReasonKind.SLOT_COOLS, worker="localhost:1#1", exit="exit code 1", wait_s=1.0)
+    s.driver._perform([events.Report("warning", str(cools), cools)])
+    assert not any(str(cools) in line for line in s.log), "it waits for more of its kind"
+    s.driver._perform([events.Report("debug", "unrelated")])
+    assert not any(str(cools) in line for line in s.log)
+    s.driver._perform([events.Report("warning", "waiting for 1 more worker")])
+    assert s.log[-2:] == [f"warning: {cools}", "warning: waiting for 1 more worker"]
 
 
 @story()
