@@ -44,6 +44,17 @@ class HostsChanged(Event):
     fixed: bool = False
 
 
+class HostsQueued(Event):
+    """The number of hosts changed that are requested, but not admitted yet by a queue of the cluster.
+
+    Args:
+        hosts: number of hosts that wait for admission. While it is not 0, the job waits for workers without a deadline,
+            because the queue determines when the hosts start.
+    """
+
+    hosts: int
+
+
 class WorkerConnected(Event):
     """A worker process called ``init()``."""
 

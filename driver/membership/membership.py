@@ -174,12 +174,15 @@ class Membership:
             case events.HostsChanged(hosts):
                 self.notices.listed(hosts)
                 self.worlds.staff.announce(hosts, self.worlds.world.places, fixed=event.fixed)
+            case events.HostsQueued(hosts=waiting):
+                self.worlds.staff.slots.queued = waiting
             case events.HostReported():
                 self.frozen.host_is_back(event.host)
                 for gone in self.reconnections.not_there(event):
                     self.failures.handle(gone)
                 self.notices.reported(event)
             case events.DriverRestarted():
+                self.worlds.staff.slots.queued = 0  # The new driver's discovery reports the number.
                 self.reconnections.restarted()
                 self.deadlines.restarted()
                 self.frozen.restarted()

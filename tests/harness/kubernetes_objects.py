@@ -25,6 +25,8 @@ def pod(
     uid: str = "",
     created: float = 0.0,
     version: int = 1,
+    gates: tuple[str, ...] = (),
+    conditions: tuple[Json, ...] = (),
 ) -> Json:
     about: Json = {
         "name": name,
@@ -41,8 +43,10 @@ def pod(
         "spec": {
             "nodeName": node,
             "containers": [{"name": "worker", "resources": {"limits": limits}}],
+            **({"schedulingGates": [{"name": name} for name in gates]} if gates else {}),
         },
-        "status": {"phase": phase} | ({"podIP": address} if address else {}),
+        "status": {"phase": phase, "conditions": [*conditions]}
+        | ({"podIP": address} if address else {}),
     }
 
 

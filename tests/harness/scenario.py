@@ -198,6 +198,9 @@ LINES: dict[str, Happening] = {
     r"the hosts are (?P<hosts>.+)": lambda story, found: story.tell(
         events.HostsChanged(slots_of(found["hosts"]))
     ),
+    r"(?P<hosts>\d+) hosts? waits? in the queue": lambda story, found: story.tell(
+        events.HostsQueued(int(found["hosts"]))
+    ),
     r"the list of hosts is empty": lambda story, found: story.tell(events.HostsChanged({})),
     r"host (?P<host>\w+) is lost": lambda story, found: story.tell(words.host_lost(found["host"])),
     r"the driver is restarted": restart,

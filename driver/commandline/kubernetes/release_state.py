@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 
-from elastic.driver.discovery.kubernetes.objects import Json, natural
+from elastic.driver.discovery.kubernetes.objects import Json, is_queued, natural
 
 DRIVER, WORKER = "driver", "worker"
 # Maximum number of warnings shown, newest first, and of characters of each.
@@ -71,7 +71,9 @@ def pod_state(pod: Json) -> PodState:
     ended, waiting = state.get("terminated"), state.get("waiting") or {}
     scheduled = conditions.get("PodScheduled") or {}
     trouble = ""
-    if scheduled.get("status") == "False":
+    if is_queued(pod):
+        trouble = "Queued: waiting for admission by Kueue"
+    elif scheduled.get("status") == "False":
         trouble = f"{scheduled.get('reason', '')}: {scheduled.get('message', '')}"
     elif waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
         trouble = ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))

@@ -28,6 +28,19 @@ ENDING: dict[str, tuple[str, float | None]] = {
     "node.cloudprovider.kubernetes.io/shutdown": ("it is shutting down", 0.0),
 }
 
+# Conditions that announce the end of a pod: of Kubernetes 1.26 and later, and of Kueue.
+DISRUPTION, KUEUE_STOPS = "DisruptionTarget", "TerminationTarget"
+# Who ends a pod, by the reason of its condition.
+DISRUPTED_BY: dict[str, str] = {
+    "PreemptionByScheduler": "the scheduler preempts",
+    "DeletionByTaintManager": "a taint of the node evicts",
+    "EvictionByEvictionAPI": "an eviction removes",
+    "TerminationByKubelet": "the kubelet terminates",
+}
+QUEUE_GATES = (
+    "kueue.x-k8s.io/"  # prefix of the scheduling gates of a pod that Kueue has not admitted
+)
+
 
 @dataclass(frozen=True)
 class Pod:
@@ -35,6 +48,8 @@ class Pod:
 
     Args:
         ends_at: time since the epoch at which Kubernetes kills the pod, or None if the pod is not being deleted.
+        ended_by: what ends the pod, if a condition of the pod announces its end. Otherwise empty.
+        queued: whether Kueue has not admitted the pod yet.
     """
 
     uid: str
@@ -45,6 +60,8 @@ class Pod:
     phase: str = ""
     gpus: int = 0
     ends_at: float | None = None
+    ended_by: str = ""
+    queued: bool = False
 
     @property
     def runs(self) -> bool:
@@ -81,7 +98,24 @@ def pod_of(object: Json) -> Pod | None:
         phase=_text(status, "phase"),
         gpus=sum(_gpus(each) for each in _list(spec, "containers")),
         ends_at=_time(_text(about, "deletionTimestamp")),
+        ended_by=_ended_by(_list(status, "conditions")),
+        queued=is_queued(object),
     )
+
+
+def is_queued(pod: Json) -> bool:
+    """Return whether Kueue has not admitted a pod yet."""
+    gates = _list(_part(pod, "spec"), "schedulingGates")
+    return any(_text(gate, "name").startswith(QUEUE_GATES) for gate in gates)
+
+
+def _ended_by(conditions: list[Json]) -> str:
+    true = {_text(each, "type"): each for each in conditions if _text(each, "status") == "True"}
+    if KUEUE_STOPS in true:
+        return "Kueue evicts"
+    if DISRUPTION in true:
+        return DISRUPTED_BY.get(_text(true[DISRUPTION], "reason"), "Kubernetes deletes")
+    return ""
 
 
 def node_of(object: Json) -> KubernetesNode | None:

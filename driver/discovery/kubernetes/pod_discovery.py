@@ -29,7 +29,7 @@ from elastic.driver.discovery.kubernetes.list_watch import (
 )
 from elastic.driver.discovery.kubernetes.objects import Pod
 from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
-from elastic.driver.events import Event, HostLeaving, HostStaying, Notice
+from elastic.driver.events import Event, HostLeaving, HostsQueued, HostStaying, Notice
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import show
 
@@ -69,6 +69,7 @@ class PodDiscovery:
         self._updates: asyncio.Queue[Told] = asyncio.Queue()
         self._hosts: dict[str, int] | None = None
         self._endings: dict[str, PodEnding] = {}
+        self._queued = 0
         # for each pod's uid, the time of the last attempt to delete the pod
         self._tried: dict[str, float] = {}
         self._deletes = True  # False once the API server has refused to delete pods
@@ -88,6 +89,7 @@ class PodDiscovery:
         try:
             while not self._refused:
                 if self._listed:
+                    self._count_queued()
                     hosts = self._pods.hosts(self._now())
                     if hosts != self._hosts:
                         self._introduce(hosts)
@@ -154,6 +156,12 @@ class PodDiscovery:
             places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
             more = f" and {len(new) - SAID} more" if len(new) > SAID else ""
             self._log("info", f"{places}{more}")
+
+    def _count_queued(self) -> None:
+        queued = self._pods.queued()
+        if queued != self._queued:
+            self._queued = queued
+            self._noticed(HostsQueued(queued))
 
     def _announce(self, hosts: dict[str, int]) -> None:
         now = self._now()

@@ -1,6 +1,7 @@
 """Decide which pods are hosts, which of them are about to end, and which to delete by force. Pure: no I/O, no clock.
 
-    pod created --> running, with an address: a host --> ended or deleted: not a host
+    pod created --> queued, until Kueue admits the pod
+                --> running, with an address: a host --> ended or deleted: not a host
                     deletion requested, or its node is about to end: a notice with the remaining time
                     deletion is overdue: not a host; if its node is unreachable, the pod may be deleted by force
 
@@ -111,6 +112,10 @@ class Pods:
                 )
         return found
 
+    def queued(self) -> int:
+        """Return the number of pods that wait for admission by Kueue."""
+        return sum(pod.queued and pod.ends_at is None for pod in self._pods.values())
+
     def overdue(self, now: float) -> list[Pod]:
         """Return the pods that can only be removed by a forced deletion."""
         return [
@@ -141,8 +146,8 @@ class Pods:
         return [*{pod.address: pod for pod in running}.values()]
 
     def _announced(self, pod: Pod) -> Iterable[PodEnding]:
-        if pod.ends_at is not None:
-            yield PodEnding(f"Kubernetes deletes pod {pod.name}", pod.ends_at)
+        if pod.ends_at is not None or pod.ended_by:
+            yield PodEnding(f"{pod.ended_by or 'Kubernetes deletes'} pod {pod.name}", pod.ends_at)
         node = self._nodes.get(pod.node)
         for key in () if node is None else node.ending:
             text, within_s = ENDING[key]

@@ -22,6 +22,7 @@ class Slots:
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has yielded a list yet
         self.fixed = False  # whether the list cannot grow by itself
+        self.queued = 0  # number of hosts that wait for admission by a queue of the cluster
         self.version = 0  # incremented when a slot may have become usable
         # Slots with a program that exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()

@@ -47,7 +47,8 @@ class Gathering:
     # later.
     whole: bool = False
     short_by: float | None = None  # deadline while too few workers are ready and none is awaited
-    said: tuple[int, int] | None = None  # last logged shortage: ready and needed workers
+    # last logged shortage: ready workers, needed workers, queued hosts
+    said: tuple[int, int, int] | None = None
     _more: int = 0  # number of lost workers that the reason does not name
     # seconds after began_at at which the awaited workers are logged again; 0 means the default for the kind of
     # gathering

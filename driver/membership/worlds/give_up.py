@@ -180,13 +180,18 @@ class GiveUpRules:
             return self.spent()
         if slots.fixed and (end := self._too_few_slots(need)) is not None:
             return end
-        if gathering.short_by is None:
+        if slots.queued:
+            gathering.short_by = None
+        elif gathering.short_by is None:
             gathering.short_by = self._actions.now + self._settings.elastic_timeout_s
-        if gathering.said != (have, need):
-            gathering.said = (have, need)
-            left = gathering.short_by - self._actions.now
+        if gathering.said != (have, need, slots.queued):
+            gathering.said = (have, need, slots.queued)
             more = counted(max(1, need - have), "more worker")
-            text = f"{have} ready, {need} needed; giving up in {left:.0f} s"
+            if gathering.short_by is None:
+                then = f"{counted(slots.queued, 'host')} waiting for admission to the queue"
+            else:
+                then = f"giving up in {gathering.short_by - self._actions.now:.0f} s"
+            text = f"{have} ready, {need} needed; {then}"
             if named := self._unhealthy():
                 text = f"{text}; health checks fail on {named}"
             if slots.quarantined:

@@ -10,8 +10,10 @@ import pytest
 from elastic.driver.events import (
     BreakWorld,
     DrainRequested,
+    DriverRestarted,
     EndJob,
     FinishWorld,
+    HostsQueued,
     KillWorker,
     LetGo,
     PrepareChange,
@@ -694,6 +696,16 @@ def test_job_does_not_wait_when_every_slot_is_given_up():
     talk.wait(1)
     end = the(EndJob, talk.tell(exited("h:0#2", 2, "bad\nflag")))
     assert end.reason == because(ReasonKind.SLOTS_SPENT, attempts=2, needed=1, wrote="bad\nflag")
+
+
+def test_restarted_driver_waits_for_the_next_report_of_queued_hosts():
+    talk = MembershipConversation(np=2, workers_min=2, elastic_timeout_s=60)
+    talk.tell(HostsQueued(2), hosts())
+    assert not any(isinstance(each, EndJob) for each in talk.wait(3600))
+    talk.tell(DriverRestarted())
+    assert the(EndJob, talk.wait(61)).reason == because(
+        ReasonKind.TOO_FEW, ready=0, needed=2, within_s=60
+    )
 
 
 def short_by_a_slot(

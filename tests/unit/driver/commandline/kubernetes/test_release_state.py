@@ -214,3 +214,15 @@ def test_number_of_pods_suffices_for_the_minimum_of_workers(least, slots, pods):
     assert pods == 1 or least_instead(job, workers, pods - 1) == pods
     assert least_instead(owner("--checkpoint-dir", "s3://a/b"), workers, 0) is None
     assert least_pods(owner(), owner()) == 1
+
+
+def test_pod_that_kueue_has_not_admitted_is_shown_as_queued():
+    blocked = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    found = pod_state(
+        {
+            "metadata": {"name": "bert-worker-0"},
+            "spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]},
+            "status": {"phase": "Pending", "conditions": [blocked]},
+        }
+    )
+    assert found.trouble.partition(":")[0] == "Queued"

@@ -16,7 +16,7 @@ from elastic.driver.discovery.kubernetes.api_client import (
 )
 from elastic.driver.discovery.kubernetes.pod_discovery import PodDiscovery
 from elastic.driver.discovery.static import StaticDiscovery
-from elastic.driver.events import HostLeaving, HostStaying, Notice
+from elastic.driver.events import HostLeaving, HostsQueued, HostStaying, Notice
 from elastic.driver.network.blocking_calls import within
 from harness.golden import recorded
 from harness.kubernetes_objects import node, pod
@@ -110,6 +110,23 @@ def test_deletion_is_one_notice_with_the_remaining_time():
 
     stage.play(play)
     assert stage.told == [HostLeaving(A, Notice("Kubernetes deletes pod w-0", 30.0))]
+
+
+def test_changes_of_the_number_of_queued_pods_are_reported_once():
+    gated = {"phase": "Pending", "gates": ("kueue.x-k8s.io/admission",)}
+    stage = Stage(pod("w-0", **gated), pod("w-1", **gated))
+
+    async def play() -> None:
+        await stage.until(lambda: stage.lists == [{}])
+        stage.change(pod("w-0", phase="Pending"))
+        await stage.until(lambda: len(stage.told) == 2)
+        stage.change(pod("w-0", A))
+        await stage.until(lambda: stage.lists[-1] == {A: 1})
+        stage.change(pod("w-1", B))
+        await stage.until(lambda: len(stage.told) == 3)
+
+    stage.play(play)
+    assert stage.told == [HostsQueued(2), HostsQueued(1), HostsQueued(0)]
 
 
 def test_taint_is_a_notice_that_ends_with_the_taint():

@@ -141,3 +141,47 @@ def test_differences_of_ends_are_found():
     assert [*differences({A: soon}, {A: soon})] == []
     assert [*differences({A: soon}, {A: later})] == [(A, later)]
     assert [*differences({A: soon}, {})] == [(A, None)]
+
+
+KUEUE_GATE = "kueue.x-k8s.io/admission"
+
+
+def condition(kind, reason, status="True"):
+    return {"type": kind, "status": status, "reason": reason}
+
+
+def test_gated_pod_is_queued_until_kueue_admits_it():
+    pods = of(pod("w-0", A), pod("w-1", phase="Pending", gates=(KUEUE_GATE,)))
+    pods.changed(pod("w-2", phase="Pending", gates=("example.com/other",)), deleted=False)
+    assert pods.queued() == 1 and pods.hosts(0) == {A: 1}
+    pods.changed(pod("w-1", phase="Pending"), deleted=False)
+    assert pods.queued() == 0
+
+
+def test_gated_pod_that_is_deleted_is_not_queued():
+    pods = of(pod("w-0", phase="Pending", gates=(KUEUE_GATE,)))
+    pods.changed(pod("w-0", phase="Pending", gates=(KUEUE_GATE,), ends_at=130), deleted=False)
+    assert pods.queued() == 0
+
+
+@pytest.mark.parametrize(
+    ("conditions", "by"),
+    [
+        ((condition("TerminationTarget", "WorkloadEvicted"),), "Kueue evicts"),
+        ((condition("DisruptionTarget", "PreemptionByScheduler"),), "the scheduler preempts"),
+        ((condition("DisruptionTarget", "DeletionByTaintManager"),), "a taint of the node evicts"),
+        ((condition("DisruptionTarget", "Unknown"),), "Kubernetes deletes"),
+        ((condition("DisruptionTarget", "PreemptionByScheduler", "False"),), "Kubernetes deletes"),
+    ],
+)
+def test_end_of_a_pod_names_what_ends_it(conditions, by):
+    pods = of(pod("w-0", A, ends_at=130, conditions=conditions))
+    assert pods.endings(100) == {A: PodEnding(f"{by} pod w-0", 130)}
+
+
+def test_disruption_without_deletion_is_an_end_until_it_is_withdrawn():
+    shutdown = condition("DisruptionTarget", "TerminationByKubelet")
+    pods = of(pod("w-0", A, conditions=(shutdown,)))
+    assert pods.endings(100) == {A: PodEnding("the kubelet terminates pod w-0", None)}
+    pods.changed(pod("w-0", A), deleted=False)
+    assert pods.endings(100) == {}
