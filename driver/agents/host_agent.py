@@ -64,6 +64,8 @@ from elastic.rendezvous import nccl_settings
 from elastic.version import __version__
 
 LOOPBACK = "127.0.0.1"
+# Exit code after SIGTERM. With 0, a Kubernetes Job would count the pod as completed and not replace it.
+TERMINATED = 143
 CLEARED_S = 12.0  # seconds for killed workers to exit; the agent then reports those that remain
 MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
 HERE_S = 2.0  # interval between two answers to heartbeats
@@ -120,7 +122,7 @@ class HostAgent:
             bootstrap.host,
             grace_s=bootstrap.grace_s,
             changed=self._announce,
-            end=self.end,
+            end=self._terminated,
             log=self._log,
         )
         self._away_alarm: asyncio.TimerHandle | None = None
@@ -193,9 +195,13 @@ class HostAgent:
     def end(self, code: int, why: str) -> None:
         """Kill the workers, and make `run` return this exit code."""
         if self._over is not None and not self._over.done():
-            level = "error" if code else "debug" if self._bound else "info"
+            failed = code not in (0, TERMINATED)
+            level = "error" if failed else "debug" if self._bound else "info"
             self._log(level, f"agent exiting: {why}")
             self._over.set_result(code)
+
+    def _terminated(self, why: str) -> None:
+        self.end(0 if self._bound else TERMINATED, why)
 
     def driver_leads(self, term: int) -> None:
         """Disconnect from a driver with a lower term than the leader's term in etcd."""
@@ -456,8 +462,10 @@ class HostAgent:
     def _asked_to_end(self, number: int) -> None:
         """End the agent after a signal. Only the first SIGTERM gives the workers time to leave."""
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
-        if number != signal.SIGTERM or not in_use or not self._machine.told(name):
+        if number != signal.SIGTERM:
             self.end(0, name)
+        elif not in_use or not self._machine.told(name):
+            self._terminated(name)
 
     def _log(self, level: str, text: str) -> None:
         """Log to the driver and to this agent's own output.

@@ -23,7 +23,7 @@ class HostPreemption:
         host: name of the machine.
         grace_s: seconds from SIGTERM to SIGKILL.
         changed: called when the notice changes.
-        end: ends the agent. Called with an exit code and a reason.
+        end: ends the agent after SIGTERM. Called with a reason.
         log: called with a level and a text.
     """
 
@@ -33,7 +33,7 @@ class HostPreemption:
         *,
         grace_s: float,
         changed: Callable[[], None],
-        end: Callable[[int, str], None],
+        end: Callable[[str], None],
         log: Log,
     ) -> None:
         self._host = host
@@ -79,14 +79,14 @@ class HostPreemption:
         loop = asyncio.get_running_loop()
         self._signal_reason = f"its agent received {signal}"
         self._end_by = loop.time() + self._leave_s
-        loop.call_later(self._leave_s, self._end, 0, f"{signal}, {self._leave_s:g} s ago")
+        loop.call_later(self._leave_s, self._end, f"{signal}, {self._leave_s:g} s ago")
         self._changed()
         return True
 
     def all_workers_exited(self) -> None:
         """Handle the exit of the last worker."""
         if self._signal_reason:
-            self._end(0, self._signal_reason)
+            self._end(self._signal_reason)
         elif self._watch is not None:
             self._watch.released()
 

@@ -750,3 +750,23 @@ def test_no_process_outlives_a_killed_driver(tmp_path, mode):
         driver.wait(DEADLINE_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGKILL)
+
+
+# ---- the agent's command ---------------------------------------------------------------------------------------------
+
+
+def test_agent_that_is_terminated_has_not_completed_its_pod(tmp_path):
+    """A Kubernetes Job replaces a pod only if its container fails."""
+    secret = tmp_path / "job.secret"
+    secret.write_text("0" * 64)
+    secret.chmod(0o600)
+    command = [str(Path(sys.executable).parent / "elasticrun"), "agent", "--job", "a"]
+    command += ["--host", "127.0.0.1", "--driver", "127.0.0.1:1", "--secret-file", str(secret)]
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with agent:
+        assert agent.stdout is not None
+        # It handles signals when it has looked for its driver, which is the second line.
+        assert agent.stdout.readline() and agent.stdout.readline()
+        agent.send_signal(signal.SIGTERM)
+        agent.stdout.read()
+        assert agent.wait(DEADLINE_S) == 143
