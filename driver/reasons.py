@@ -88,6 +88,7 @@ class ReasonKind(enum.Enum):
     BELOW_LEAST = "below least"
     NO_SUCH_HOST = "no such host"
     NO_SUCH_WORKER = "no such worker"
+    NOWHERE_ELSE = "nowhere else"
     LEAVES_ALREADY = "leaves already"
     # Reasons for the end of a world, and for the next one.
     INIT_AGAIN = "init again"
@@ -456,6 +457,14 @@ def _first_world(facts: Mapping[str, Any]) -> str:
     return f"starting with {members} of {counted(wanted, 'worker')}: {why}"
 
 
+def _nowhere_else(facts: Mapping[str, Any]) -> str:
+    """Describe the refusal of a drain after which ``least`` workers could run nowhere on a fixed list of hosts."""
+    if not facts["slots"]:
+        return f"{facts['host']} is the only usable host; to end the job: elasticrun stop"
+    others = counted(facts["slots"], "slot")
+    return f"{facts['host']} is needed: other hosts have {others}, and --min-np is {facts['least']}"
+
+
 def _drains(facts: Mapping[str, Any]) -> str:
     host, workers, least = facts["host"], facts["workers"], facts["least"]
     if not workers:
@@ -608,6 +617,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     " runs",
     ReasonKind.BELOW_LEAST: "{workers:+worker} requested, but --min-np is {least}: request at least {least}",
     ReasonKind.NO_SUCH_HOST: "{host} is not a host of this job; its hosts are {hosts}",
+    ReasonKind.NOWHERE_ELSE: _nowhere_else,
     ReasonKind.NO_SUCH_WORKER: "{worker} is not a running worker",
     ReasonKind.LEAVES_ALREADY: "{worker} is already leaving: {leaving}",
     ReasonKind.CONNECTION_LOST: "its connection was lost",

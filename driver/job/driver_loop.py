@@ -618,7 +618,7 @@ class Driver:
                 return (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
-                return ("info", f"request {'done' if done else 'refused'}: {reason}")
+                return ("info", f"{'accepted' if done else 'refused'}: {reason}")
             case events.ReportRecovery():
                 self._log("debug", phases_line(action))
                 line = recovery_line(action, held=self._held, committed=self._committed)

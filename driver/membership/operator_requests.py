@@ -94,6 +94,7 @@ class OperatorRequests(Part):
 
     def _drain(self, host: str) -> tuple[bool, Reason]:
         refused = self._no_host(host)
+        refused = refused or self._nowhere_else(host)
         if refused is not None:
             return False, refused
         self.staff.slots.drain(host)
@@ -127,6 +128,14 @@ class OperatorRequests(Part):
             return None
         more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
         return because(ReasonKind.NO_SUCH_HOST, host=host, hosts=", ".join(hosts[:8]) + more)
+
+    def _nowhere_else(self, host: str) -> Reason | None:
+        """Return the reason for refusing a drain that could never end, because the list of hosts does not grow."""
+        slots, least = self.staff.slots, self.settings.workers_min
+        others = slots.open(self.actions.now, without=host)
+        if not slots.fixed or others >= least or slots.drained(host):
+            return None
+        return because(ReasonKind.NOWHERE_ELSE, host=host, slots=others, least=least)
 
     def _remove(self, event: RemoveRequested) -> tuple[bool, Reason]:
         worker, record = str(event.worker), self.roster.get(event.worker)

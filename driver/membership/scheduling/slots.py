@@ -163,12 +163,12 @@ class Slots:
         """Return the listed hosts."""
         return [*self._hosts]
 
-    def open(self, now: float) -> int:
-        """Return the number of slots on hosts that will not be reclaimed."""
+    def open(self, now: float, *, without: str = "") -> int:
+        """Return the number of slots on hosts that will not be reclaimed, except on the host ``without``."""
         return sum(
             not self.kept_out(slot)
             for slot in rank_order.slots(self._hosts)
-            if slot[0] not in self._drained and not self.closed(slot[0], now)
+            if slot[0] not in (*self._drained, without) and not self.closed(slot[0], now)
         )
 
     def complete(self, slot: Slot) -> None:

@@ -128,7 +128,7 @@ def test_the_log_of_a_job_fits_100_columns(job, runtime, tmp_path):
     """One worker is killed, others are added and removed, and the job is stopped with a last checkpoint."""
     folder = tmp_path / "checkpoints"
     training = job(
-        f"-np 2 --min-np 1 -H localhost:4 --job bert --checkpoint-dir {folder}"
+        f"-np 2 --min-np 1 -H localhost:4,127.0.0.2:1 --job bert --checkpoint-dir {folder}"
         " --checkpoint-every 10commits",
         ["python", SCRIPTS / "durable.py"],
         env={"XDG_RUNTIME_DIR": str(runtime)},
@@ -139,8 +139,10 @@ def test_the_log_of_a_job_fits_100_columns(job, runtime, tmp_path):
     training.wait_for("recovered in")
     steered.scale(3)
     training.wait_for_world(3)
-    command("drain", "bert", "localhost")
-    command("drain", "bert", "localhost", "--off")
+    command("drain", "bert", "127.0.0.2")
+    with pytest.raises(elastic.RequestRefused, match="localhost"):
+        steered.drain("localhost")
+    command("drain", "bert", "127.0.0.2", "--off")
     steered.scale(2)
     training.wait_for_world(2)
     training.until(lambda: bool(training.events("CheckpointMade")), "a checkpoint")

@@ -11,6 +11,7 @@ from elastic.driver.events import (
     DrainRequested,
     EndJob,
     HostLeaving,
+    HostsChanged,
     HostStaying,
     KillWorker,
     LetGo,
@@ -36,11 +37,12 @@ from harness.conversation import (
     the,
     worker,
 )
+from harness.golden import recorded
 
 
 def answer(actions: list[Action]) -> tuple[bool, ReasonKind]:
     found = the(AnswerRequest, actions)
-    assert found.request == 7 and str(found.reason)
+    assert found.request in (7, 8) and str(found.reason)
     return found.done, found.reason.kind
 
 
@@ -214,6 +216,40 @@ def test_cancelled_drain_keeps_the_remaining_workers():
     talk.tell(DrainRequested(7, "b"))
     talk.tell(DrainRequested(7, "b", off=True))
     assert not talk.m.roster.leavers and talk.m.phase.value == "training"
+
+
+@pytest.mark.parametrize(
+    ("listed", "least", "others"),
+    [({"h": 4}, 1, 0), ({"h": 4, "g": 1}, 2, 1)],
+    ids=["only host", "too few slots elsewhere"],
+)
+def test_drain_when_the_workers_can_run_nowhere_else_then_it_is_refused(listed, least, others):
+    talk = running(4, workers_min=least)
+    talk.tell(HostsChanged(listed, fixed=True))
+    actions = talk.tell(DrainRequested(7, "h"))
+    assert answer(actions) == (False, ReasonKind.NOWHERE_ELSE)
+    refusal = the(AnswerRequest, actions).reason
+    assert refusal.facts == {"host": "h", "slots": others, "least": least}
+    recorded("messages", str(refusal))
+    assert not talk.m.drained and not talk.m.roster.leavers
+
+
+def test_drain_of_the_only_host_when_others_may_be_discovered_then_its_workers_wait_for_them():
+    talk = running(4, workers_min=1)
+    assert answer(talk.tell(DrainRequested(7, "h"))) == (True, ReasonKind.DRAINS)
+    assert not has(LetGo, talk.wait(60.0))
+    talk.tell(hosts(h=4, g=1))
+    talk.join("g:0")
+    talk.stop_all()  # one worker stays to pass on the commit
+    talk.resume()
+    assert order(the(PublishWorld, talk.stop_all())) == ["g:0#1"]
+
+
+def test_drain_when_other_hosts_have_enough_slots_then_it_is_carried_out():
+    talk = two_hosts(workers_min=2)
+    talk.tell(HostsChanged({"a": 2, "b": 2}, fixed=True))
+    assert answer(talk.tell(DrainRequested(7, "b"))) == (True, ReasonKind.DRAINS)
+    assert answer(talk.tell(DrainRequested(8, "a"))) == (False, ReasonKind.NOWHERE_ELSE)
 
 
 def test_drained_host_stays_drained_after_a_withdrawn_notice():
