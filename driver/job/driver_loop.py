@@ -33,6 +33,7 @@ from elastic.driver.job import checkpoint_shares
 from elastic.driver.job.checkpoint_lines import CheckpointLines
 from elastic.driver.job.checkpoint_shares import CheckpointShares
 from elastic.driver.job.decisions import Decider, JobDecisions
+from elastic.driver.job.operator_api.pending_requests import PendingRequests
 from elastic.driver.journal.journal import Journal
 from elastic.driver.launch.environment import (
     job_environment,
@@ -232,6 +233,7 @@ class Driver:
         self._early_stop: tuple[str, int] | None = None  # a stop request before run()
         self._said_last = ""  # last log line about the world
         self._exits = ExitLines(log, unfolding)
+        self._pending_requests = PendingRequests()
 
     @property
     def places(self) -> dict[Worker, Place]:
@@ -481,6 +483,13 @@ class Driver:
 
     def _carry_out(self, event: events.Event, actions: list[events.Action]) -> None:
         self._perform(actions)
+        match event:
+            case events.ScaleRequested() | events.DrainRequested() | events.RemoveRequested():
+                if any(isinstance(each, events.AnswerRequest) and each.done for each in actions):
+                    self._pending_requests.accept(event, self.places, self._now())
+        if any(isinstance(action, events.ReportRecovery) for action in actions):
+            for text in self._pending_requests.met(self.places, self._now()):
+                self._log("info", text)
         if isinstance(event, events.WorkerConnected):
             differing = self._versions.heard(event.worker.host, event.torch_version)
             if differing:

@@ -143,7 +143,8 @@ class JobClient:
                 " The job may have ended: see elasticrun jobs"
             ) from None
         self._client = ControlClient(sock, _from_desk, job.tls)
-        name = f"{_user()}@{socket.gethostname()}:{secrets.token_hex(4)}"
+        user = f"{_user()}@{socket.gethostname()}"
+        name = f"{user}:{os.getpid()}:{secrets.token_hex(4)}"  # Connections need different names.
         try:
             self._client.authenticate(
                 job.key,

@@ -28,6 +28,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.job.operator_api import messages
 from elastic.driver.job.operator_api.messages import OperatorAnswer, Request, Told
+from elastic.driver.job.operator_api.pending_requests import OperatorRequest, request_text
 from elastic.driver.job.operator_api.runtime_folder import JobRecord, PublishedRecord, records
 from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard.live_page import LivePage
@@ -54,6 +55,12 @@ OPERATORS: Callers[str] = Callers(
 
 
 Grow = Callable[[int], Awaitable[str]]
+
+
+def shown(requester: str) -> str:
+    """Return the name of a connection without its random part, for example ``ann@gpu1 (process 4242)``."""
+    name, _, number = requester.rpartition(":")[0].rpartition(":")
+    return f"{name} (process {number})" if name else requester.partition(":")[0]
 
 
 async def _no_room(workers: int) -> str:
@@ -204,7 +211,7 @@ class OperatorService:
             case messages.AskStacks(worker=name, log=log, all_threads=all_threads):
                 return await self._stacks(name, log=log, all_threads=all_threads)
             case messages.AskStop(why=why):
-                self._driver.stop(f"requested by {requester}{why and ': '}{why}", STOP_CODE)
+                self._driver.stop(f"requested by {shown(requester)}{why and ': '}{why}", STOP_CODE)
                 text = "the job is stopping; repeat the command to stop it at once"
                 view = self._page.model.view
                 if view.commits and view.durable is None:
@@ -214,13 +221,13 @@ class OperatorService:
                 return Told(0, True, text)
         raise AssertionError(f"unknown request {type(request).__name__}")
 
-    async def _decided(self, requester: str, event: Callable[[int], Event]) -> Told:
+    async def _decided(self, requester: str, event: Callable[[int], OperatorRequest]) -> Told:
         assert self._driver is not None
         number = next(self._numbers)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             request = event(number)
-            self._log("debug", f"{requester} requested: {request}")
+            self._log("info", f"{shown(requester)} requested: {request_text(request)}")
             self._driver.tell(request)
             answer: AnswerRequest | None = None
             with contextlib.suppress(asyncio.TimeoutError):

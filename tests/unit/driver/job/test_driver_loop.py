@@ -28,7 +28,7 @@ from elastic.driver.monitoring.world_lines import (
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.protocol import messages as protocol
-from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.messages import Address, Commit, Place, Worker
 from harness import wording
 from harness.fakes.discovery import FakeDiscovery
 from harness.fakes.launcher import FakeLauncher
@@ -245,6 +245,25 @@ async def test_training_when_it_starts_then_one_line_has_the_time_since_the_star
     started = [line for line in s.log if "started" in line]
     assert len(started) == 1 and "1652" not in started[0]
     recorded("log", re.sub(r"\d+\.\d s", "N s", started[0]))
+
+
+@story()
+async def test_scale_when_it_is_accepted_then_it_is_done_once_the_new_world_trains(s):
+    await s.train(A, B)
+    for worker in (A, B):
+        await s.say(worker, protocol.Resumed(1, {}))
+    s.driver.tell(events.ScaleRequested(1, 1))
+    await s.settle()
+    for worker in (A, B):
+        await s.say(worker, protocol.Checked(1, 1, 5))
+    for worker in (A, B):
+        store = Address("127.0.0.1", 9000 + worker.slot)
+        await s.say(worker, protocol.Ready(1, Commit(1, 3), store, "d"))
+    accepted = [line for line in s.log if "accepted" in line]
+    assert len(accepted) == 1 and not any("done" in line for line in s.log)
+    await s.say(A, protocol.Resumed(2, {}))
+    [done] = [line for line in s.log if "done" in line]
+    assert s.log.index(accepted[0]) < s.log.index(done) and "scale 1" in done
 
 
 @story()

@@ -305,7 +305,20 @@ async def test_stop_names_the_requester(tmp_path):
         assert (await job.ask(messages.AskStop)).done
         [(reason, code)] = [call.args for call in job.driver.stop.call_args_list]
         assert code == 143
-        recorded("messages", reason)
+        recorded("messages", reason, f"(process {os.getpid()})")
+
+
+async def test_request_when_it_arrives_then_the_log_names_its_user_and_process(tmp_path):
+    async with running(tmp_path) as job:
+        assert (await job.ask(messages.AskScale, 3)).done
+        [line] = job.lines
+        recorded("log", line, f"(process {os.getpid()})", "scale 3")
+
+
+@pytest.mark.parametrize("name", ["ann@gpu1:4242:67cc5e4b", "ann@gpu1:67cc5e4b", "67cc5e4b", ""])
+def test_requester_when_it_is_shown_then_without_the_random_part(name):
+    assert "67cc5e4b" not in operator_service.shown(name) or name == "67cc5e4b"
+    assert ("4242" in operator_service.shown(name)) == ("4242" in name)
 
 
 async def test_stop_when_commits_are_in_memory_only_then_the_answer_counts_them(tmp_path):

@@ -1,0 +1,59 @@
+"""Operator requests that were accepted, until the world is as requested. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from elastic.driver.events import DrainRequested, RemoveRequested, ScaleRequested
+from elastic.protocol.messages import Worker
+
+OperatorRequest = DrainRequested | RemoveRequested | ScaleRequested
+
+
+def request_text(request: OperatorRequest) -> str:
+    """Return a request as the words of its command, for example ``scale 4`` or ``drain h7 --off``."""
+    match request:
+        case ScaleRequested(workers=workers):
+            return f"scale {workers}"
+        case DrainRequested(host=host, off=off):
+            return f"drain {host}{' --off' if off else ''}"
+        case RemoveRequested(worker=worker):
+            return f"remove {worker}"
+
+
+class PendingRequests:
+    """Accepted requests of one job. Times are seconds on one clock."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[float, OperatorRequest]] = []
+
+    def accept(self, request: OperatorRequest, members: Collection[Worker], now: float) -> None:
+        """Record a request, unless the world already complies. It replaces an earlier one with the same object."""
+        kept = [each for each in self._pending if _object(each[1]) != _object(request)]
+        self._pending = kept if _is_met(request, members) else [*kept, (now, request)]
+
+    def met(self, members: Collection[Worker], now: float) -> list[str]:
+        """Return a log line for each request with which the members of a new world comply, and forget these."""
+        done = [each for each in self._pending if _is_met(each[1], members)]
+        self._pending = [each for each in self._pending if each not in done]
+        return [f"done after {now - at:.1f} s: {request_text(request)}" for at, request in done]
+
+
+def _object(request: OperatorRequest) -> tuple[type, object]:
+    match request:
+        case ScaleRequested():
+            return ScaleRequested, None
+        case DrainRequested(host=host):
+            return DrainRequested, host
+        case RemoveRequested(worker=worker):
+            return RemoveRequested, worker
+
+
+def _is_met(request: OperatorRequest, members: Collection[Worker]) -> bool:
+    match request:
+        case ScaleRequested(workers=workers):
+            return len(members) == workers
+        case DrainRequested(host=host, off=off):
+            return off or all(worker.host != host for worker in members)
+        case RemoveRequested(worker=worker):
+            return worker not in members
