@@ -19,7 +19,7 @@ class StepRate:
         self._worker: Worker | None = None
         self._steps = 0
         self._batch: int | None = None
-        self._reported_at = 0.0
+        self._reported_at: float | None = None
         # Steps made so far: the sum of the differences between reports of the same worker.
         self._made = 0
         self._over_s = 0.0
@@ -36,11 +36,17 @@ class StepRate:
             self._steps = -1
         else:
             self._made += steps - self._steps
+            assert self._reported_at is not None, "the worker has reported before"
             self._over_s += now - self._reported_at
         self._batch, self._reported_at = batch, now
         if steps > self._steps:
             self._steps = steps
             self._rate.committed(steps, now)
+
+    @property
+    def reported_at(self) -> float | None:
+        """Return the time of the last report of a number of steps, or None."""
+        return self._reported_at
 
     def steps(self, now: float) -> float | None:
         """Return steps per second, or None if unknown.

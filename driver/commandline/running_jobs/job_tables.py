@@ -155,22 +155,26 @@ def _order(row: dict[str, Any]) -> tuple[bool, int, str, int]:
 
 def _progress(state: State) -> list[str]:
     values, now = state["set"], state["now"]
-    parts = []
+    parts: list[str] = []
     commit = values["commit"]
+    reported: list[tuple[str, float | None]] = []  # figures, and the time of the report of each
     if commit is not None and commit.get("initial"):
         parts.append("no commit yet: the script has not called state.commit()")
     elif commit is not None:
-        ago = span(now - commit["at"])  # Workers report their newest commit only every few seconds.
         total = counted(commit["total"], "commit")
-        parts.append(f"at {_commit(commit)}, {total} in all, reported {ago} ago")
-        if commit.get("every", 1) > 1:
-            parts.append(f"a failure repeats {commit['every']} steps at most")
+        reported.append((f"at {_commit(commit)}, {total} in all", commit["at"]))
     if values.get("steps") is not None:
         samples = values.get("samples")
         samples_text = "" if samples is None else f" ({samples:.4g} samples/s)"
-        parts.append(f"{values['steps']:.4g} steps/s{samples_text}")
+        # A driver of an earlier version does not report the time. In a stall, rates decay without reports.
+        at = None if values["stall"] is not None else values.get("steps_at")
+        reported.append((f"{values['steps']:.4g} steps/s{samples_text}", at))
     elif values["rate"] is not None:
-        parts.append(f"{values['rate']:g} commits/s")
+        at = None if values["stall"] is not None or commit is None else commit["at"]
+        reported.append((f"{values['rate']:g} commits/s", at))
+    parts += _with_ages(reported, now)
+    if commit is not None and commit.get("every", 1) > 1:
+        parts.append(f"a failure repeats {commit['every']} steps at most")
     durable = values["durable"]
     if durable is not None:
         parts.append(f"durable {_commit(durable)} {span(now - durable['at'])} ago")
@@ -179,11 +183,24 @@ def _progress(state: State) -> list[str]:
         parts.append(f"goodput {100 * goodput['ratio']:.1f} %")
     if goodput is not None and goodput["job"]["stalled"]:
         parts.append(f"stalled {span(goodput['job']['stalled'])} in total")
-    for name, row in state["rows"]["reported"].items():
-        if row["value"] is not None:
-            old = f" {span(now - row['at'])} ago" if values["stall"] is not None else ""
-            parts.append(f"{name} {row['value']:.6g}{old}")
+    parts += _with_ages(
+        [
+            (f"{name} {row['value']:.6g}", row["at"])
+            for name, row in state["rows"]["reported"].items()
+            if row["value"] is not None
+        ],
+        now,
+    )
     return parts or ["no commit yet"]
+
+
+def _with_ages(figures: Sequence[tuple[str, float | None]], now: float) -> list[str]:
+    """Return figures as texts with the ages of their reports. Figures of one age are one text."""
+    groups: dict[str, list[str]] = {}
+    for text, at in figures:
+        age = "" if at is None else f", reported {span(now - at)} ago"
+        groups.setdefault(age, []).append(text)
+    return [", ".join(texts) + age for age, texts in groups.items()]
 
 
 def _held_up(each: dict[str, Any], now: float) -> str:

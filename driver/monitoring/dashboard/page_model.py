@@ -91,6 +91,7 @@ class PageModel(ViewReader):
                 "rate": None,
                 "steps": None,
                 "samples": None,
+                "steps_at": None,
                 "stall": None,
                 "change_wait": None,
                 "goodput": None,
@@ -477,6 +478,8 @@ class PageModel(ViewReader):
             shown = None if value is None else round(value, 3)
             if shown != self.state.values[name]:
                 self.state.set(name, shown)
+        if (at := self._rates.steps.reported_at) != self.state.values["steps_at"]:
+            self.state.set("steps_at", at)
 
     def _note_commit(self, name: str, commit: Commit, total: int) -> None:
         numbers = {"generation": commit.generation, "number": commit.number}

@@ -19,6 +19,7 @@ The whole state is the patch that creates it from nothing (`full`). The sections
                       and text: all of these as a sentence
           steps       optimizer steps per second now, decaying like rate; null: unknown, or none was observed
           samples     samples per second of all workers; null: no loader reports its batch size
+          steps_at    time of the report from which steps and samples are; null: none
           rate        commits per second now, decaying to 0 while none are possible; null: unknown
           stall       null, or the current one: since, seconds, culprits: [{rank, worker, line, frozen}], more:
                       culprits that are not listed, others: waiting ranks, where and line: of the first of these

@@ -120,7 +120,7 @@ def test_stall_is_shown_while_it_lasts():
     recorded("messages", one_line(job.page.state), LINE)
     job.page.report(0, {"tokens_per_s": 800.0}, 119.0)
     [row] = [r for r in job_tables.status(job.page.full(160.0)) if "tokens_per_s" in r]
-    assert "800 41.0 s ago" in row
+    assert "41.0 s" in row
     listed = job_tables.job_row("bert", 1, 98.0, ["train.py"], job.page.full(160.0))
     assert listed["stalled"] and "stalled" in job_tables.jobs([listed], 160.0)[1]
     assert job.page.state.values["goodput"]["job"]["stalled"] == 40.0

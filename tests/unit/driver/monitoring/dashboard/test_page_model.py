@@ -479,6 +479,24 @@ def test_status_when_only_the_initial_state_is_reported_then_no_commit_is_shown(
     assert "initial" not in page.state.values["commit"]
 
 
+def test_status_when_figures_are_from_reports_then_each_group_of_one_age_has_it_once():
+    page = training(A, B)
+    for at, steps in ((20.0, 100), (30.0, 200)):
+        spent = events.WorkerSpent(A, 1, Times(), "training", Commit(1, steps), steps, steps, 32)
+        page.view.note(spent, [], at)
+    page.report(0, {"loss": 0.5, "accuracy": 0.75}, 31.0)
+    page.report(0, {"tokens": 7.0}, 10.0)
+    page.patch(34.0)
+    [progress] = [line for line in status(page.full(34.0)) if "steps/s" in line]
+    assert [progress.count(f" {age} s ago") for age in ("4.0", "3.0", "24.0")] == [1, 1, 1]
+    assert progress.count("ago") == 3
+    recorded("page", progress)
+    page.view.note(events.WorkerReady(A, 1, Commit(1, 203), STORE), [], 33.0)
+    page.patch(34.5)
+    [progress] = [line for line in status(page.full(35.0)) if "steps/s" in line]
+    assert progress.count("ago") == 4, "the commit is newer than the rate"
+
+
 def test_mistake_in_the_script_when_it_is_found_then_status_and_log_show_it():
     page = training(A, B)
     page.view.note(events.WorkerFoundMistake(A, "no-commit", "no state.commit()"), [], 20.0)
