@@ -1,4 +1,4 @@
-"""Log lines about checkpoints: one line for each rare checkpoint, and one for each problem that needs an operator."""
+"""Log lines about checkpoints: the first, the first after a failure, few others, and problems that need an operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from elastic.driver.reasons import counted, start_checkpoint
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import at_step
 
-QUIET_S = 30.0  # minimum interval between two lines of one kind, in seconds
+QUIET_S = 30.0  # minimum interval between two lines about problems of one kind, in seconds
+MADE_S = 600.0  # minimum interval between two lines about checkpoints without a problem, in seconds
 NAMED = 4  # maximum number of workers named per group
 
 
@@ -61,11 +62,16 @@ class CheckpointLines:
         self._said_at: dict[type, float] = {}
         self._unlogged: CheckpointCompleted | None = None
         self._made_at = 0.0
+        self._failed = False  # a failure was logged, and no checkpoint was completed since
         self._over = False
 
     def made(self, made: CheckpointCompleted) -> None:
         self._made_at = self._now()
-        self._unlogged = None if self._over or self._may_log(CheckpointCompleted) else made
+        if self._failed:  # The operator has read about a failure, and can see now that it is over.
+            self._failed = False
+            self._said_at.pop(CheckpointCompleted, None)
+        may_log = self._over or self._may_log(CheckpointCompleted, MADE_S)
+        self._unlogged = None if may_log else made
         self._log_made("info" if self._unlogged is None else "debug", made)
 
     def ended(self) -> None:
@@ -86,6 +92,7 @@ class CheckpointLines:
 
     def failed(self, failed: CheckpointFailed) -> None:
         level = "warning" if failed.unusual and self._may_log(CheckpointFailed) else "debug"
+        self._failed |= level == "warning"
         self._log(level, f"checkpoint skipped: {failed.who} reports {failed.reason}")
 
     def not_equal(self, found: ReplicasDiffer) -> None:
@@ -106,9 +113,9 @@ class CheckpointLines:
         )
         self._log("error", f"{what}; {why}")
 
-    def _may_log(self, kind: type) -> bool:
+    def _may_log(self, kind: type, quiet_s: float = QUIET_S) -> bool:
         last = self._said_at.get(kind)
-        if last is not None and self._now() - last <= QUIET_S:
+        if last is not None and self._now() - last <= quiet_s:
             return False
         self._said_at[kind] = self._now()
         return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver.events import CheckpointMade, Event, WorkerSpent
-from elastic.driver.job.checkpoint_lines import QUIET_S, CheckpointLines, kept_line
-from elastic.driver.job.checkpoint_shares import CheckpointCompleted
+from elastic.driver.job.checkpoint_lines import MADE_S, CheckpointLines, kept_line
+from elastic.driver.job.checkpoint_shares import CheckpointCompleted, CheckpointFailed
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Times, Worker
@@ -40,10 +40,35 @@ def test_last_checkpoint_is_logged_at_the_end() -> None:
 def test_logged_checkpoint_is_not_logged_again() -> None:
     job = Spoken()
     job.made(20)
-    job.now += QUIET_S + 1
+    job.now += MADE_S + 1
     job.made(40)
     job.about.ended()
     recorded("messages", job.info())
+
+
+def test_checkpoints_when_an_hour_passes_then_the_first_and_one_each_ten_minutes_are_logged() -> (
+    None
+):
+    job = Spoken()
+    for number in range(120):
+        job.made(number)
+        job.now += 30.0
+    assert len(job.info()) == 6
+    assert len([text for _, text in job.lines if "MB" in text]) == 120, "--verbose shows each"
+
+
+def test_checkpoint_when_it_follows_a_failure_then_it_is_logged() -> None:
+    job = Spoken()
+    job.made(20)
+    job.now += 31.0
+    job.about.failed(CheckpointFailed(1, A, "disk full", unusual=False))
+    job.made(40)
+    assert len(job.info()) == 1, "only problems that were logged count"
+    job.about.failed(CheckpointFailed(1, A, "disk full", unusual=True))
+    job.made(60)
+    job.made(80)
+    assert len(job.info()) == 2
+    assert [level for level, _ in job.lines].count("warning") == 1
 
 
 def test_checkpoint_after_the_end_is_logged() -> None:
