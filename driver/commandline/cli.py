@@ -329,10 +329,6 @@ def _checked_job(
     if provider is not None:
         fleet = provided(fleet, provider)
     command = _command(options, sys.executable if not fleet.needed else "python")
-    if not fleet.needed:
-        check_command(command, path=environ.get("PATH"))
-    elif not command:
-        check_command([], path=None)
     slurm = allocation(environ, options.slots_per_host) if options.slurm else None
     script = None
     if options.host_discovery_script is not None:
@@ -379,7 +375,7 @@ def _checked_job(
     cooldown_min_s, cooldown_max_s = _given(
         options.cooldown_range, (Settings.cooldown_min_s, Settings.cooldown_max_s)
     )
-    return Job(
+    job = Job(
         command=command,
         settings=Settings(
             np=np,
@@ -428,6 +424,12 @@ def _checked_job(
         notes=notes,
         refused=traces.remove,
     )
+    # Flags come first on the command line, so an error about one is reported before one about the program.
+    if not fleet.needed:
+        check_command(command, path=environ.get("PATH"))
+    elif not command:
+        check_command([], path=None)
+    return job
 
 
 def _report(path: str | None) -> str | None:

@@ -238,6 +238,32 @@ def test_workers_when_more_start_than_np_then_a_line_says_so(line, count):
     recorded("log", notes)
 
 
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("-np 2 --journal nodir/j", "--journal"),
+        ("-np 2 --dashboard 8080x", "--dashboard"),
+        ("-np 2 --metrics-port 99999", "--metrics-port"),
+        ("-np 2 --report nodir/r.html", "--report"),
+        ("-np 2 --preemption nosuch", "--preemption"),
+        ("-np 2 --checkpoint-every 5x --checkpoint-dir d", "--checkpoint-every"),
+        ("-np 4 -H localhost:2", "-np"),
+        ("-np 2 --host-discovery-script ./nosuch.sh", "nosuch.sh"),
+    ],
+)
+@pytest.mark.parametrize("command", ["nosuch.py", ""])
+def test_mistake_in_a_flag_when_the_program_is_missing_too_then_the_flag_is_named(
+    line, named, command, folder
+):
+    before = sorted(folder.rglob("*"))
+    assert named in refusal(line, command)
+    assert sorted(folder.rglob("*")) == before, "nothing is left"
+    assert "nosuch.py" in refusal(
+        "-np 2 --journal j --checkpoint-dir d --tensorboard t", "nosuch.py"
+    )
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_fresh_when_resume_is_given_too_then_a_line_tells_which_applies():
     resumed = job("-np 1 --journal j --resume").notes
     both = job("-np 1 --journal j --resume --fresh").notes
