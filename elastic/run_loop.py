@@ -183,7 +183,7 @@ def _train(
     observer: ScriptObserver | None,
 ) -> Value:
     if rt.elastic:
-        sharding_guard.begin()
+        sharding_guard.begin(state.handled())
         state.capture_shards()
     # Optimizers created by the script so far, also on a new worker. Later ones may be created and deleted.
     others = gradient_layout.outside_state(state.handled())

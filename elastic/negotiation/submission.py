@@ -19,6 +19,7 @@ import torch
 from elastic import context
 from elastic.collectives import own_gpu
 from elastic.collectives.algorithms import adasum, reductions
+from elastic.collectives.dtensor import is_dtensor
 from elastic.collectives.groups import group_factory
 from elastic.collectives.interface import Op
 from elastic.errors import (
@@ -68,6 +69,11 @@ def _need_tensors(kind: str, tensors: Sequence[object]) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{kind} takes a torch.Tensor, not a {type(tensor).__name__}: convert it with torch.as_tensor()"
+            )
+        if is_dtensor(tensor):
+            raise Unsupported(
+                f"{kind} got a DTensor, of which each rank stores only a part: pass tensor.full_tensor(), or"
+                " tensor.to_local() for this rank's part. fully_shard synchronizes parameters and gradients itself"
             )
 
 

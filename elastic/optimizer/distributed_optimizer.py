@@ -15,6 +15,7 @@ import torch
 
 from elastic.api.compression import Compression
 from elastic.collectives.algorithms import adasum
+from elastic.collectives.dtensor import is_dtensor
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
@@ -115,6 +116,12 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     groups = _checked_groups(groups)
     names = _checked_names(optimizer, named_parameters)
+    sharded = next((name for parameter, name in names.items() if is_dtensor(parameter)), None)
+    if sharded is not None:
+        raise Invalid(
+            f"{sharded} is a DTensor, so torch already reduces its gradient: use the optimizer without"
+            " DistributedOptimizer"
+        )
     if shards is not None:
         _check_shards(
             shards, reduction, compression, gradient_predivide_factor, groups, process_set

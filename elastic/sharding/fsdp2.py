@@ -7,6 +7,7 @@ its local tensor and its spec are replaced. Private names of torch are used (see
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.collectives.dtensor import is_dtensor
 from elastic.sharding import tested_torch
 
 
@@ -72,9 +74,9 @@ def obstacle(model: nn.Module) -> str | None:
             return why
         if group.mesh_info.mesh.mesh.tolist() != mesh_of(model).mesh.tolist():
             return "is fully sharded over several meshes"
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh") and id(parameter) not in ours:
-            return f"has the parameter {name}, a DTensor that is not sharded by fully_shard alone"
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_dtensor(tensor) and id(tensor) not in ours:
+            return f"contains {name}, a DTensor that is not sharded by fully_shard alone"
     return None
 
 
@@ -84,11 +86,17 @@ def _obstacle_of(group: Any, size: int) -> str | None:
         DefaultAllGather,
         DefaultReduceScatter,
     )
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        DDPMeshInfo,
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+    )
     from torch.distributed.tensor import Shard
 
     info = group.mesh_info
     kind = {1: FSDPMeshInfo, 2: HSDPMeshInfo}.get(info.mesh.ndim)
+    if type(info) is DDPMeshInfo:
+        return "is replicated by torch's replicate()"
     if type(info) is not kind or info.is_spmd_mesh:
         return "is fully sharded over other dimensions than (shard) or (replicate, shard)"
     if info.mesh.ndim == 2 and info.mesh._get_root_mesh() is not info.mesh:
@@ -103,8 +111,14 @@ def _obstacle_of(group: Any, size: int) -> str | None:
         info.reduce_scatter_process_group is not None
         or type(group._all_gather_comm) is not DefaultAllGather
         or type(group._reduce_scatter_comm) is not DefaultReduceScatter
+        or group._all_reduce_hook is not None
     ):
-        return "is fully sharded with collectives or process groups of its own"
+        return "is fully sharded with collectives, hooks or process groups of its own"
+    if group.gradient_divide_factor not in (None, 1.0):
+        return (
+            f"divides gradients by {group.gradient_divide_factor:g} in each world (set_gradient_divide_factor): call it"
+            " at the beginning of the function under elastic.run, which is called again in each world, or not at all"
+        )
     for param in group.fsdp_params:
         if param.is_dtensor:
             return "is fully sharded and tensor parallel"
@@ -295,13 +309,6 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
         return present
     make: Callable[..., Any] = DTensor
     return make(local, spec, requires_grad=False)
-
-
-def is_sharded(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor. Does not import modules that the script has not imported."""
-    known = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(known, "DTensor", None)
-    return isinstance(kind, type) and isinstance(tensor, kind)
 
 
 def by_rows(tensor: Any) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from elastic.collectives.dtensor import is_dtensor
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2, zero
@@ -30,11 +32,14 @@ _ADVICE_ZERO = (
     "use ZeroRedundancyOptimizer(parameters, optimizer_class, **options) with the process group of all ranks, or, in a"
     " job of a fixed size (without --min-np), leave it out of the state"
 )
-# torch's FSDP states of modules that a `TorchState` reshards in each world.
-_followed: weakref.WeakSet[Any] = weakref.WeakSet()
+# Objects of the state that elastic.run was called with. Only this state follows the world.
+_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_followed: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's FSDP states of these models
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Two-dimensional meshes that the script has created for such modules.
+# Two-dimensional meshes that the script has created for these models.
 _followed_meshes: list[Any] = []
+# Sharded modules outside of the state, and pipeline stages, that were created in an earlier world.
+_stale: weakref.WeakSet[Any] = weakref.WeakSet()
 _WHY = {
     Fixed.MODULE: (
         "is fully sharded (FSDP): each rank has a part of its parameters, and the part of a lost rank would be lost"
@@ -53,7 +58,7 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
     fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     if fully and any(isinstance(each, fully) for each in module.modules()):
         return Fixed.MODULE
-    return of_parameters(module.parameters())
+    return of_parameters(itertools.chain(module.parameters(), module.buffers()))
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
@@ -76,29 +81,109 @@ def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
     return found
 
 
+def refuse_outside(values: Iterable[object]) -> None:
+    """Record the objects of the state that elastic.run was called with, and check for sharded models outside of it.
+
+    Raises:
+        NotElastic: the process has a model outside of the state that torch has sharded, replicated or divided into
+            pipeline stages.
+    """
+    _follow(values)
+    if any_fully_sharded() or _exists(_fsdp1_modules):
+        raise refuse("a module of this script", Fixed.MODULE)
+    if _exists(_replicated_modules):
+        raise refuse_replicated("a module of this script")
+    if _exists(_pipeline_stages):
+        raise refuse_pipeline("a module of this script")
+
+
 def any_fully_sharded() -> bool:
-    """Return whether this process has a module that ``fully_shard`` was applied to and that is in no state."""
-    states = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    """Return whether this process has a module that ``fully_shard`` was applied to and that is not in the state."""
+    return _exists(_unfollowed)
+
+
+def enter_world() -> None:
+    """Record which objects outside of the state belong to an earlier world, when another world begins."""
+    _stale.update([*_unfollowed(), *_pipeline_stages()])
+
+
+def check_world() -> None:
+    """Check before an update that no model of an earlier world can be used, and that the state has no pipeline stage.
+
+    Raises:
+        NotElastic: a sharded model or a pipeline stage was created in an earlier world, or the state has the module of
+            a pipeline stage.
+    """
+    if _exists(lambda: list(_stale)):
+        raise NotElastic(
+            "a module of this script was sharded in an earlier world, and does not follow the current one: create it at"
+            " the beginning of the function under elastic.run without keeping the previous one, or add it to"
+            " elastic.TorchState",
+            Fixed.MODULE,
+        )
+    if is_pipelined(_models):
+        raise refuse_pipeline("a model of the state")
+
+
+def is_pipelined(models: Iterable[torch.nn.Module]) -> bool:
+    """Return whether a pipeline stage of this process trains parameters of the models."""
+    trained = {id(each) for stage in _pipeline_stages() for each in stage.submod.parameters()}
+    return bool(trained) and any(
+        id(each) in trained for model in models for each in model.parameters()
+    )
+
+
+def _exists(find: Callable[[], list[Any]]) -> bool:
+    if not find():
+        return False
+    gc.collect()  # a dropped object may still exist in a reference cycle
+    return bool(find())
+
+
+def _unfollowed() -> list[Any]:
+    kinds = _classes("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     known: Any = sys.modules.get("torch.distributed._composable_state")
-    if not states or known is None:
-        return False
-
-    def there() -> bool:
-        found = [each() for each in known._module_state_mapping.values()]
-        return any(isinstance(each, states) and each not in _followed for each in found)
-
-    if not there():
-        return False
-    gc.collect()  # a dropped module may still exist in a reference cycle
-    return there()
+    found = [each() for each in known._module_state_mapping.values()] if kinds and known else []
+    return [each for each in found if isinstance(each, kinds) and each not in _followed]
 
 
-def follow(model: torch.nn.Module) -> None:
-    """Record that a state reshards this model's parameters in each world."""
-    _followed.update(fsdp2.sharded_states(model))
-    mesh = fsdp2.mesh_of(model)
-    if mesh.ndim == 2 and all(mesh is not each for each in _followed_meshes):
-        _followed_meshes.append(mesh)
+def _fsdp1_modules() -> list[Any]:
+    return _objects(_classes("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+def _is_replicated(module: torch.nn.Module) -> bool:
+    return isinstance(module, _classes("torch.distributed._composable.replicate", "DDP"))
+
+
+def _replicated_modules() -> list[Any]:
+    found: list[Any] = []
+    for kind in _classes("torch.distributed._composable.replicate", "DDP"):
+        # torch makes a class for each class of modules that replicate() was applied to.
+        found += _objects(tuple(kind.__subclasses__()))
+    return found
+
+
+def _pipeline_stages() -> list[Any]:
+    return _objects(_classes("torch.distributed.pipelining.stage", "_PipelineStageBase"))
+
+
+def _objects(kinds: tuple[type, ...]) -> list[Any]:
+    # Not isinstance(), which some proxies answer for another object.
+    return [found for found in gc.get_objects() if issubclass(type(found), kinds)] if kinds else []
+
+
+def _follow(values: Iterable[object]) -> None:
+    for known in (_models, _followed, _followed_optimizers, _followed_meshes, _stale):
+        known.clear()
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            _models.add(value)
+            _followed.update(fsdp2.sharded_states(value))
+            mesh = fsdp2.mesh_of(value) if fsdp2.groups(value) else None
+            if mesh is not None and mesh.ndim == 2:
+                _followed_meshes.append(mesh)
+        elif isinstance(value, torch.optim.Optimizer):
+            _followed_optimizers.add(value)
 
 
 def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | None:
@@ -150,13 +235,8 @@ def followed_groups() -> list[tuple[int, ...]]:
     return [line for mesh in _followed_meshes for line in fsdp2.lines_of(mesh)]
 
 
-def follow_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Record that a state redistributes this optimizer's entries in each world."""
-    _followed_optimizers.add(optimizer)
-
-
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a state contains this optimizer with sharded parameters or entries."""
+    """Return whether this optimizer is in the state that elastic.run was called with."""
     return optimizer in _followed_optimizers
 
 
@@ -183,7 +263,7 @@ def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotEl
 
 
 def all_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether all DTensors that an optimizer trains are parameters of models in a state."""
+    """Return whether all DTensors that an optimizer trains are parameters of models in the state."""
     ours = {
         id(param.sharded_param)
         for state in list(_followed)
@@ -191,12 +271,31 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
         for param in group.fsdp_params
     }
     trained = [each for group in optimizer.param_groups for each in group["params"]]
-    return all(id(each) in ours for each in trained if fsdp2.is_sharded(each))
+    return all(id(each) in ours for each in trained if is_dtensor(each))
 
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
     """Return the error for ``what`` with this kind of sharding. ``what`` is a name such as ``state.model``."""
     return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
+
+
+def refuse_replicated(what: str) -> NotElastic:
+    """Return the error for a module that torch's composable ``replicate`` was applied to."""
+    return NotElastic(
+        f"{what} is replicated by torch's replicate(), whose reducer belongs to one world: wrap the model in"
+        " DistributedDataParallel, and add it to elastic.TorchState",
+        Fixed.REPLICA,
+    )
+
+
+def refuse_pipeline(what: str) -> NotElastic:
+    """Return the error for the module of a pipeline stage."""
+    return NotElastic(
+        f"{what} is a stage of a pipeline, so each rank has other parameters, and those of a lost rank would be lost:"
+        " use fully_shard, or DistributedDataParallel with the complete model, or, in a job of a fixed size (without"
+        " --min-np), leave the model out of the state",
+        Fixed.PARAMETERS,
+    )
 
 
 def refuse_optimizer(name: str) -> NotElastic:
@@ -285,6 +384,10 @@ def check_value(name: str, value: Any) -> None:
     """Raise NotElastic if a value of a state has unsupported sharding."""
     kind = None
     if isinstance(value, torch.nn.Module):
+        if any(map(_is_replicated, value.modules())):
+            raise refuse_replicated(f"state.{name}")
+        if is_pipelined([value]):
+            raise refuse_pipeline(f"state.{name}")
         kind = of_module(value)
         fully = kind is Fixed.MODULE and fsdp2.sharded_states(value)
         # With other versions of torch, the parameters may have other names.

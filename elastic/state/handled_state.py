@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic.collectives.dtensor import is_dtensor
 from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid, NotPicklable
 from elastic.exact.kept_commits import KeptCommits
@@ -189,7 +190,7 @@ class HandledState(_OfThisProcess, ObjectState):
         ]
         ours = {id(each) for model in models for each in fsdp2.parameters(model.model)}
         for each in optimizers:
-            sharded = filter(fsdp2.is_sharded, each.parameters())
+            sharded = filter(is_dtensor, each.parameters())
             if not all(id(parameter) in ours for parameter in sharded):
                 raise unsupported_sharding.refuse_optimizer(each.name)
         if not models and not partitioned:
@@ -209,15 +210,10 @@ class HandledState(_OfThisProcess, ObjectState):
             raise Invalid(
                 f"copies is {copies!r}: pass the number of other ranks that keep a copy, at least 0"
             )
-        reduced = [each for each in optimizers if hasattr(each.value, "gradient_layout")]
-        if reduced or self._shards():
-            what = (
-                f"state.{reduced[0].name}, a DistributedOptimizer," if reduced else "elastic.Shards"
-            )
+        if self._shards():
             raise Invalid(
-                f"{what} reduces gradients that fully_shard or DistributedDataParallel has already reduced:"
-                " train fully sharded models with a plain optimizer, and use ZeroRedundancyOptimizer without"
-                " Shards"
+                "elastic.Shards reduces gradients that fully_shard or DistributedDataParallel has already reduced:"
+                " omit it from the state"
             )
         if foreign := self._foreign_handlers():
             name, handler = next(iter(foreign.items()))
@@ -229,11 +225,8 @@ class HandledState(_OfThisProcess, ObjectState):
         shards = unsupported_sharding.least_shards(
             {each.name: each.model for each in models}, least
         )
-        for model in models:
-            unsupported_sharding.follow(model.model)
-        for followed in (*optimizers, *partitioned):
-            unsupported_sharding.follow_optimizer(followed.value)
-            replaced_optimizers.observe(followed.value)
+        for stepped in (*optimizers, *partitioned):
+            replaced_optimizers.observe(stepped.value)
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:

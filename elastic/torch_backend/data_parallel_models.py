@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _ddp: Any = DistributedDataParallel
 _build: Any = _ddp._ddp_init_helper
 # Generation in which the reducer was built, or 0 before elastic.run.
 _built: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
-_followed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # models in states
+_followed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # models in the state
 
 
 def replace() -> None:
@@ -41,6 +42,15 @@ def _build_reducer(model: DistributedDataParallel, *args: Any, **options: Any) -
 def follow(model: DistributedDataParallel) -> None:
     """Record that a state rebuilds this model's reducer in each world."""
     _followed.add(model)
+
+
+def begin(values: Iterable[object]) -> None:
+    """Record at the start of a training that only the state with these values rebuilds reducers."""
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    inside = {id(each) for module in modules for each in module.modules()}
+    for model in list(_followed):
+        if id(model) not in inside:
+            _followed.discard(model)
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:

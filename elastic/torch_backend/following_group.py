@@ -262,6 +262,8 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
     """
     size = rt.place.size
     names.enter(rt.generation)
+    if not first:
+        unsupported_sharding.enter_world()
     others = [*(Counter(names.before) - Counter(unsupported_sharding.followed_groups()))]
     if others and not first:
         raise NotElastic(

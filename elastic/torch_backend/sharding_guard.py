@@ -7,6 +7,7 @@ Each optimizer is checked once per world, before its first update.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,14 +25,18 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDi
 _since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
-def begin() -> None:
+def begin(values: Iterable[object]) -> None:
     """Install the check at the start of an elastic training.
 
+    Args:
+        values: models, optimizers and similar objects of the state.
+
     Raises:
-        NotElastic: the process has a fully sharded module.
+        NotElastic: the process has a sharded or replicated module, or a pipeline stage, outside of the state.
     """
-    if unsupported_sharding.any_fully_sharded():
-        raise unsupported_sharding.refuse("a module of this script", Fixed.MODULE)
+    values = list(values)
+    data_parallel_models.begin(values)
+    unsupported_sharding.refuse_outside(values)
     if not _installed:
         compile_exclusion.keep_function_out(_before_step)
         _installed.append(register_optimizer_step_pre_hook(_before_step))
@@ -53,6 +58,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
             DistributedDataParallel that is in no state.
     """
     data_parallel_models.check(optimizer)
+    unsupported_sharding.check_world()
     kind = unsupported_sharding.of_optimizer(optimizer)
     if kind is not None and shards.in_use():
         raise unsupported_sharding.refuse_micro_batches(optimizer, kind)

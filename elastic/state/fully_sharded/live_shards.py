@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from elastic.collectives.dtensor import is_dtensor
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.sharding import fsdp2
 from elastic.sharding.division import Division
@@ -143,7 +145,7 @@ class FullyShardedHandler(ModelStateHandler):
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
         fsdp2.reshard(self._groups)
         structure, tensors = super().live()
-        return structure, {n: t for n, t in tensors.items() if not fsdp2.is_sharded(t)}
+        return structure, {n: t for n, t in tensors.items() if not is_dtensor(t)}
 
     def seems_unchanged(self) -> bool:
         return False  # there are few replicated values, so change detection is not worthwhile
@@ -212,8 +214,26 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         structure, tensors = super().pack()
+        self._check_values(structure["values"])
         sharded = self._row_specs(tensors)
         return structure, {name: each for name, each in tensors.items() if name not in sharded}
+
+    def _check_values(self, values: dict[int, Any]) -> None:
+        """Raise Invalid if an entry that is not a tensor, such as a list, contains rows of this rank."""
+        parameters = list(self.parameters()) if values else []
+        for number, entries in values.items():
+            for key, entry in entries.items() if self.is_divided(parameters[number]) else ():
+                if any(
+                    isinstance(each, torch.Tensor) and each.dim() for each in tree_leaves(entry)
+                ):
+                    raise Invalid(
+                        f"{self.what} keeps tensors within {key!r}, which is a {type(entry).__name__}, but only tensors"
+                        " and scalars can be resharded: use an optimizer such as SGD, Adam or AdamW"
+                    )
+
+    def is_divided(self, parameter: torch.Tensor) -> bool:
+        """Return whether this rank has only a part of the parameter's entries."""
+        return is_dtensor(parameter)
 
     def bytes_to_come(self) -> int:
         return 0  # rows of shards are received into separate memory
@@ -239,9 +259,9 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         for name, entry in tensors.items():
             number, _, key = name.partition(".")
             parameter = parameters[int(number)]
-            if not fsdp2.is_sharded(parameter):
+            if not self.is_divided(parameter):
                 continue
-            alike = fsdp2.is_sharded(entry)
+            alike = is_dtensor(entry)
             if alike and entry.shape == parameter.shape and fsdp2.by_rows(entry):
                 found[name] = RowSpec(tuple(entry.shape), entry.dtype)
             elif not alike and entry.shape == local_of(parameter).shape:
@@ -295,4 +315,4 @@ def local_of(tensor: Any) -> torch.Tensor:
 def trains_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any parameter of the optimizer is a DTensor."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return any(map(fsdp2.is_sharded, parameters))
+    return any(map(is_dtensor, parameters))

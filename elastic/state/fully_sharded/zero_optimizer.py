@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from elastic.collectives.dtensor import is_dtensor
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
-from elastic.sharding import fsdp2, zero
+from elastic.sharding import zero
 from elastic.sharding.division import Division
 from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.rows import rows_of
@@ -152,6 +153,9 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
         order = self.value.zero_order
         self._position = order.index(0 if rt is None else rt.place.rank), len(order)
 
+    def is_divided(self, parameter: torch.Tensor) -> bool:
+        return True
+
     def _describe(
         self, tensors: dict[str, torch.Tensor], parameters: list[torch.Tensor]
     ) -> dict[str, RowSpec]:
@@ -183,7 +187,7 @@ def _can_be_sent(key: object, entry: object) -> bool:
     return (
         isinstance(key, str)
         and isinstance(entry, torch.Tensor)
-        and not fsdp2.is_sharded(entry)
+        and not is_dtensor(entry)
         and plain(entry)
         and not entry.is_meta
     )

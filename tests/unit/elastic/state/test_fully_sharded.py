@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from elastic.collectives.dtensor import is_dtensor
 from elastic.collectives.shared_memory import arena
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
@@ -60,7 +61,7 @@ def bits(model: Any, optimizer: Any) -> list[torch.Tensor]:
     found += [each.clone() for each in model.buffers()]
     for parameter in model.parameters():
         for entry in optimizer.state.get(parameter, {}).values():
-            found.append((entry._local_tensor if fsdp2.is_sharded(entry) else entry).clone())
+            found.append((entry._local_tensor if is_dtensor(entry) else entry).clone())
     return found
 
 
@@ -171,7 +172,7 @@ def test_parameters_that_a_forward_pass_has_gathered_are_no_changed_ones(four):
 def test_another_optimizer_than_the_states_is_refused_before_its_first_update(four):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    TorchState(model=model, optimizer=optimizer)
+    sharding_guard.begin(TorchState(model=model, optimizer=optimizer).handled())
     sharding_guard.check(optimizer, 2, 4)
     with pytest.raises(NotElastic) as refused:
         sharding_guard.check(torch.optim.SGD(model.parameters(), lr=0.1), 2, 4)
@@ -368,6 +369,18 @@ def test_what_cannot_be_committed_by_shards_is_refused(four):
         state.commit()
 
 
+def test_rows_within_a_list_of_an_optimizer_when_committed_then_refused(four):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    state = TorchState(model=model, optimizer=optimizer)
+    first: Any = next(model.parameters())
+    optimizer.state[first]["steps"] = [1, torch.tensor(2.0)]
+    state.commit()
+    optimizer.state[first]["history"] = [first._local_tensor.clone()]
+    with pytest.raises(Invalid):
+        state.commit()
+
+
 def test_copies_is_a_value_of_the_script_where_nothing_is_sharded():
     state = TorchState(model=nn.Linear(2, 2), copies=5)
     assert state.copies == 5
@@ -519,7 +532,7 @@ def test_least_shards_is_a_value_of_the_script_where_nothing_is_sharded():
 
 
 def test_groups_of_a_mesh_of_replicas_are_known(four):
-    TorchState(model=hybrid())
+    sharding_guard.begin(TorchState(model=hybrid()).handled())
     found = unsupported_sharding.followed_groups()
     assert all(found.count(line) for line in [(0, 1), (2, 3), (0, 2), (1, 3)])
 

@@ -129,6 +129,7 @@ def test_an_optimizer_is_refused_before_an_update_unless_it_is_in_a_state():
     assert refused.value.kind is Fixed.OPTIMIZER
     state = TorchState(model=model, optimizer=optimizer)
     assert state.is_sharded()
+    sharding_guard.begin(state.handled())
     sharding_guard.check(optimizer, 2, 4)
     sharding_guard.check(optimizer.optim, 2, 4)
 
@@ -349,7 +350,7 @@ def test_a_distributed_optimizer_is_refused_before_an_update_unless_it_is_in_a_s
     assert refused.value.kind is Fixed.OPTIMIZER
     with pytest.raises(Invalid):
         TorchState(optimizer=optimizer)
-    TorchState(model=model, optimizer=optimizer)
+    sharding_guard.begin(TorchState(model=model, optimizer=optimizer).handled())
     sharding_guard.check(optimizer, 2, 4)
 
 

@@ -69,6 +69,17 @@ def test_replica_of_which_only_the_module_is_in_the_state_when_it_is_trained_the
     del model, state
 
 
+def test_replica_in_another_state_than_the_trained_one_when_it_is_trained_then_refused():
+    optimizer = sgd(model := replica())
+    other = TorchState(model=model, optimizer=optimizer)
+    sharding_guard.begin(TorchState(step=0).handled())
+    names.enter(1)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 1, 1)
+    assert refused.value.kind is Fixed.REPLICA
+    del other
+
+
 def test_replica_made_under_run_when_it_is_trained_then_accepted_in_its_world_only():
     names.enter(1)
     optimizer = sgd(model := replica())

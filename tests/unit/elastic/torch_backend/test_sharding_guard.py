@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 
 import elastic
-from elastic.errors import Fixed, Invalid, NotElastic
+from elastic.errors import Fixed, Invalid, NotElastic, Unsupported
 from elastic.exact.shards import Shards
 from elastic.sharding import fsdp2, tested_torch, unsupported_sharding
 from elastic.state import TorchState
@@ -99,6 +99,182 @@ def partly_tensor_parallel(mesh: Any) -> Any:
     return model
 
 
+def replicated(mesh: Any) -> Any:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(network())
+
+
+def replicated_by_fsdp2(mesh: Any) -> Any:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(network(), mesh=mesh)
+
+
+def with_sharded_buffer(mesh: Any) -> Any:
+    model = network()
+    model.register_buffer("table", sharded(mesh))
+    return model
+
+
+def fully_sharded_with_sharded_buffer(mesh: Any) -> Any:
+    model = fully_sharded(mesh)
+    model.register_buffer("table", sharded(mesh))
+    return model
+
+
+def sharded(mesh: Any) -> torch.Tensor:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+
+
+def with_divide_factor(mesh: Any) -> Any:
+    model = fully_sharded(mesh)
+    model.set_gradient_divide_factor(4.0)
+    return model
+
+
+def with_all_reduce_hook(mesh: Any) -> Any:
+    model = fully_sharded(mesh)
+    model.set_all_reduce_hook(lambda gradient: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (replicated, Fixed.REPLICA),
+        (replicated_by_fsdp2, Fixed.MODULE),
+        (with_sharded_buffer, Fixed.PARAMETERS),
+        (fully_sharded_with_sharded_buffer, Fixed.MODULE),
+        (with_divide_factor, Fixed.MODULE),
+        (with_all_reduce_hook, Fixed.MODULE),
+    ],
+)
+def test_model_that_belongs_to_one_world_when_put_into_a_state_then_refused(four, made, kind):
+    model = made(four)
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=model)
+    assert refused.value.kind is kind
+
+
+def test_factor_that_no_world_changes_when_put_into_a_state_then_accepted(four):
+    model = fully_sharded(four)
+    model.set_gradient_divide_factor(1.0)
+    assert TorchState(model=model).is_sharded()
+
+
+def by_fsdp1(mesh: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [(replicated, Fixed.REPLICA), (replicated_by_fsdp2, Fixed.MODULE), (by_fsdp1, Fixed.MODULE)],
+)
+def test_model_of_one_world_in_no_state_when_training_begins_then_refused(four, made, kind):
+    model = made(four)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.begin([])
+    assert refused.value.kind is kind
+    del model
+
+
+def test_sharded_model_in_another_state_when_training_begins_then_refused(four):
+    other = TorchState(model=fully_sharded(four))
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.begin(TorchState(step=0).handled())
+    assert refused.value.kind is Fixed.MODULE
+    sharding_guard.begin(other.handled())
+
+
+def test_sharded_model_of_an_earlier_world_when_another_is_trained_then_refused(four):
+    student = network()
+    optimizer = sgd(student)
+    sharding_guard.begin(TorchState(model=student, optimizer=optimizer).handled())
+    teacher = fully_sharded(four)
+    sharding_guard.check(optimizer, 2, 4)
+    unsupported_sharding.enter_world()
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 3, 3)
+    assert refused.value.kind is Fixed.MODULE
+    del teacher, refused
+    teacher = fully_sharded(four)  # which replaced it
+    sharding_guard.check(optimizer, 3, 3)
+    del teacher
+
+
+def stage_of(module: Any) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    return PipelineStage(module, 0, 4, torch.device("cpu"))
+
+
+def test_pipeline_stage_when_its_module_is_put_into_a_state_then_refused(four):
+    module, other = network(), network()
+    stage = stage_of(module)
+    with pytest.raises(NotElastic) as refused:
+        TorchState(model=module)
+    assert refused.value.kind is Fixed.PARAMETERS
+    state = TorchState(model=other)
+    with pytest.raises(NotElastic):
+        sharding_guard.begin(state.handled())
+    del stage, refused
+
+
+def test_pipeline_stage_when_it_is_made_in_training_then_accepted_in_its_world_only(four):
+    module, other = network(), network()
+    optimizer = sgd(module)
+    sharding_guard.begin(TorchState(model=other).handled())
+    stage = stage_of(module)
+    sharding_guard.check(optimizer, 2, 4)
+    of_state = stage_of(other)
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 2, 4)
+    assert refused.value.kind is Fixed.PARAMETERS
+    del of_state, refused
+    unsupported_sharding.enter_world()
+    with pytest.raises(NotElastic) as refused:
+        sharding_guard.check(optimizer, 3, 4)
+    assert refused.value.kind is Fixed.MODULE
+    del stage
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        elastic.allreduce,
+        elastic.allgather,
+        elastic.alltoall,
+        elastic.reducescatter,
+        lambda tensor: elastic.broadcast(tensor, 0),
+        lambda tensor: elastic.broadcast_parameters({"table": tensor}, 0),
+        lambda tensor: elastic.grouped_allreduce([torch.ones(1), tensor]),
+    ],
+)
+def test_dtensor_when_passed_to_a_collective_then_refused(four, monkeypatch, call):
+    monkeypatch.delenv("RANK", raising=False)
+    elastic.init()
+    with pytest.raises(Unsupported):
+        call(sharded(four))
+    elastic.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}])
+def test_optimizer_of_dtensors_when_wrapped_in_distributed_optimizer_then_refused(
+    four, monkeypatch, options
+):
+    monkeypatch.delenv("RANK", raising=False)
+    elastic.init()
+    model = fully_sharded(four)
+    with pytest.raises(Invalid):
+        elastic.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    elastic.shutdown()
+
+
 @pytest.mark.parametrize(
     ("made", "kind"),
     [
@@ -149,7 +325,7 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
     optimizer = sgd(model)
     state = TorchState(model=model, optimizer=optimizer)
     assert state.is_sharded()
-    sharding_guard.begin()
+    sharding_guard.begin(state.handled())
     sharding_guard.check(optimizer, 2, 4)
     with pytest.raises(NotElastic) as refused:
         sharding_guard.check(sgd(model), 2, 4)  # which is in no state, although its model is
@@ -182,7 +358,7 @@ def test_tensor_parallel_layers_are_trained_in_the_world_for_which_they_were_mad
 def test_a_fully_sharded_module_is_refused_before_training_and_at_its_first_step(four):
     optimizer = sgd(model := fully_sharded(four))
     with pytest.raises(NotElastic) as refused:
-        sharding_guard.begin()
+        sharding_guard.begin([])
     assert refused.value.kind is Fixed.MODULE
     with pytest.raises(NotElastic) as refused:
         sharding_guard.check(optimizer, 2, 4)
@@ -212,7 +388,7 @@ def test_shards_that_are_in_no_state_are_refused_with_what_is_sharded(
         if kind == "fsdp2"
         else ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     )
-    TorchState(model=model, optimizer=optimizer)
+    sharding_guard.begin(TorchState(model=model, optimizer=optimizer).handled())
     unused = Shards(4)
     sharding_guard.check(optimizer, 1, 4)
     used = Shards(4)
