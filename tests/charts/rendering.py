@@ -57,11 +57,22 @@ class Objects:
 
     def pods(self) -> tuple[Json, Json]:
         """Return the templates of the driver's pod and the workers'."""
-        driver, worker = (
+        jobs = self.jobs() or [
             next(each for each in self.all if each["kind"] == kind)
             for kind in ("Job", "StatefulSet")
-        )
-        return driver["spec"]["template"], worker["spec"]["template"]
+        ]
+        driver, worker = (each["spec"]["template"] for each in jobs)
+        return driver, worker
+
+    def jobs(self) -> list[Json]:
+        """Return the Jobs of a JobSet, as its controller creates them, without names and indices."""
+        sets = [each for each in self.all if each["kind"] == "JobSet"]
+        parts = [part for each in sets for part in each["spec"]["replicatedJobs"]]
+        return [
+            {"apiVersion": "batch/v1", "kind": "Job", **part["template"]}
+            | {"metadata": {"name": part["name"], **part["template"]["metadata"]}}
+            for part in parts
+        ]
 
     def containers(self) -> tuple[Json, Json]:
         driver, worker = (pod["spec"]["containers"][0] for pod in self.pods())

@@ -38,7 +38,8 @@ from harness import wording
 
 VERSIONS = [f"1.{minor}" for minor in range(25, 38)]
 SOME_VERSIONS = ["1.25", "1.26", "1.37"]
-OTHERS = ("cert-manager.io/v1", "monitoring.coreos.com/v1")  # no schemas of these are at hand
+# No schemas of the first two are at hand. `test_jobset_has_only_documented_fields` checks the JobSet.
+OTHERS = ("cert-manager.io/v1", "monitoring.coreos.com/v1", "jobset.x-k8s.io/v1alpha2")
 
 GPUS = {"worker": {"gpus": 8, "rdma": {"resource": "rdma/hca", "count": 2}, "ipcLock": True}}
 HOST_NETWORK = {"worker": {"hostNetwork": True}}
@@ -57,6 +58,10 @@ ETCD = {
 POLICY = {"networkPolicy": {"enabled": True, "restrictEgress": True}}
 WATCHED = {
     "metrics": {"enabled": True, "podMonitor": {"enabled": True}, "dashboard": {"enabled": True}}
+}
+JOBSET: Json = {
+    "jobset": {"enabled": True, "jobs": 2, "exclusiveTopology": "cloud.google.com/gke-nodepool"},
+    "worker": {"number": 8},
 }
 BUDGET = {"disruptionBudget": {"enabled": True}}
 EXTRAS: Json = {
@@ -91,7 +96,7 @@ EXTRAS: Json = {
         "podAnnotations": {"a": "b"},
         "podLabels": {"c": "d"},
     },
-    "kueue": {"queue": "training"},
+    "kueue": {"queue": "training", "priorityClass": "high", "driverQueue": "drivers"},
     "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
     "volumeMounts": [{"name": "data", "mountPath": "/data"}],
 }
@@ -110,6 +115,11 @@ HANDFUL: dict[str, tuple[Json, ...]] = {
     "gpus on the node's network": (GPUS, HOST_NETWORK, BUDGET),
     "etcd, policies and chart's certificates": (ETCD, POLICY, TLS[1]),
     "everything": (EXTRAS, WATCHED, BUDGET, POLICY, ETCD, GPUS, TLS[2]),
+    "a JobSet": (
+        JOBSET,
+        GPUS,
+        {"kueue": {"queue": "training"}, "driver": {"ttlSecondsAfterFinished": 60}},
+    ),
     "no rights": (
         {"rbac": {"create": False}, "serviceAccount": {"create": False, "name": "mine"}},
     ),
@@ -155,7 +165,52 @@ def defaults(handful: dict[str, Objects]) -> Objects:
 @pytest.mark.parametrize("which", HANDFUL)
 def test_the_api_takes_every_object(helm, which, version):
     pytest.importorskip("kubernetes_validate")
-    assert not invalid(helm.render(*HANDFUL[which], version=version).all, version)
+    rendered = helm.render(*HANDFUL[which], version=version)
+    assert not invalid([*rendered.all, *rendered.jobs()], version)
+
+
+def test_jobset_has_only_documented_fields(handful):
+    """By the models that Kubeflow generates from the schemas. They ignore unknown fields, which are missing then."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    jobset = handful["a JobSet"]["JobSet", "r"]
+    known = models.JobsetV1alpha2JobSet.from_dict(jobset)
+    assert known.to_dict() == jobset
+
+
+def test_jobset_replaces_lost_pods_and_never_restarts_all(handful):
+    jobset = handful["a JobSet"]["JobSet", "r"]
+    spec = jobset["spec"]
+    assert spec["failurePolicy"] == {"maxRestarts": 0}
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["driver"]}
+    assert spec["ttlSecondsAfterFinished"] == 60
+    driver, worker = spec["replicatedJobs"]
+    assert driver["replicas"] == 1 and worker["replicas"] == 2
+    job = worker["template"]
+    assert job["spec"]["parallelism"] == job["spec"]["completions"] == 4
+    assert job["spec"]["backoffLimit"] == 2**31 - 1
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "OnFailure"
+    topology = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    assert job["metadata"]["annotations"] == topology
+    assert "annotations" not in driver["template"]["metadata"]
+
+
+def test_jobset_replaces_job_and_stateful_set_and_changes_nothing_else(helm, handful):
+    plain, jobset = helm.render(GPUS, {"worker": {"number": 8}}), handful["a JobSet"]
+    assert plain.kinds() - jobset.kinds() == {"Job", "StatefulSet"}
+    assert jobset.kinds() - plain.kinds() == {"JobSet"}
+    assert jobset.arguments() == plain.arguments()
+    assert jobset.pods()[0] == plain.pods()[0]
+    for service, pod in zip(("r-driver", "r-workers"), jobset.pods(), strict=True):
+        selector = jobset["Service", service]["spec"]["selector"]
+        assert selector.items() <= pod["metadata"]["labels"].items()
+
+
+def test_kueue_admits_a_jobset_as_a_whole(handful):
+    queue = "kueue.x-k8s.io/queue-name"
+    jobset = handful["a JobSet"]
+    assert jobset["JobSet", "r"]["metadata"]["labels"][queue] == "training"
+    parts = [each["metadata"]["labels"] for each in (*jobset.jobs(), *jobset.pods())]
+    assert all(queue not in labels for labels in parts)
 
 
 def first_alike(version: str) -> str:
@@ -352,8 +407,19 @@ def test_what_is_given_reaches_the_pods(handful):
         assert container["workingDir"] == "/work"
     assert "--max-np 64" in " ".join(driver["args"])
     assert everything["Job", "r-driver"]["spec"]["ttlSecondsAfterFinished"] == 0
-    for which in (("Job", "r-driver"), ("StatefulSet", "r-worker")):
-        assert everything[which]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+
+
+def test_kueue_admits_each_worker_pod_and_not_the_stateful_set(handful):
+    """Kueue's webhook rejects each change of the replicas of a StatefulSet that has the label itself."""
+    queue, priority = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
+    queued, plain = handful["everything"], handful["defaults"]
+    driver, worker = (pod["metadata"]["labels"] for pod in queued.pods())
+    assert worker[queue] == "training" and worker[priority] == "high"
+    assert (
+        queue not in driver and queue not in queued["StatefulSet", "r-worker"]["metadata"]["labels"]
+    )
+    assert queued["Job", "r-driver"]["metadata"]["labels"][queue] == "drivers"
+    assert queue not in plain.text
 
 
 def test_a_pod_on_the_nodes_network_has_the_node_for_itself(helm):
@@ -479,6 +545,19 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "one port twice": ({"metrics": {"port": 4711}}, "metrics.port is 4711, which"),
     "no eviction ever": (merged(BUDGET, {"disruptionBudget": {"minAvailable": 3}}), "lower it, or"),
+    "priority without a queue": (
+        {"kueue": {"priorityClass": "high"}},
+        "kueue.queue is empty; give the queue",
+    ),
+    "an uneven JobSet": (merged(JOBSET, {"worker": {"number": 7}}), "give a multiple of"),
+    "a driver in another queue": (
+        merged(JOBSET, {"kueue": {"queue": "a", "driverQueue": "b"}}),
+        "leave it out, or turn",
+    ),
+    "a topology without a JobSet": (
+        {"jobset": {"exclusiveTopology": "rack"}},
+        "jobset.enabled is off; turn it on",
+    ),
     "no account": ({"serviceAccount": {"create": False}}, "serviceAccount.name is empty; name"),
 }
 
@@ -526,6 +605,9 @@ def test_a_release_whose_objects_could_not_be_named_is_refused(helm, name):
     with pytest.raises(Refused, match=wording.GIVE_RELEASE_SHORTER):
         helm.render(release=name)
     helm.render(release="a" * 45)
+    with pytest.raises(Refused, match=wording.GIVE_RELEASE_SHORTER):
+        helm.render(JOBSET, release="a" * 41)
+    helm.render(JOBSET, release="a" * 40)
 
 
 @pytest.mark.parametrize("name", ["true", "null", "on", "e5"])
@@ -533,7 +615,7 @@ def test_names_that_yaml_takes_for_something_else_stay_names(helm, name):
     odd: Json = {
         "job": {"existingSecret": "1e5", "workingDir": "0x10"},
         "worker": {"shm": "1073741824", "priorityClassName": "yes", "serviceAccountName": "null"},
-        "kueue": {"queue": "12"},
+        "kueue": {"queue": "12", "driverQueue": "1e5"},
     }
     rendered = helm.render(odd, release=name)
     instance = "app.kubernetes.io/instance"
@@ -546,7 +628,8 @@ def test_names_that_yaml_takes_for_something_else_stay_names(helm, name):
     assert volumes["job-secret"]["secret"]["secretName"] == "1e5"
     assert driver["spec"]["containers"][0]["workingDir"] == "0x10"
     labels = rendered["Job", f"{name}-driver"]["metadata"]["labels"]
-    assert labels["kueue.x-k8s.io/queue-name"] == "12"
+    assert labels["kueue.x-k8s.io/queue-name"] == "1e5"
+    assert worker["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "12"
 
 
 def test_quantities_are_texts(helm):

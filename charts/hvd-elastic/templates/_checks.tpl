@@ -14,6 +14,9 @@
 {{- fail "job.command is empty; give the program that trains, as in --set-json 'job.command=[\"python\", \"train.py\"]'." -}}
 {{- end -}}
 {{- $runs := lookup "batch/v1" "Job" .Release.Namespace (printf "%s-driver" .Release.Name) -}}
+{{- if .Values.jobset.enabled -}}
+{{- $runs = lookup "jobset.x-k8s.io/v1alpha2" "JobSet" .Release.Namespace .Release.Name -}}
+{{- end -}}
 {{- if $runs -}}
 {{- $before := index ($runs.metadata.annotations | default dict) "hvd-elastic/pod" -}}
 {{- if and $before (ne $before (include "hvd-elastic.driverPod" . | sha256sum)) -}}
@@ -81,6 +84,28 @@
 {{- range concat .Values.driver.flags $worker.flags -}}
 {{- if has (splitList "=" . | first) $flags -}}
 {{- fail (printf "%s stands in driver.flags or worker.flags; use the value of the chart for it." .) -}}
+{{- end -}}
+{{- end -}}
+
+{{- if .Values.jobset.enabled -}}
+{{- if gt (len .Release.Name) 40 -}}
+{{- fail "The name of the release has more than 40 characters, too many for the pods of a JobSet; give a shorter one." -}}
+{{- end -}}
+{{- $jobs := int .Values.jobset.jobs -}}
+{{- if or (lt (int $worker.number) $jobs) (mod (int $worker.number) $jobs) -}}
+{{- $text := "worker.number is %d, which %d Jobs of the JobSet can't share evenly; give a multiple of jobset.jobs." -}}
+{{- fail (printf $text (int $worker.number) $jobs) -}}
+{{- end -}}
+{{- if .Values.kueue.driverQueue -}}
+{{- fail "kueue.driverQueue is given, but a JobSet is admitted as a whole; leave it out, or turn jobset.enabled off." -}}
+{{- end -}}
+{{- else if or .Values.jobset.exclusiveTopology (ne (int .Values.jobset.jobs) 1) -}}
+{{- fail "jobset.jobs or jobset.exclusiveTopology is given, but jobset.enabled is off; turn it on, or leave them out." -}}
+{{- end -}}
+
+{{- with .Values.kueue -}}
+{{- if and (not .queue) (or .priorityClass .driverQueue) -}}
+{{- fail "kueue.priorityClass or kueue.driverQueue is given, but kueue.queue is empty; give the queue of the workers." -}}
 {{- end -}}
 {{- end -}}
 

@@ -24,6 +24,18 @@ app.kubernetes.io/managed-by: {{ $.Release.Service }}
 {{- end }}
 {{- end }}
 
+{{/* Labels by which Kueue queues an object. */}}
+{{- define "hvd-elastic.queueLabels" -}}
+{{- with .Values.kueue -}}
+{{- if .queue -}}
+kueue.x-k8s.io/queue-name: {{ .queue | quote }}
+{{- if .priorityClass }}
+kueue.x-k8s.io/priority-class: {{ .priorityClass | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "hvd-elastic.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default (printf "%s-driver" .Release.Name) }}
 {{- end }}

@@ -181,3 +181,27 @@ spec:
     {{- end }}
     {{- include "hvd-elastic.volumes" (list . .Values.driver) | nindent 4 }}
 {{- end }}
+
+{{/* The Job of the driver's pod. */}}
+{{- define "hvd-elastic.driverJob" -}}
+completions: 1
+parallelism: 1
+backoffLimit: {{ int .Values.driver.backoffLimit }}
+{{- if semverCompare ">=1.26-0" .Capabilities.KubeVersion.Version }}
+# 137 and 143: the driver was killed. 75: another driver leads. Any other code is an error of the job.
+podFailurePolicy:
+  rules:
+    - action: Ignore
+      onPodConditions:
+        - type: DisruptionTarget
+          status: "True"
+    - action: FailJob
+      onPodConditions: [] # required by 1.26 to 1.28
+      onExitCodes:
+        containerName: driver
+        operator: NotIn
+        values: [75, 137, 143]
+{{- end }}
+template:
+  {{- include "hvd-elastic.driverPod" . | nindent 2 }}
+{{- end }}

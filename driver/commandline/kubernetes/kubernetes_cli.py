@@ -32,7 +32,7 @@ Run a training job in the cluster of the kubeconfig, or manage one. `run` instal
 and removes the release at the end of the job or at Ctrl-C. Requires helm."""
 
 USAGE = """\
-elasticrun k8s run --image IMAGE --workers MIN[:PODS] [flags] -- COMMAND
+elasticrun k8s run --image IMAGE --workers MIN[:PODS] [--queue NAME] [flags] -- COMMAND
        elasticrun k8s status|logs|stop [flags] NAME
        elasticrun k8s scale [flags] NAME PODS"""
 
@@ -40,6 +40,7 @@ RUN = "run"
 MOST_PODS = 100_000  # the limit in the chart's schema
 # The chart derives names of pods and services from it.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
+QUEUE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 IMAGE = re.compile(
     r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
 )
@@ -64,6 +65,12 @@ class KubernetesOptions:
         whole(0),
         default=0,
     )
+    queue: str | None = flag(
+        "--queue", "NAME", "LocalQueue of Kueue that admits the worker pods (default: no queue)."
+    )
+    jobset: bool = switch(
+        "--jobset", "Run as a JobSet: pods are admitted together, and their number is fixed."
+    )
     name: str | None = flag("--name", "NAME", "Name of the job (default: train- and a number).")
     values: list[str] | None = flag(
         "--values",
@@ -85,7 +92,7 @@ class KubernetesOptions:
 def kubernetes_parser() -> ArgumentParser:
     """Return the parser of ``elasticrun k8s``."""
     made = ArgumentParser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
-    of_run = ("image", "workers", "gpus", "name", "values", "settings", "detach")
+    of_run = ("image", "workers", "gpus", "queue", "jobset", "name", "values", "settings", "detach")
     add_declared(made.group("job", "Flags of run."), KubernetesOptions, *of_run)
     add = made.group("general")
     add_declared(add, KubernetesOptions, "namespace")
@@ -167,11 +174,18 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
         raise Invalid(
             f"--image is {options.image!r}, which is not an image name: pass a name such as registry/train:1.2"
         )
+    queue = options.queue
+    if queue is not None and QUEUE.fullmatch(queue) is None:
+        raise Invalid(
+            f"--queue is {queue!r}, which is not the name of a LocalQueue: use a-z, 0-9 and -"
+        )
     repository, tag, digest = image_parts(options.image)
     return {
         "image": {"repository": repository, "tag": tag, "digest": digest},
         "job": {"command": [*command], "minWorkers": least},
         "worker": {"number": pods, "gpus": options.gpus},
+        **({} if queue is None else {"kueue": {"queue": queue}}),
+        **({"jobset": {"enabled": True}} if options.jobset else {}),
     }
 
 
@@ -192,6 +206,10 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupted)
     if release.exists():
         raise release.taken()
+    if options.queue is not None:
+        inactive = release.check_queue(options.queue, pods=not options.jobset)
+        if inactive:
+            _say(f"LocalQueue {options.queue} is not active, so the job waits: {inactive}")
     try:
         release.install(options.values or [], values, options.settings or [])
     except KeyboardInterrupt:

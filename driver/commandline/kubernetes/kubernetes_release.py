@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,11 +14,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from elastic.driver.commandline.kubernetes.queue_check import (
+    GROUP,
+    LOCAL_QUEUES,
+    is_managed,
+    probe_pod,
+    served_version,
+    why_inactive,
+)
 from elastic.driver.commandline.kubernetes.release_state import (
     WORKER,
     Follow,
     JobOver,
     PodState,
+    is_scalable,
+    job_names,
     least_instead,
     next_step,
     pod_state,
@@ -54,6 +65,8 @@ class ChartRelease:
         self._core: Any = client.CoreV1Api(api)
         self._batch: Any = client.BatchV1Api(api)
         self._apps: Any = client.AppsV1Api(api)
+        self._apis: Any = client.ApisApi(api)
+        self._custom: Any = client.CustomObjectsApi(api)
         self._refused: Any = client.ApiException
 
     def install(self, files: Sequence[str], values: Json, settings: Sequence[str]) -> None:
@@ -80,6 +93,42 @@ class ChartRelease:
             if any(message in str(error) for message in TAKEN):
                 raise self.taken() from None
             raise
+
+    def check_queue(self, queue: str, *, pods: bool) -> str:
+        """Check that Kueue can admit this release, without creating anything.
+
+        Args:
+            queue: name of a LocalQueue.
+            pods: whether Kueue has to admit each pod of the release by itself, and not a JobSet.
+
+        Returns:
+            The reason why the queue admits nothing at present, or an empty string.
+
+        Raises:
+            Invalid: Kueue or the queue is missing, or Kueue does not manage pods of the namespace.
+        """
+        version = served_version(self._json(self._apis.get_api_versions))
+        if version is None:
+            raise Invalid(
+                "--queue needs Kueue, and this cluster has no API kueue.x-k8s.io: install Kueue, or omit --queue"
+            )
+
+        def missing() -> Invalid:
+            return Invalid(
+                f"namespace {self.namespace} has no LocalQueue {queue}: see `kubectl get localqueues -A`"
+            )
+
+        read, names = self._custom.get_namespaced_custom_object, (LOCAL_QUEUES, queue)
+        found = self._json(read, GROUP, version, self.namespace, *names, missing=missing)
+        create = self._core.create_namespaced_pod
+        if pods and not is_managed(
+            self._json(create, self.namespace, probe_pod(queue), dry_run="All")
+        ):
+            raise Invalid(
+                f"Kueue does not manage pods of namespace {self.namespace}, so it would not queue the workers: enable"
+                " the integration `pod` in Kueue's configuration, and check its managedJobsNamespaceSelector"
+            )
+        return why_inactive(found)
 
     def exists(self) -> bool:
         """Return whether helm has a release of this name, in any state and of any chart."""
@@ -121,10 +170,15 @@ class ChartRelease:
         """Set the number of worker pods and return the previous number.
 
         Raises:
-            Invalid: the job cannot continue with so few pods.
+            Invalid: the job cannot continue with so few pods, or it is a JobSet.
         """
         job, workers = self._job(), self._workers()
-        least = least_instead(job, workers, pods)
+        if not is_scalable(workers):
+            raise Invalid(
+                f"job {self.name} is a JobSet, whose number of pods can't change: uninstall it and run it again with"
+                " other --workers, or run it without --jobset"
+            )
+        least = least_instead(job, workers[0], pods)
         if least is not None:
             why = (
                 f"needs {least} worker pods to continue (job.minWorkers)"
@@ -240,17 +294,32 @@ class ChartRelease:
         return not found or found[0].code is not None
 
     def _job(self) -> Json:
-        read = self._batch.read_namespaced_job
-        return self._ours(self._json(read, f"{self.name}-driver", self.namespace))
+        """Return the driver's Job, which may belong to a JobSet."""
+        for name in job_names(self.name):
+            with contextlib.suppress(ObjectMissing):
+                read = self._batch.read_namespaced_job
+                found = self._json(read, name, self.namespace, missing=ObjectMissing)
+                return self._ours(found)
+        raise self._no_job()
 
     def _pods(self) -> list[PodState]:
-        selector = f"app.kubernetes.io/name=hvd-elastic,app.kubernetes.io/instance={self.name}"
-        found = self._json(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
+        pods = self._core.list_namespaced_pod
+        found = self._json(pods, self.namespace, label_selector=self._labels)
         return [pod_state(each) for each in found.get("items") or ()]
 
-    def _workers(self) -> Json:
+    def _workers(self) -> list[Json]:
+        """Return the StatefulSet of the worker pods, or the Jobs of a JobSet."""
         read = self._apps.read_namespaced_stateful_set
-        return self._ours(self._json(read, f"{self.name}-{WORKER}", self.namespace))
+        with contextlib.suppress(ObjectMissing):
+            found = self._json(read, f"{self.name}-{WORKER}", self.namespace, missing=ObjectMissing)
+            return [self._ours(found)]
+        labels = f"{self._labels},app.kubernetes.io/component={WORKER}"
+        jobs = self._json(self._batch.list_namespaced_job, self.namespace, label_selector=labels)
+        return jobs.get("items") or []
+
+    @property
+    def _labels(self) -> str:
+        return f"app.kubernetes.io/name=hvd-elastic,app.kubernetes.io/instance={self.name}"
 
     def _ours(self, found: Json) -> Json:
         """Return the object.
@@ -271,7 +340,9 @@ class ChartRelease:
         found: Json = json.loads(response.data)
         return found
 
-    def _ask(self, call: Any, *words: Any, **options: Any) -> Any:
+    def _ask(
+        self, call: Any, *words: Any, missing: Callable[[], Invalid] | None = None, **options: Any
+    ) -> Any:
         import urllib3
 
         options.setdefault("_request_timeout", (CONNECT_S, ANSWER_S))
@@ -279,7 +350,7 @@ class ChartRelease:
             return call(*words, **options)
         except self._refused as error:
             if error.status == 404:
-                raise self._no_job() from None
+                raise (missing or self._no_job)() from None
             if error.status == 401:
                 raise Invalid(
                     "the API server rejected the credentials of the kubeconfig (Unauthorized), which may have"
@@ -318,6 +389,10 @@ class ChartRelease:
                 output += f"; create it with `kubectl create namespace {self.namespace}`"
             raise Invalid(f"helm {words[0]} failed: {output.removeprefix('Error: ')}")
         return done.stdout
+
+
+class ObjectMissing(Invalid):
+    """The API server has no object of this name."""
 
 
 class NameTaken(Invalid):

@@ -119,9 +119,20 @@ def saves(job: Json) -> bool:
     return "--checkpoint-dir" in flags or "ELASTIC_CHECKPOINT_DIR" in variables
 
 
-def wanted(workers: Json) -> int:
-    """Return the number of pods that a StatefulSet requests."""
-    return int((workers.get("spec") or {}).get("replicas", 0))
+def job_names(name: str) -> tuple[str, str]:
+    """Return the possible names of the driver's Job: of the chart's own Job, and of the Job of a JobSet."""
+    return f"{name}-{DRIVER}", f"{name}-{DRIVER}-0"
+
+
+def wanted(workers: Sequence[Json]) -> int:
+    """Return the number of pods that a StatefulSet or the Jobs of a JobSet request."""
+    specs = [each.get("spec") or {} for each in workers]
+    return sum(int(spec.get("replicas", spec.get("parallelism", 0))) for spec in specs)
+
+
+def is_scalable(workers: Sequence[Json]) -> bool:
+    """Return whether the number of worker pods can change. That of a JobSet is immutable."""
+    return any("replicas" in (each.get("spec") or {}) for each in workers)
 
 
 def least_pods(job: Json, workers: Json) -> int:
@@ -180,7 +191,7 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
     code = job_code(job, drivers)
     how = "runs" if code is None else f"has ended with exit code {code}"
     serving = sum(pod.ready and not pod.leaving for pod in workers)
-    name = job["metadata"]["name"].removesuffix("-driver")
+    name = job["metadata"]["name"].removesuffix("-0").removesuffix("-driver")
     lines = [f"job {name} {how}; {serving} of {wanted} worker pods are ready"]
     rows = [("pod", "node", "address", "state", "restarts")]
     for pod in sorted(pods, key=lambda pod: (pod.component, natural(pod.name))):
@@ -200,8 +211,9 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
         now: current time.
     """
     ours = re.compile(
-        rf"Pod/{re.escape(name)}-(worker-\d+|driver-[a-z0-9]+)"
-        rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-driver"
+        rf"Pod/{re.escape(name)}-(worker-\d+(-\d+-[a-z0-9]{{5}})?|driver(-0-0)?-[a-z0-9]+)"
+        rf"|StatefulSet/{re.escape(name)}-worker|Job/{re.escape(name)}-(driver(-0)?|worker-\d+)"
+        rf"|JobSet/{re.escape(name)}"
         rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
     # Time of the last warning, and their number.

@@ -46,6 +46,19 @@ def test_flags_become_values_of_the_chart():
     assert values("--image a --workers 3 x")["worker"]["number"] == 3
 
 
+def test_queue_and_jobset_become_values_of_the_chart():
+    found = values("--image a --workers 3 --queue team-a --jobset x")
+    assert found["kueue"] == {"queue": "team-a"} and found["jobset"] == {"enabled": True}
+
+
+def test_queued_jobset_needs_no_integration_for_pods(release):
+    release.check_queue.return_value = ""
+    release.follow.return_value = 0
+    with handlers_put_back():
+        assert main([*RUN[:1], "--jobset", *QUEUED[1:]]) == 0
+    release.check_queue.assert_called_once_with("team-a", pods=False)
+
+
 @pytest.mark.parametrize(
     ("image", "parts"),
     [
@@ -71,6 +84,7 @@ def test_image_is_split_into_its_parts(image, parts):
         "--image :1 --workers 2 x",
         "--image a:b:c --workers 2 x",
         "--image a@sha256:ab --workers 2 x",
+        "--image a --workers 2 --queue Team_A x",
     ],
 )
 def test_inconsistent_flags_are_rejected(line):
@@ -132,6 +146,26 @@ def test_existing_job_is_left_alone(release):
         main(RUN)
     release.install.assert_not_called()
     release.uninstall.assert_not_called()
+
+
+QUEUED = [*RUN[:1], "--queue", "team-a", *RUN[1:]]
+
+
+def test_job_is_not_installed_without_its_queue(release):
+    release.check_queue.side_effect = Invalid("namespace lab has no LocalQueue team-a")
+    with handlers_put_back(), raises(Invalid):
+        main(QUEUED)
+    release.check_queue.assert_called_once_with("team-a", pods=True)
+    release.install.assert_not_called()
+
+
+def test_job_in_an_inactive_queue_is_installed_and_the_reason_is_reported(release, capsys):
+    release.check_queue.return_value = "ClusterQueue is stopped"
+    release.follow.return_value = 0
+    with handlers_put_back():
+        assert main(QUEUED) == 0
+    release.install.assert_called_once()
+    recorded("output", capsys.readouterr().err)
 
 
 def test_job_just_installed_by_another_process_is_left_alone(release):

@@ -11,12 +11,15 @@ from elastic.driver.commandline.kubernetes.release_state import (
     Follow,
     JobOver,
     Wait,
+    is_scalable,
+    job_names,
     least_instead,
     least_pods,
     next_step,
     pod_state,
     saves,
     table,
+    wanted,
     warnings,
 )
 from harness.golden import recorded
@@ -173,6 +176,16 @@ def test_warnings_of_other_releases_are_omitted():
     assert warnings([], "bert", NOW) == []
 
 
+def test_warnings_of_a_jobset_are_shown():
+    names = ("bert-worker-1-12-x7k2p", "bert-driver-0-0-x7k2p")
+    assert all(len(warnings([an_event(name, "Failed")], "bert", NOW)) == 2 for name in names)
+    events = [
+        an_event("bert-worker-1", "Failed", kind="Job"),
+        an_event("bert", "Failed", kind="JobSet"),
+    ]
+    assert len(warnings(events, "bert", NOW)) == 3
+
+
 def test_many_or_long_warnings_are_truncated():
     events = [an_event(f"bert-worker-{n}", "Failed", "x" * 1000) for n in range(25)]
     lines = warnings(events, "bert", NOW)
@@ -226,3 +239,17 @@ def test_pod_that_kueue_has_not_admitted_is_shown_as_queued():
         }
     )
     assert found.trouble.partition(":")[0] == "Queued"
+
+
+def test_pods_of_a_jobset_are_those_of_its_jobs_and_not_scalable():
+    jobs = [{"spec": {"parallelism": 4}}, {"spec": {"parallelism": 4}}]
+    assert wanted(jobs) == 8 and not is_scalable(jobs)
+    stateful = [{"spec": {"replicas": 0}}]
+    assert wanted(stateful) == 0 and is_scalable(stateful)
+    assert not is_scalable([])
+
+
+def test_job_of_a_jobset_is_shown_by_the_name_of_its_release():
+    job = {"metadata": {"name": "bert-driver-0"}, "status": {}}
+    assert table(job, [], 2)[0].split()[:2] == ["job", "bert"]
+    assert job_names("bert") == ("bert-driver", "bert-driver-0")
