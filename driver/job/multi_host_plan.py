@@ -30,6 +30,7 @@ class PodSource:
 
     Args:
         slots: number of slots of each pod. None means the pod's number of GPUs, at least 1.
+        notices: taints and conditions that announce the end of a node, in addition to the known ones.
     """
 
     selector: str
@@ -37,6 +38,7 @@ class PodSource:
     slots: int | None
     # address of this pod, where the driver listens; empty means the address that other hosts use
     address: str
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -421,7 +421,14 @@ class _Run:
 
         cluster = ApiClient(pods.selector, pods.namespace)
         self.log("info", f"hosts: pods {cluster.selector} of namespace {cluster.namespace}")
-        return PodDiscovery(cluster, self.log, noticed=noticed, slots=pods.slots, fallback=fallback)
+        return PodDiscovery(
+            cluster,
+            self.log,
+            noticed=noticed,
+            slots=pods.slots,
+            notices=pods.notices,
+            fallback=fallback,
+        )
 
     async def _announce(self, address: Address) -> None:
         if self.plan.provider is not None:

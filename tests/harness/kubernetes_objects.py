@@ -51,7 +51,12 @@ def pod(
 
 
 def node(
-    name: str, *, ready: str = "True", taints: tuple[str, ...] = (), cordoned: bool = False
+    name: str,
+    *,
+    ready: str = "True",
+    taints: tuple[str, ...] = (),
+    cordoned: bool = False,
+    conditions: dict[str, str] | None = None,
 ) -> Json:
     return {
         "metadata": {"name": name, "resourceVersion": "1"},
@@ -59,5 +64,10 @@ def node(
             "taints": [{"key": key, "effect": "NoSchedule"} for key in taints],
             **({"unschedulable": True} if cordoned else {}),
         },
-        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+        "status": {
+            "conditions": [
+                {"type": kind, "status": status}
+                for kind, status in {"Ready": ready, **(conditions or {})}.items()
+            ]
+        },
     }

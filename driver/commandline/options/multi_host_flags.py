@@ -80,6 +80,12 @@ class KubernetesFlags:
         "NAME",
         "With --kubernetes: namespace of the pods (default: that of this pod).",
     )
+    node_notices: list[str] | None = flag(
+        "--node-notices",
+        "NAMES",
+        "With --kubernetes: further taints and conditions that announce a node's end.",
+        action=NameList,
+    )
     kubernetes_service: str | None = flag(
         "--kubernetes-service",
         "NAME",

@@ -114,9 +114,11 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
         Invalid: a Kubernetes flag was given without ``--kubernetes``, or no selector or job name was given.
     """
     if not options.kubernetes:
-        if options.kubernetes_selector is not None or options.kubernetes_namespace is not None:
+        given = (options.kubernetes_selector, options.kubernetes_namespace, options.node_notices)
+        if any(each is not None for each in given):
             raise Invalid(
-                "--kubernetes-selector and --kubernetes-namespace require --kubernetes: pass --kubernetes"
+                "--kubernetes-selector, --kubernetes-namespace and --node-notices require --kubernetes: pass"
+                " --kubernetes"
             )
         return None
     selector = options.kubernetes_selector
@@ -134,7 +136,13 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
     address = environ.get(POD_ADDRESS, "") if not options.network_interfaces else ""
     if address:
         choose_address.check_wanted([address])
-    return PodSource(selector, options.kubernetes_namespace, options.slots_per_host, address)
+    return PodSource(
+        selector,
+        options.kubernetes_namespace,
+        options.slots_per_host,
+        address,
+        tuple(options.node_notices or ()),
+    )
 
 
 def etcd_access(options: Options, environ: Mapping[str, str]) -> EtcdAccess | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,16 @@ ENDING: dict[str, tuple[str, float | None]] = {
     "node.cloudprovider.kubernetes.io/shutdown": ("it is shutting down", 0.0),
 }
 
+# Conditions of a node with permanent problems or scheduled maintenance, the status that states the problem, and its
+# meaning.
+PROBLEMS: dict[str, tuple[str, str]] = {
+    "AcceleratedHardwareReady": ("False", "its accelerators failed"),  # agent of EKS
+    "GPUMissing": ("True", "a GPU is missing"),  # node problem detector of AKS
+    "NVLinkStatusInactive": ("True", "NVLink is inactive"),
+    "VMEventScheduled": ("True", "Azure scheduled maintenance"),
+    "KernelDeadlock": ("True", "its kernel is deadlocked"),  # node problem detector
+    "ReadonlyFilesystem": ("True", "a file system is read-only"),
+}
 # Conditions that announce the end of a pod: of Kubernetes 1.26 and later, and of Kueue.
 DISRUPTION, KUEUE_STOPS = "DisruptionTarget", "TerminationTarget"
 # Who ends a pod, by the reason of its condition.
@@ -73,7 +83,7 @@ class KubernetesNode:
     """One node of a Kubernetes cluster, with the properties that the driver uses.
 
     Args:
-        ending: taints that announce the end of the node.
+        ending: taints and conditions that announce the end of the node.
         reachable: whether the node's kubelet reports to the API server.
     """
 
@@ -118,20 +128,45 @@ def _ended_by(conditions: list[Json]) -> str:
     return ""
 
 
-def node_of(object: Json) -> KubernetesNode | None:
-    """Return the node that a JSON object of the API describes, or None if the object has no name."""
+def node_of(object: Json, notices: Collection[str] = ()) -> KubernetesNode | None:
+    """Return the node that a JSON object of the API describes, or None if the object has no name.
+
+    Args:
+        notices: further taints and conditions that announce the end of a node.
+    """
     about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
     name = _text(about, "name")
     if not name:
         return None
-    ready = [each for each in _list(status, "conditions") if _text(each, "type") == "Ready"]
+    conditions = {
+        _text(each, "type"): _text(each, "status") for each in _list(status, "conditions")
+    }
     taints = [_text(each, "key") for each in _list(spec, "taints")]
+    ending = [key for key in taints if key in ENDING or key in notices]
+    ending += [key for key, state in conditions.items() if _is_problem(key, state, notices)]
     return KubernetesNode(
         name=name,
-        reachable=not any(_text(each, "status") == "Unknown" for each in ready),
+        reachable=conditions.get("Ready") != "Unknown",
         cordoned=spec.get("unschedulable") is True,
-        ending=tuple(key for key in taints if key in ENDING),
+        ending=tuple(ending),
     )
+
+
+def _is_problem(condition: str, status: str, notices: Collection[str]) -> bool:
+    if condition in PROBLEMS:
+        return status == PROBLEMS[condition][0]
+    # By convention, a condition states a problem if it is true, and its type ends in Ready otherwise.
+    return condition in notices and status == ("False" if condition.endswith("Ready") else "True")
+
+
+def meaning_of(notice: str) -> tuple[str, float | None]:
+    """Return the meaning of a taint or condition that announces the end of a node.
+
+    Also return the seconds until the end if the cloud specifies them.
+    """
+    if notice in PROBLEMS:
+        return PROBLEMS[notice][1], None
+    return ENDING.get(notice, (f"it has {notice}", None))
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:

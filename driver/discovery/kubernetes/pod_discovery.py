@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 
 from elastic.driver.discovery.interface import Discovery, Log
 from elastic.driver.discovery.kubernetes.api_client import (
@@ -47,6 +47,7 @@ class PodDiscovery:
     """Discovery of pods as hosts, which calls ``noticed`` when the end of a host is announced.
 
     Args:
+        notices: further taints and conditions that announce the end of a node.
         fallback: discovery to use if the API server does not authorize this service account to list pods.
     """
 
@@ -57,13 +58,14 @@ class PodDiscovery:
         *,
         noticed: Callable[[Event], None],
         slots: int | None = None,
+        notices: Collection[str] = (),
         fallback: Discovery | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._cluster = cluster
         self._log = log
         self._noticed = noticed
-        self._pods = Pods(slots)
+        self._pods = Pods(slots, notices)
         self._fallback = fallback
         self._now = now
         self._updates: asyncio.Queue[Told] = asyncio.Queue()

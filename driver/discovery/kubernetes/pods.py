@@ -12,14 +12,14 @@ its lease expired, and the process belongs to a generation that has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic.driver.discovery.kubernetes.objects import (
-    ENDING,
     Json,
     KubernetesNode,
     Pod,
+    meaning_of,
     natural,
     node_of,
     pod_of,
@@ -45,13 +45,15 @@ class Pods:
 
     Args:
         slots: number of slots of each pod. None means the pod's number of GPUs, at least 1.
+        notices: further taints and conditions that announce the end of a node.
     """
 
-    def __init__(self, slots: int | None = None) -> None:
+    def __init__(self, slots: int | None = None, notices: Collection[str] = ()) -> None:
         self._slots = slots
+        self._notices = notices
         self._pods: dict[str, Pod] = {}  # pods by uid
         self._nodes: dict[str, KubernetesNode] = {}  # nodes by name
-        # for each node and taint, the time at which the taint was first seen
+        # for each node and taint or condition, the time at which it was first seen
         self._tainted: dict[tuple[str, str], float] = {}
         self._order: list[str] = []  # last order of the hosts
 
@@ -74,13 +76,14 @@ class Pods:
 
     def nodes_listed(self, objects: Iterable[Json], now: float) -> None:
         """Replace all nodes by a new list from the API server."""
-        found = [node for object in objects if (node := node_of(object)) is not None]
+        nodes = (node_of(object, self._notices) for object in objects)
+        found = [node for node in nodes if node is not None]
         self._nodes = {node.name: node for node in found}
         self._date_taints(now)
 
     def node_changed(self, object: Json, now: float, *, deleted: bool) -> None:
         """Update one node that was added, changed or deleted."""
-        node = node_of(object)
+        node = node_of(object, self._notices)
         if node is None:
             return
         # A deleted node is unreachable, but its pods may be listed for a while.
@@ -150,7 +153,7 @@ class Pods:
             yield PodEnding(f"{pod.ended_by or 'Kubernetes deletes'} pod {pod.name}", pod.ends_at)
         node = self._nodes.get(pod.node)
         for key in () if node is None else node.ending:
-            text, within_s = ENDING[key]
+            text, within_s = meaning_of(key)
             at = None if within_s is None else self._tainted[pod.node, key] + within_s
             yield PodEnding(f"node {pod.node}: {text}", at)
 

@@ -41,6 +41,7 @@ def plan(flags: str, environ: dict[str, str] | None = None, *, elsewhere=False, 
         "--kubernetes --job x",
         "--kubernetes --kubernetes-selector=",
         "--kubernetes-namespace lab",
+        "--node-notices XIDErrors",
         "--resume --journal no/such/folder/j",
         "--slurm --resume --journal j",
         "--slurm --etcd a --job x",
@@ -129,6 +130,8 @@ def test_pods_are_those_of_the_release_or_of_a_label_selector():
     found = plan(flags, secret)
     assert found.pods is not None
     assert (found.pods.selector, found.pods.namespace, found.pods.slots) == ("app=w", "lab", 8)
+    found = plan("--kubernetes --job bert --node-notices XIDErrors,a/b", secret)
+    assert found.pods is not None and found.pods.notices == ("XIDErrors", "a/b")
 
 
 def test_driver_in_a_pod_listens_on_the_pods_address_by_default():

@@ -113,7 +113,7 @@ def test_deletion_is_one_notice_with_the_remaining_time():
 
 
 def test_changes_of_the_number_of_queued_pods_are_reported_once():
-    gated = {"phase": "Pending", "gates": ("kueue.x-k8s.io/admission",)}
+    gated: dict[str, Any] = {"phase": "Pending", "gates": ("kueue.x-k8s.io/admission",)}
     stage = Stage(pod("w-0", **gated), pod("w-1", **gated))
 
     async def play() -> None:

@@ -111,6 +111,58 @@ def test_earliest_of_several_ends_counts():
     assert pods.endings(100) == {A: PodEnding("node n1: Google Cloud terminates it", 120)}
 
 
+@pytest.mark.parametrize(
+    ("condition", "problem", "healthy", "text"),
+    [
+        ("AcceleratedHardwareReady", "False", "True", "its accelerators failed"),
+        ("GPUMissing", "True", "False", "a GPU is missing"),
+        ("VMEventScheduled", "True", "False", "Azure scheduled maintenance"),
+    ],
+)
+def test_condition_of_a_node_is_an_end_until_it_is_healthy(condition, problem, healthy, text):
+    pods = of(pod("w-0", A))
+    for status in ("Unknown", healthy):
+        pods.nodes_listed([node("n1", conditions={condition: status})], 0)
+        assert pods.endings(0) == {}
+    pods.node_changed(node("n1", conditions={condition: problem}), 50, deleted=False)
+    assert pods.endings(60) == {A: PodEnding(f"node n1: {text}", None)}
+    pods.node_changed(node("n1", conditions={condition: healthy}), 70, deleted=False)
+    assert pods.endings(70) == {}
+
+
+@pytest.mark.parametrize(
+    "tainted",
+    [
+        node("n1", cordoned=True, taints=("node.kubernetes.io/unschedulable",)),
+        node("n1", taints=("DeletionCandidateOfClusterAutoscaler",)),
+        node("n1", conditions={"XIDErrors": "True"}),
+        node("n1", conditions={"example.com/NetworkReady": "False"}),
+    ],
+)
+def test_requested_taints_and_conditions_end_a_node_and_others_do_not(tainted):
+    requested = (
+        "node.kubernetes.io/unschedulable",
+        "DeletionCandidateOfClusterAutoscaler",
+        "XIDErrors",
+        "example.com/NetworkReady",
+    )
+    found = []
+    for notices in ((), requested):
+        pods = Pods(notices=notices)
+        pods.listed([pod("w-0", A)])
+        pods.nodes_listed([tainted], 0)
+        found.append(pods.endings(0).keys())
+    assert found == [set(), {A}]
+
+
+def test_healthy_requested_condition_ends_nothing():
+    pods = Pods(notices=("XIDErrors", "example.com/NetworkReady"))
+    pods.listed([pod("w-0", A)])
+    healthy = {"XIDErrors": "False", "example.com/NetworkReady": "True"}
+    pods.nodes_listed([node("n1", conditions=healthy)], 0)
+    assert pods.endings(0) == {}
+
+
 def test_cordon_and_other_taints_end_nothing():
     pods = of(pod("w-0", A))
     pods.nodes_listed([node("n1", cordoned=True, taints=("nvidia.com/gpu", "dedicated"))], 0)
