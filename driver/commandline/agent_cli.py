@@ -117,7 +117,7 @@ def agent_parser() -> ArgumentParser:
     """Return the parser of ``elasticrun agent``."""
     parser = ArgumentParser(
         prog="elasticrun agent",
-        usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags]",
+        usage="elasticrun agent --job NAME (--etcd HOST:PORT | --driver HOST:PORT) [flags] [-- PROGRAM]",
         description=AGENT,
     )
     add = parser.group("driver", "Pass exactly one of --etcd and --driver.")
@@ -137,7 +137,8 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     own, rest = parser.split(arguments)
     options = AgentOptions()
     parser.parse_args(own, namespace=options)
-    if rest:
+    # A TrainJob appends its program, which the driver reads from the pod (--program-from-pods).
+    if rest and arguments[len(own)] != "--":
         raise Invalid(f"unexpected argument {rest[0]!r}: see elasticrun agent --help")
     bootstrap = agent_bootstrap(options, environ)
     agent_process.check(bootstrap)

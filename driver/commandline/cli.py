@@ -148,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check_build:
             print(check_build.describe(check_build.probe()))
             return 0
+        if options.program_from_pods:
+            options.command = _program_from_pods(options, environ)
         return _run_unless_finished(options, environ)
     except Invalid as error:
         print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
@@ -227,6 +229,28 @@ async def _run(job: Job) -> Outcome:
     from elastic.driver.job.start import start
 
     return await start(job)
+
+
+def _program_from_pods(options: Options, environ: Mapping[str, str]) -> list[str]:
+    """Return the program of the worker pods. Waits for the first pod.
+
+    Raises:
+        Invalid: the options also contain a program, hosts are not pods, or the pods have no valid program.
+    """
+    pods = pod_source(options, environ)
+    if pods is None:
+        raise Invalid("--program-from-pods requires --kubernetes: pass --kubernetes")
+    if options.command:
+        raise Invalid(
+            f"--program-from-pods and the program {options.command[0]} exclude each other: omit one of them"
+        )
+    from elastic.driver.discovery.kubernetes.api_client import ApiClient
+    from elastic.driver.discovery.kubernetes.pod_program import find_program
+
+    def log(text: str) -> None:
+        print(f"{_called()}: {text}", file=sys.stderr, flush=True)
+
+    return find_program(ApiClient(pods.selector, pods.namespace), log)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

@@ -80,6 +80,9 @@ class KubernetesFlags:
         "NAME",
         "With --kubernetes: namespace of the pods (default: that of this pod).",
     )
+    program_from_pods: bool = switch(
+        "--program-from-pods", "With --kubernetes: run the program after -- in the agents' command."
+    )
     node_notices: list[str] | None = flag(
         "--node-notices",
         "NAMES",

@@ -981,3 +981,10 @@ def test_parsing_flags_needs_neither_torch_nor_numpy():
     )
     root = Path(__file__).parents[4]
     output_of(PYTHON, "-c", program, cwd=root)
+
+
+@pytest.mark.parametrize(
+    "line", ["--program-from-pods -np 2", "--kubernetes --job a --program-from-pods python t.py"]
+)
+def test_program_of_the_pods_needs_pods_and_excludes_another_program(line):
+    recorded("messages", refusal_of(cli._program_from_pods, parse(line.split()), {}))
