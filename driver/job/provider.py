@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from elastic.driver.discovery.interface import Discovery, Log, ResourceDemand
+from elastic.driver.events import Event
 from elastic.driver.journal.journal import Archive
 from elastic.driver.launch.starter import Starter
 
@@ -29,10 +30,13 @@ class Provider(Protocol):
         engine itself lists machines.
         """
 
-    def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> Discovery:
+    def discovery(
+        self, log: Log, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]
+    ) -> Discovery:
         """Return the discovery of machines and slots. Called once.
 
-        The discovery may call ``need`` at any time in the driver's loop.
+        The discovery may call ``need`` at any time in the driver's loop, and ``noticed`` with each announced end of a
+        machine.
         """
 
     def starter(self, log: Log) -> Starter | None:

@@ -384,7 +384,7 @@ class _Run:
         self, known: dict[str, int] | None, noticed: Callable[[Event], None]
     ) -> Discovery:
         if self.plan.provider is not None:
-            return self.plan.provider.discovery(self.log, self._need)
+            return self.plan.provider.discovery(self.log, self._need, noticed)
         if known is not None:
             return script_discovery(self.job, known, self.log)
         by_name = None

@@ -103,11 +103,17 @@ class Notices(Part):
 
     def listed(self, hosts: dict[str, int]) -> None:
         """Apply a new list of hosts. A host that was removed from the list counts as a new machine when it returns."""
+        for host in self._hurry_at.keys() & hosts.keys() - self.announced.keys():
+            del self._hurry_at[host]
         for host in self.announced.keys() - hosts.keys():
+            hurry_at = self._hurry_at.get(host)
             self._clear(host)
             for record in self.roster.hosts.get(host, {}).values():
                 if record.noticed:
                     record.unlisted, record.noticed = True, False
+                    # The machine still ends then, so workers that too few others could replace leave before.
+                    if hurry_at is not None:
+                        self._hurry_at[host] = hurry_at
 
     def checkpoint_made(self, event: CheckpointMade) -> None:
         """Record the newest commit that survives the loss of all machines."""
@@ -267,7 +273,7 @@ class Notices(Part):
         for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():
-                if record.noticed:
+                if record.noticed or record.unlisted:
                     record.unlisted = record.noticed = False
         if self.actions.expired(self._end_at):
             self._end()

@@ -45,8 +45,11 @@ class Cluster(Protocol):
 
     def nodes(self) -> dict[str, Node]: ...
 
-    def draining(self) -> set[str] | None:
-        """Return the draining nodes, or None if this release of Ray does not report them."""
+    def draining(self) -> dict[str, float | None] | None:
+        """Return the draining nodes, or None if this release of Ray does not report them.
+
+        The value of each node is the time in seconds since the epoch at which Ray ends it, or None without a deadline.
+        """
 
     def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None: ...
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.driver.discovery.interface import Log, ResourceDemand
+from elastic.driver.events import Event, HostLeaving, Notice
 from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.network.hosts import show
 from elastic.driver.ray import placement_groups
@@ -80,6 +81,7 @@ class RayDiscovery:
         cluster: Cluster | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._wanted = wanted
         self._bundle = {name: amount for name, amount in wanted.resources.items() if amount}
@@ -107,6 +109,8 @@ class RayDiscovery:
         self._silent = False  # whether this Ray does not report draining nodes
         self._closing = False
         self._need: Callable[[], ResourceDemand] | None = None
+        self._noticed: Callable[[Event], None] | None = None
+        self._now = now
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 
@@ -121,11 +125,11 @@ class RayDiscovery:
         """
         return list(self._gpus.get(host, ()))
 
-    def follow(self, need: Callable[[], ResourceDemand]) -> None:
+    def follow(self, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]) -> None:
         """Set the number of claims at each check to the number of slots that the driver needs, instead of
-        ``wanted.most``.
+        ``wanted.most``. Call ``noticed`` with the announced end of each host.
         """
-        self._need = need
+        self._need, self._noticed = need, noticed
 
     def addresses(self) -> list[str]:
         """Return the addresses of the nodes that were alive at the last check."""
@@ -307,6 +311,10 @@ class RayDiscovery:
             self._log(
                 "info", f"{self._names[id]} drains: its workers leave, replacements are requested"
             )
+            ends_at = (look.draining or {}).get(id)
+            if self._noticed is not None and ends_at is not None:
+                left_s = max(0.0, ends_at - self._now())
+                self._noticed(HostLeaving(self._names[id], Notice("Ray drains its node", left_s)))
 
     def _hosts(self) -> dict[str, int]:
         return {self._names[id]: len(numbers) for id, numbers in self._decided.seats.items()}
@@ -375,7 +383,7 @@ class _Look:
     claims: list[Claim]
     groups: list[Group]
     nodes: dict[str, Node]
-    draining: set[str] | None
+    draining: dict[str, float | None] | None
     gpus: dict[tuple[int, str], str]  # known GPUs of placed claims
     problem: str
     cost_s: float

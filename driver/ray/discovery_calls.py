@@ -59,13 +59,13 @@ class RayCalls:
             rows = _untyped.nodes()
         return {row["NodeID"]: Node(row["NodeManagerAddress"], bool(row["Alive"])) for row in rows}
 
-    def draining(self) -> set[str] | None:
+    def draining(self) -> dict[str, float | None] | None:
         state = getattr(getattr(ray._private, "state", None), "state", None)
         ask = getattr(state, "get_draining_nodes", None)
         if ask is None:
             return None
         with _answering():
-            return set(ask())
+            return {node: until_ms / 1000 or None for node, until_ms in ask().items()}
 
     def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None:
         with _answering():

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from elastic.driver.discovery.interface import Log, ResourceDemand
+from elastic.driver.events import Event
 from elastic.driver.launch.starter import Bootstrap, Starter
 from elastic.driver.spark.cluster import SparkCluster
 from elastic.driver.spark.discovery import SparkDiscovery
@@ -78,7 +79,9 @@ class SparkProvider:
     def towards(self) -> Sequence[str]:
         return self._towards
 
-    def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> SparkDiscovery:
+    def discovery(
+        self, log: Log, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]
+    ) -> SparkDiscovery:
         self._log = log
         np, least, _ = self._sizes
         self._discovery = SparkDiscovery(

@@ -22,6 +22,7 @@ from elastic.driver.commandline import cli
 from elastic.driver.commandline.options.argument_parser import RAY
 from elastic.driver.commandline.options.keywords import words_of
 from elastic.driver.discovery.interface import Log, ResourceDemand
+from elastic.driver.events import Event
 from elastic.driver.job.job import Job, Stoppable
 from elastic.driver.job.start import start
 from elastic.driver.job.start_multi_host import DEPOSED_CODE
@@ -389,8 +390,10 @@ class RayProvider:
     def towards(self) -> list[str]:
         return self._discovery.addresses()
 
-    def discovery(self, log: Log, need: Callable[[], ResourceDemand]) -> RayDiscovery:
-        self._discovery.follow(need)
+    def discovery(
+        self, log: Log, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]
+    ) -> RayDiscovery:
+        self._discovery.follow(need, noticed)
         return self._discovery
 
     def starter(self, log: Log) -> RayStarter:

@@ -16,6 +16,7 @@ class FakeNode:
     room: int  # for bundles
     alive: bool = True
     draining: bool = False
+    ends_at: float | None = None  # deadline of the drain
 
 
 @dataclass
@@ -45,8 +46,9 @@ class FakeRay:
     def add(self, name: str, room: int) -> None:
         self.table[name] = FakeNode(f"10.0.0.{len(self.table) + 1}", room)
 
-    def drain(self, name: str) -> None:
+    def drain(self, name: str, ends_at: float | None = None) -> None:
         self.table[name].draining = True
+        self.table[name].ends_at = ends_at
 
     def kill(self, name: str) -> None:
         """Its groups are placed elsewhere at the next tick; until then Ray reports the old place."""
@@ -112,9 +114,10 @@ class FakeRay:
         self._answer()
         return {name: Node(node.address, node.alive) for name, node in self.table.items()}
 
-    def draining(self) -> set[str] | None:
+    def draining(self) -> dict[str, float | None] | None:
         self._answer()
-        drains = {name for name, node in self.table.items() if node.draining and node.alive}
+        table = self.table.items()
+        drains = {name: node.ends_at for name, node in table if node.draining and node.alive}
         return drains if self.tells_drains else None
 
     def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None:

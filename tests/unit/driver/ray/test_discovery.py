@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.driver.discovery.interface import ResourceDemand
+from elastic.driver.events import HostLeaving, Notice
 from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.ray.cluster import RayUnavailable
 from elastic.driver.ray.discovery import PAUSE_S, ClusterRequest, RayDiscovery, host_of
@@ -29,6 +30,7 @@ class WatchedDiscovery:
 
     def __init__(self, ray: FakeRay, wanted: ClusterRequest, **rest: Any) -> None:
         self.ray = ray
+        self.told: list[Any] = []
         self.log: list[tuple[str, str]] = []
         self.now = 0.0
         self.steps: list[Step] = []
@@ -39,6 +41,7 @@ class WatchedDiscovery:
             cluster=ray,
             clock=lambda: self.now,
             sleep=self.sleep,
+            now=lambda: 1000.0 + self.now,
             **rest,
         )
 
@@ -111,6 +114,16 @@ async def test_draining_node_is_unlisted_before_its_claims_are_removed():
     assert bench.log == [("info", f"{A} drains: its workers leave, replacements are requested")]
 
 
+def test_drain_with_a_deadline_is_one_notice_with_the_remaining_time():
+    bench = started(aaaa=1, bbbb=1, cccc=1)
+    bench.discovery.follow(lambda: ResourceDemand(3), bench.told.append)
+    drain = bench.ray.drain
+    bench.watched(
+        lambda: drain("aaaa", 1000.0 + bench.now + 60.0), nothing, lambda: drain("bbbb"), nothing
+    )
+    assert bench.told == [HostLeaving(A, Notice("Ray drains its node", 60.0))]
+
+
 def test_dead_node_loses_its_slots_and_ray_places_its_claims_elsewhere():
     bench = started(aaaa=1, bbbb=5)
     lists = bench.watched(lambda: bench.ray.kill("aaaa"), bench.ray.tick, nothing)
@@ -167,7 +180,7 @@ def test_number_of_claims_follows_the_drivers_need():
         ResourceDemand(3, {A: 1}),
         ResourceDemand(2, {A: 1, B: 1}),
     ]
-    bench.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0])
+    bench.discovery.follow(lambda: needs.pop(0) if len(needs) > 1 else needs[0], bench.told.append)
     lists = bench.watched(bench.ray.tick, bench.ray.tick, bench.ray.tick, nothing)
     assert lists == [[(A, 1)], [(A, 1), (B, 2)], [(A, 1), (B, 1)]]
     assert bench.ray.said == ["make 1", "make 2", "remove 2"]
@@ -175,7 +188,7 @@ def test_number_of_claims_follows_the_drivers_need():
 
 def test_drained_host_stays_and_replacements_are_requested():
     bench = started(most=1, aaaa=1, bbbb=2)
-    bench.discovery.follow(lambda: ResourceDemand(1, {A: 1}, [A]))
+    bench.discovery.follow(lambda: ResourceDemand(1, {A: 1}, [A]), bench.told.append)
     assert bench.watched(bench.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
 
 
