@@ -35,7 +35,7 @@ from elastic.driver.commandline.options.checkpoint_options import (
 )
 from elastic.driver.commandline.options.config_file import read_config
 from elastic.driver.commandline.options.flags import Options
-from elastic.driver.commandline.options.multi_host_options import fleet_plan
+from elastic.driver.commandline.options.multi_host_options import fleet_plan, pod_source
 from elastic.driver.commandline.options.script_flags import ScriptFlags
 from elastic.driver.commandline.program_check import check_command, run_by_python
 from elastic.driver.commandline.setup import check_build
