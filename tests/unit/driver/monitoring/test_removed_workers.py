@@ -38,7 +38,8 @@ class WatchedConversation(ExplainedConversation):
         self.page = PageModel(self.spent, name="", command=[], least=1, most=4)
 
     def row(self, slot: str) -> dict[str, object]:
-        return self.page.state.tables["workers"][slot]
+        row: dict[str, object] = self.page.state.tables["workers"][slot]
+        return row
 
     def has_no_loss(self) -> bool:
         assert not self.rows.deaths and 'stroke-width="3"' not in film(self.story, self.rows)
