@@ -5,7 +5,7 @@ results are events as JSON, to be written in this order. The viewer shows the dr
 
     generations   a span for each world, from its publication to its end
     recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
-    workers       starts, joins, fences, exits
+    workers       starts, joins, kills, exits
     changes       planned changes, from the request to the new world or the cancellation
     warnings      warnings and errors of the log
 
