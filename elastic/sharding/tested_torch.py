@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-TESTED = ("2.13", "2.15")
+TESTED = ("2.13", "2.14", "2.15")
 
 
 def untested(what: str) -> str | None:
@@ -15,4 +15,4 @@ def untested(what: str) -> str | None:
     """
     if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return None
-    return f"{what}, which is supported with torch {' and '.join(TESTED)}, but not with torch {torch.__version__}"
+    return f"{what}, which is supported with torch {', '.join(TESTED)}, but not with torch {torch.__version__}"
