@@ -27,7 +27,7 @@ SIZE = 24  # batch size; worlds of 1, 2, 3 and 4 share it equally
 FEATURES = (
     "plain", "sgd", "fused", "bf16", "keep_gathered", "reshard_root", "clip", "accumulate", "checkpointing", "tied",
     "frozen", "ignored", "two_optimizers", "schedule", "named_mesh", "evaluate", "one_unit", "no_root", "compiled",
-    "offload",
+    "offload", "unfrozen", "average",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class Network(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         if feature == "tied":
             self.again.weight = self.second.weight
-        if feature == "frozen":
+        if feature in ("frozen", "unfrozen"):
             self.first.weight.requires_grad_(False)
         if feature == "checkpointing":
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -69,16 +69,19 @@ class Training:
         self.sharded = sharded
         torch.manual_seed(0)
         self.model: Any = Network(feature)
+        self.average: Any = Network(feature).requires_grad_(False) if feature == "average" else None
         self.ignored: list[Any] = []
         if sharded:
-            self.shard()
+            self.shard(self.model)
+        if sharded and self.average is not None:
+            self.shard(self.average)
         if feature == "compiled" and sharded:
             self.model.compile(backend="aot_eager")
         self.optimizers = self.make_optimizers()
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 3, 0.5)
 
-    def shard(self) -> None:
-        model, feature = self.model, self.feature
+    def shard(self, model: Any) -> None:
+        feature = self.feature
         options: dict[str, Any] = {}
         if feature == "bf16":
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -106,7 +109,9 @@ class Training:
             fully_shard(model, **options)
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
-        trained = [each for each in self.model.parameters() if each.requires_grad]
+        trained = [*self.model.parameters()]
+        if self.feature != "unfrozen":
+            trained = [each for each in trained if each.requires_grad]
         if self.feature == "sgd":
             return [torch.optim.SGD(trained, lr=0.01, momentum=0.9)]
         if self.feature == "two_optimizers":
@@ -119,6 +124,8 @@ class Training:
     def step(self, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
         points = torch.randn(SIZE, 20, generator=torch.Generator().manual_seed(step))[rank::size]
         wanted = points.sin().sum(1, keepdim=True)
+        if self.feature == "unfrozen" and step == 7:
+            self.model.first.weight.requires_grad_(True)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         parts = 2 if self.feature == "accumulate" else 1
@@ -138,6 +145,12 @@ class Training:
         failpoint("optimizer")
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.average is not None:
+            with torch.no_grad():
+                pairs = zip(self.average.parameters(), self.model.parameters(), strict=True)
+                for average, parameter in pairs:
+                    average.lerp_(parameter, 0.1)
+                total += nn.functional.mse_loss(self.average(points), wanted)
         if self.feature == "schedule":
             self.schedule.step()
         if self.feature == "evaluate":
@@ -175,6 +188,8 @@ def main() -> None:
     more: dict[str, Any] = {
         f"optimizer{number}": each for number, each in enumerate(training.optimizers)
     }
+    if training.average is not None:
+        more["average"] = training.average
     copies = of_rank(os.environ.get("COPIES", "1"))
     if "LEAST" in os.environ:
         more["least_shards"] = of_rank(os.environ["LEAST"])
