@@ -165,6 +165,28 @@ def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluste
 
 
 @pytest.mark.nightly
+def test_a_submitted_elasticrun_trains_on_the_node_of_its_entrypoint(
+    cluster: RayCluster, tmp_path: Path
+):
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+            import torch, elastic
+
+            elastic.init()
+            both = elastic.allreduce(torch.ones(1), name="x", op=elastic.Sum).item()
+            print("value", both, "rank", elastic.rank(), flush=True)
+        """)
+    )
+    programs = Path(sys.executable).parent
+    submit = (programs / "ray", "job", "submit", "--working-dir", ".", "--entrypoint-num-cpus", "2")
+    words = (*submit, "--", str(programs / "elasticrun"), "-np", "2", "python", "train.py")
+    env = ray_environment() | {"RAY_ADDRESS": cluster.dashboard}
+    said = output_of(*words, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, timeout=LONG_S)
+    assert {f"value 2.0 rank {rank}" in said for rank in (0, 1)} == {True}
+    nothing_is_left(cluster)
+
+
+@pytest.mark.nightly
 def test_trials_of_tune_keep_to_their_bundles(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):
