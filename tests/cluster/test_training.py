@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.api import PATHS
+from cluster.api import PATHS, STRATEGIC_MERGE
 from cluster.control_plane import Node, eventually
 from cluster.release import IMAGE, SCRIPT, SPOT, Release
 from elastic.driver.settings import Settings
@@ -106,6 +106,29 @@ def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordo
     [other] = {*names} - {place}
     release.until(2, more=50)
     assert release.namespace.get("Pod", "job-worker-1")["spec"]["nodeName"] == other
+    release.end()
+    release.nothing_repeated()
+    assert wording.RECOVERED not in release.said(), "all have left at commits"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_workers_leave_a_node_with_a_failed_gpu_until_it_is_repaired(
+    release: Release, add_node: Callable[..., Node]
+) -> None:
+    add_node(environment=IMAGE, labels={"for": "driver"})
+    add_node(environment=IMAGE)
+    add_node(environment=IMAGE)
+    worker = {"number": 2, "graceSeconds": 10, "onePerNode": True}
+    release.install(2, driver={"nodeSelector": {"for": "driver"}}, worker=worker)
+    release.until(2)
+    place = release.namespace.get("Pod", "job-worker-1")["spec"]["nodeName"]
+    for status, size in (("True", 1), ("False", 2)):
+        condition = {"type": "GPUMissing", "status": status, "reason": "Count"}
+        body = {"status": {"conditions": [condition]}}
+        path = f"{PATHS['Node']}/{place}/status"
+        release.plane.api.patch(path, body, content=STRATEGIC_MERGE)
+        release.until(size)
     release.end()
     release.nothing_repeated()
     assert wording.RECOVERED not in release.said(), "all have left at commits"
