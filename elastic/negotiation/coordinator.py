@@ -17,6 +17,8 @@ A rank whose only submitting thread has been blocked for a moment reports what i
 collective wait, each for a different one, none of these can ever run, and every rank receives the list of calls.
 
 A rank that joined has no more data, so reductions do not wait for it. When all ranks have joined, all are notified.
+
+A notification runs at the first request, and reaches all members. If several ranks request it, it runs several times.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from elastic.negotiation.messages import (
     ALL,
     JOIN,
     LEAVE,
+    NOTIFY,
     WAIT,
     Members,
     Request,
@@ -180,6 +183,10 @@ class Coordinator:
                 refused=True,
                 missing=tuple(gone),
             )
+        first = next(iter(asked.values()))
+        if first.kind == NOTIFY:
+            self._take(each, name)
+            return Response(first)
         if any(rank not in asked for rank in self._active(each)):
             return None
         self._take(each, name)

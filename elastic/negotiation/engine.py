@@ -21,6 +21,7 @@ from elastic.negotiation.messages import (
     ALL,
     JOIN,
     LEAVE,
+    NOTIFY,
     WAIT,
     Members,
     Request,
@@ -76,8 +77,11 @@ class Engine:
         self._unnamed: dict[tuple[Members, str], int] = {}
         self._joins = 0  # number of completed joins
         self._undecided = 0
+        self._listener: Callable[[Request], None] | None = None
+        self._unheard: list[Request] = []  # notifications that the listener has not received yet
         self._submitters: set[int] = set()  # IDs of the threads that have submitted collectives
-        self._lock = threading.Lock()  # lock that guards the seven fields above
+        self._lock = threading.Lock()  # lock that guards the nine fields above
+        self._hearing = threading.Lock()
         self._sending = threading.Lock()
         self._driving = threading.Lock()
         self._carrying = threading.Lock()
@@ -128,6 +132,35 @@ class Engine:
             timeline.begin(pending.row(), f"NEGOTIATE_{pending.kind.upper()}")
         if not soon:
             self._nudge()
+
+    def listen(self, listener: Callable[[Request], None]) -> None:
+        """Receive notifications from now on, also while no thread of the script waits.
+
+        Args:
+            listener: called with each notification, also earlier ones, in the order of the coordinator. It must not
+                block or raise, and may submit collectives. Replaces an earlier listener.
+
+        Raises:
+            CollectiveFailed: the world has ended.
+        """
+        with self._lock:
+            if self._failure:
+                raise self._failure.again()
+            if self._listener is None:
+                self._undecided += 1  # The engine's thread receives decisions from now on.
+            self._listener = listener
+        self._hear()
+        self._nudge()
+
+    def _hear(self) -> None:
+        with self._hearing:  # keeps the order of the coordinator
+            while True:
+                with self._lock:
+                    listener = self._listener
+                    if listener is None or not self._unheard:
+                        return
+                    notification = self._unheard.pop(0)
+                listener(notification)
 
     def _nudge(self) -> None:
         if self._nudged:
@@ -357,8 +390,12 @@ class Engine:
                 if joined is not None:
                     joined.settled(decision.last_joined)
                     self._undecided -= 1
+            self._unheard += [
+                r.request for r, _ in found if r.request.kind == NOTIFY and not r.error
+            ]
             if decision.joined == self._place.rank and JOIN in cache.in_flight:
                 cache.in_flight[JOIN].noted = True
+        self._hear()
         for indices in fusion.batches([response for response, _ in found], self._limits):
             batch = [found[index] for index in indices]
             asked = [pending for _, pending in batch if pending is not None]
@@ -433,6 +470,7 @@ class Engine:
         with self._lock:
             for cache in self._caches.values():
                 cache.drop()
+            self._listener = None
 
     def close_in_forked_child(self) -> None:
         """Close the sockets inherited by a forked child."""

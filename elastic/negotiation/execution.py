@@ -16,7 +16,15 @@ from elastic.collectives.algorithms import reductions
 from elastic.collectives.interface import Collectives, Op
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.monitoring import timeline
-from elastic.negotiation.messages import AGREE, ALLREDUCE, BARRIER, Members, Request, Response
+from elastic.negotiation.messages import (
+    AGREE,
+    ALLREDUCE,
+    BARRIER,
+    NOTIFY,
+    Members,
+    Request,
+    Response,
+)
 from elastic.negotiation.pending import FusedBatch, Pending
 
 
@@ -39,7 +47,7 @@ def start(
         if pending is not None:
             pending.settled(error=error_of(response))
         return
-    if request.kind in (BARRIER, AGREE):
+    if request.kind in (BARRIER, AGREE, NOTIFY):
         if pending is not None:
             pending.settled(response.payloads)
         return

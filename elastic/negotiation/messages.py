@@ -25,6 +25,8 @@ ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
 # Operation that reports, with a name, that this rank's only submitting thread is blocked in that collective.
 WAIT = "wait"
+# Notification of all members, which runs as soon as one of them requests it.
+NOTIFY = "notify"
 
 _FEW = 4  # maximum number of tensors of a group that a sentence lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
@@ -51,7 +53,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     root: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
     splits: tuple[int, ...] = ()  # number of rows for each member, for alltoall only
-    payload: str = ""  # value of AGREE, or script line of WAIT
+    payload: str = ""  # value of AGREE or NOTIFY, or script line of WAIT
     # whether the script has named the request, so that the same request is expected again
     lasting: bool = False
 

@@ -21,6 +21,7 @@ from elastic.negotiation.messages import (
     BROADCAST,
     JOIN,
     LEAVE,
+    NOTIFY,
     WAIT,
     Members,
     Request,
@@ -294,6 +295,18 @@ def test_all_answers_of_an_agreement_reach_all():
     ranks.submit(1, Request(AGREE, "agree.x", payload="one"))
     ranks.submit(0, Request(AGREE, "agree.x", payload="zero"))
     assert ranks.ran[1][0].payloads == ("zero", "one")
+
+
+def test_notification_of_one_rank_reaches_all_members_in_the_order_of_the_coordinator():
+    ranks = Ranks(3)
+    ranks.submit(2, Request(NOTIFY, "notify.a", payload="first"), members=(0, 2))
+    ranks.submit(0, Request(NOTIFY, "notify.a", payload="second"), members=(0, 2))
+    assert [[each.request.payload for each in ran] for ran in ranks.ran] == [
+        ["first", "second"],
+        [],
+        ["first", "second"],
+    ]
+    assert ranks.coordinator.stalled(1e9, 1.0, 1.0) == ([], [])
 
 
 def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
