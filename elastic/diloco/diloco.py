@@ -9,14 +9,16 @@ the inner parameters. A lost worker breaks at most the collective, which has wri
 is repeated in the next world.
 
 In an island, DistributedDataParallel averages gradients in every step. Its leader exchanges the pseudo-gradients with
-the other leaders, and broadcasts the mean in the island.
+the other leaders, and broadcasts the mean in the island. With ``grace_s``, a merge does not wait for late islands: see
+`rounds` and `exchange`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Generator, Iterable
+import math
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +28,8 @@ from elastic import context
 from elastic.api.broadcasting import broadcast_object, broadcast_object_among
 from elastic.collectives.interface import Op
 from elastic.diloco import quantization
+from elastic.diloco.attendance import Attendance
+from elastic.diloco.exchange import NAME, QuorumExchange
 from elastic.diloco.island_group import IslandGroup
 from elastic.diloco.islands import Islands
 from elastic.diloco.rounds import (
@@ -34,15 +38,21 @@ from elastic.diloco.rounds import (
     AwaitMean,
     CompareIsland,
     CompareReports,
+    Decisions,
+    Follow,
     Rounds,
     ShareMean,
     StartMean,
     TakeInner,
     TakeMerges,
+    TakePart,
 )
 from elastic.diloco.schedule import RoundSchedule, partition
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
+from elastic.monitoring import moved_tensors
 from elastic.negotiation import submission
+from elastic.negotiation.messages import ALLGATHER, ALLREDUCE, Members
+from elastic.negotiation.pending import Pending
 from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -80,6 +90,12 @@ class DiLoCo:
         dtype: dtype to which pseudo-gradients are cast before they are sent: float16, bfloat16 or float32. With int8,
             float8_e4m3fn or ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker
             adds its quantization errors to what it sends in the next round. Default: the parameters' own dtype.
+        grace_s: seconds, more than 0, that a merge waits for late islands, or late workers without islands. Afterwards
+            it averages the changes of the islands that have sent theirs, if they are a quorum. A late island receives
+            the mean and keeps its own change, which takes part in the next merge. A round then ends when the fastest
+            island has taken ``every`` inner steps. Default: a merge waits for all islands.
+        quorum: number of islands, at least 1, that a merge needs after ``grace_s`` seconds, or all islands if there are
+            fewer. Default: half of the islands, rounded up.
 
     Attributes:
         replica: the DistributedDataParallel that was given as the model, or None.
@@ -87,7 +103,8 @@ class DiLoCo:
             island.
 
     Raises:
-        Invalid: a number is out of range, an optimizer does not match the model, or the model is sharded.
+        Invalid: a number is out of range, an optimizer does not match the model, the model is sharded, or ``grace_s``
+            is combined with float16, whose range weighted changes can exceed.
     """
 
     def __init__(
@@ -101,6 +118,8 @@ class DiLoCo:
         delay: int = 0,
         mix: float | None = None,
         dtype: torch.dtype | str | None = None,
+        grace_s: float | None = None,
+        quorum: int | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise Invalid(f"model is a {type(model).__name__}: pass the torch.nn.Module itself")
@@ -114,7 +133,12 @@ class DiLoCo:
                 f"dtype is {dtype!r}: pass torch.float16, bfloat16, float32, int8 or float8_e4m3fn, 'int4' or"
                 " None"
             )
-        self.rounds = Rounds(RoundSchedule(every, fragments, delay))
+        _check_quorum(grace_s, quorum, dtype)
+        self.grace_s, self.quorum = grace_s, quorum
+        self.rounds = Rounds(RoundSchedule(every, fragments, delay), quorum=grace_s is not None)
+        self._exchange: QuorumExchange | None = (
+            None  # of this world, on a leader of several, with a quorum
+        )
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
         if not 0.0 <= self.mix < 1.0:
             raise Invalid(
@@ -148,6 +172,8 @@ class DiLoCo:
         # Handle and buffer of the mean, and of the total of tokens if islands are weighted.
         self._in_flight: list[tuple[int, torch.Tensor]] = []
         self._mean: torch.Tensor | None = None  # once it is complete on the leader
+        self._absent: list[str] = []  # islands that are absent from that mean
+        self._outer_before: list[torch.Tensor] = []  # while the state of another rank is received
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if given is None:
@@ -244,15 +270,19 @@ class DiLoCo:
         size = 1 if rt is None else submission.group_size(torch.device("cpu"))
         return Islands.apart(size, 0 if rt is None or size == 1 else rt.place.rank)
 
-    def _perform(self, action: Action) -> list[Any] | None:
+    def _perform(self, action: Action) -> Sequence[Any] | None:
         match action:
             case CompareReports(report):
-                self._in_flight = []
+                self._in_flight, self._exchange = [], None
                 if _context() is None or submission.group_size(torch.device("cpu")) == 1:
                     return [report]
                 return submission.agree("diloco", "position", report)
-            case TakeMerges(root, fragments):
-                self._take_merges(root, fragments)
+            case TakeMerges(root, fragments, missed):
+                self._take_merges(root, {each: each in missed for each in fragments})
+            case TakePart(merge, leaders):
+                self._take_part(merge, leaders)
+            case Follow(merge, root):
+                return self._decisions(merge, root)
             case TakeInner(root, kept):
                 self._take_inner(root, kept)
             case CompareIsland(sent, tokens):
@@ -261,15 +291,35 @@ class DiLoCo:
                 self._send(sent.fragment, leaders, weight)
             case AwaitMean(fragment):
                 self._mean = self._received(fragment)
+                return self._absent
             case ShareMean(fragment, root):
                 self._mean = self._shared(fragment, root)
-            case ApplyMean(fragment):
+                return self._absent
+            case ApplyMean(fragment, missed):
                 assert self._mean is not None
                 mean, self._mean = self._mean, None
-                self._apply(fragment, mean)
+                self._apply(fragment, mean, missed)
         return None
 
-    def _take_merges(self, root: int, missing: tuple[int, ...]) -> None:
+    def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
+        """Take part in the merges of this world, also while the script computes. Called on a leader."""
+        rt = context.current()
+        assert self.grace_s is not None
+        attendance = Attendance(leaders, self.quorum, merge)
+        with rt.guard(NAME):
+            self._exchange = QuorumExchange(rt, leaders, attendance, self.grace_s, self._zeros)
+
+    def _decisions(self, merge: int, root: int) -> Decisions:
+        """Return the decisions since a merge, the same on all workers of this island."""
+        found = Decisions(0, False) if self._exchange is None else self._exchange.decisions(merge)
+        if self._group is None or len(self._group.islands.members) == 1:
+            return found
+        shared = torch.tensor([found.decided, int(found.wanted)], device="cpu")
+        self._group.share(shared, root)
+        decided, wanted = shared.tolist()
+        return Decisions(decided, bool(wanted))
+
+    def _take_merges(self, root: int, missing: dict[int, bool]) -> None:
         """Adopt the outer parameters of a rank on which the last collective completed, if it failed on this rank.
 
         Collective.
@@ -278,12 +328,12 @@ class DiLoCo:
         outer, entries = broadcast_object(mine, root, "diloco.merges")
         if not missing:
             return
+        self.remember_outer()
         with torch.no_grad():
             for own, theirs in zip(self.outer, outer, strict=True):
                 own.copy_(theirs)
         self.outer_optimizer.load_state_dict(entries)
-        for fragment in missing:
-            self.adopt(fragment)
+        self.adopt_gained(missing)
 
     def _take_inner(self, root: int, kept: bool) -> None:
         """Adopt the inner state of another worker of this island. Collective in the island.
@@ -323,6 +373,7 @@ class DiLoCo:
 
     def _send(self, fragment: int, leaders: tuple[int, ...], weight: float | None) -> None:
         """Start averaging a fragment's pseudo-gradients among the leaders of the islands. Called on a leader."""
+        exchange = self._exchange
         with torch.no_grad():
             flat = self._change(self.parts[fragment])
             if self._format is not None:
@@ -332,6 +383,14 @@ class DiLoCo:
             else:
                 flat = flat if weight is None else flat * weight
                 buffer = flat.to(self.dtype) if isinstance(self.dtype, torch.dtype) else flat
+        if exchange is not None:
+            assert weight is not None
+            merge, weighted = sum(self.merged), bool(self.rounds.weighted)
+            collectives = self._collectives(merge, exchange.members, buffer, weight)
+            with context.current().guard(NAME):
+                exchange.send(merge, collectives, weighted)
+            moved_tensors.took([buffer])
+            return
         self.bytes_sent += buffer.nbytes
         name, rt = f"diloco.{fragment}", _context()
         members = None if rt is None or len(leaders) == rt.place.size else leaders
@@ -350,6 +409,50 @@ class DiLoCo:
                 (_reduce(buffer, name, Op.SUM, members), buffer),
                 (_reduce(total, f"{name}.tokens", Op.SUM, members), total),
             ]
+
+    def _collectives(
+        self, merge: int, members: Members, buffer: torch.Tensor, weight: float
+    ) -> list[Pending]:
+        """Return the collectives of a merge with a quorum.
+
+        Args:
+            merge: number of the merge.
+            members: ranks of the leaders.
+            buffer: packed or weighted pseudo-gradients, 1-dimensional.
+            weight: weight of this island, 0 if it is absent.
+        """
+        name = f"{NAME}.{merge}"
+        if self._format is not None:
+            gathered = Pending(ALLGATHER, f"{ALLGATHER}.{name}", members, [buffer], buffer.device)
+            gathered.lasting = False
+            return [gathered]
+        total = torch.tensor([weight], dtype=torch.float64, device="cpu")
+        made = []
+        for what, tensor in ((name, buffer), (f"{name}.tokens", total)):
+            reduced = Pending(
+                ALLREDUCE,
+                f"{ALLREDUCE}.{what}",
+                members,
+                [tensor],
+                tensor.device,
+                op=Op.SUM,
+                into=[tensor],
+            )
+            reduced.lasting = False  # a name is not used again
+            made.append(reduced)
+        return made
+
+    def _zeros(self, merge: int, members: Members) -> list[Pending]:
+        """Return the collectives of a merge from which this island is absent. Thread-safe."""
+        fragment, device = self.rounds.schedule.merge(merge).fragment, self.inner[0].device
+        elements, dtype = self._kind(fragment)
+        if self._format is not None:
+            elements = quantization.packed_bytes(elements, self._format) + quantization.WEIGHT_BYTES
+            dtype = torch.uint8
+        elif isinstance(self.dtype, torch.dtype):
+            dtype = self.dtype
+        zeros = torch.zeros(elements, dtype=dtype, device=device)
+        return self._collectives(merge, members, zeros, 0.0)
 
     def _change(self, part: Iterable[int]) -> torch.Tensor:
         return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
@@ -376,13 +479,29 @@ class DiLoCo:
     def _received(self, fragment: int) -> torch.Tensor:
         """Wait for the mean that was started last, and return it. Called on a leader."""
         started, self._in_flight = self._in_flight, []
-        mean, *totals = [
-            buffer if handle < 0 else submission.synchronize(handle) for handle, buffer in started
-        ]
-        weighted = bool(self.rounds.weighted)
+        exchange, islands = self._exchange, self.rounds.islands
+        self._absent = []
+        weighted = self.rounds.quorum or bool(self.rounds.weighted)
+        if exchange is None:
+            mean, *totals = [
+                buffer if handle < 0 else submission.synchronize(handle)
+                for handle, buffer in started
+            ]
+        else:
+            with context.current().guard(f"{NAME}.{fragment}"):
+                merge = exchange.wait(sum(self.merged))
+                assert merge.collectives is not None
+                for each in merge.collectives:
+                    each.wait()
+                mean, *totals = [each.result()[0] for each in merge.collectives]
+            sent = merge.collectives[0].tensors
+            moved_tensors.took(sent)
+            self.bytes_sent += sum(each.nbytes for each in sent)
+            mean = mean[0] if self._format is not None else mean
+            self._absent = [islands.names[r] for r in islands.leaders if r not in merge.present]
         if self._format is not None:
-            elements, islands = len(self._residuals[fragment]), len(self.rounds.islands.leaders)
-            return quantization.mean(mean, elements, self._format, islands, weighted=weighted)
+            elements, rows = len(self._residuals[fragment]), len(islands.leaders)
+            return quantization.mean(mean, elements, self._format, rows, weighted=weighted)
         if weighted:
             # Without any token, all changes are zero already.
             mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
@@ -396,9 +515,19 @@ class DiLoCo:
             elements, dtype = self._kind(fragment)
             if self._format is not None:
                 dtype = torch.float32
-            elif isinstance(self.dtype, torch.dtype) and not self.rounds.weighted:
+            elif isinstance(self.dtype, torch.dtype) and not (
+                self.rounds.weighted or self.rounds.quorum
+            ):
                 dtype = self.dtype
             mean = torch.empty(elements, dtype=dtype, device=self.inner[0].device)
+        if self.rounds.quorum:
+            islands = self.rounds.islands
+            names = [islands.names[leader] for leader in islands.leaders]
+            absent = torch.tensor([name in self._absent for name in names], device="cpu")
+            self._group.share(absent, root)
+            self._absent = [
+                name for name, is_absent in zip(names, absent.tolist(), strict=True) if is_absent
+            ]
         self._group.share(mean, root)
         return mean
 
@@ -408,13 +537,16 @@ class DiLoCo:
         dtypes = [each.dtype for each in own]
         return sum(each.numel() for each in own), functools.reduce(torch.promote_types, dtypes)
 
-    def _apply(self, fragment: int, mean: torch.Tensor) -> None:
+    def _apply(self, fragment: int, mean: torch.Tensor, missed: bool = False) -> None:
         """Step the outer optimizer with the mean pseudo-gradients of one fragment, and mix the result into the model.
 
         Args:
             fragment: number of the fragment.
             mean: mean pseudo-gradients, a 1-dimensional floating-point tensor.
+            missed: whether the mean does not contain the change of this island.
         """
+        if missed:
+            self.remember_outer(fragment)
         part, start = self.parts[fragment], 0
         for outer in self.outer:
             outer.grad = None
@@ -426,10 +558,35 @@ class DiLoCo:
         self.outer_optimizer.step()
         for i in part:
             self.outer[i].grad = None
-        self.adopt(fragment)
+        self.adopt_gained({fragment: missed})
+
+    def remember_outer(self, fragment: int | None = None) -> None:
+        """Copy the outer parameters, of one fragment or of all, before they change, for `adopt_gained`."""
+        part = range(len(self.outer)) if fragment is None else self.parts[fragment]
+        self._outer_before = [
+            each.detach().clone() if i in part else each.detach()
+            for i, each in enumerate(self.outer)
+        ]
+
+    def adopt_gained(self, gained: dict[int, bool]) -> None:
+        """Complete merges, performed on this or another rank, after this rank received the outer parameters.
+
+        Args:
+            gained: the merged fragments, and whether the merge lacks the change of this island, see
+                `Rounds.take_shared`. `remember_outer` must have been called before a merge that lacks it.
+        """
+        before, self._outer_before = self._outer_before, []
+        for fragment, missed in gained.items():
+            if not missed:
+                self.adopt(fragment)
+                continue
+            self._sent_residual = None  # The errors are added to the change again when it is sent.
+            with torch.no_grad():
+                for i in self.parts[fragment]:
+                    self.inner[i].add_(self.outer[i] - before[i])
 
     def adopt(self, fragment: int) -> None:
-        """Complete a merge, performed on this or another rank, after this rank received the outer parameters."""
+        """Complete a merge with the change of this island, after this rank received the outer parameters."""
         if self._residuals:
             number, errors = self._sent_residual or (-1, self._residuals[fragment])
             # Errors that were sent, by a step that was restored later, must not be sent twice.
@@ -457,10 +614,11 @@ class DiLoCo:
         rt = _context()
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
-    def take_shared(self, values: dict[str, Any]) -> None:
-        """Set the counters that `Rounds.shared` of another rank has returned."""
-        self.rounds.take_shared(values)
-        self._in_flight = []
+    def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
+        """Set the counters that `Rounds.shared` of another rank has returned. Returns the result of
+        `Rounds.take_shared`."""
+        self._in_flight, self._exchange = [], None
+        return self.rounds.take_shared(values)
 
     def own_state(self) -> dict[str, Any]:
         """Return copies of this worker's own state: the model, the inner optimizer, the residuals of quantization, and
@@ -551,6 +709,27 @@ def _reduce(buffer: torch.Tensor, name: str, op: Op, members: tuple[int, ...] | 
     return submission.start_allreduce(
         [buffer], name, op, members=members, into=[buffer], pick=lambda results: results[0]
     )
+
+
+def _check_quorum(
+    grace_s: float | None, quorum: int | None, dtype: torch.dtype | str | None
+) -> None:
+    if quorum is not None and grace_s is None:
+        raise Invalid(
+            "quorum was given without grace_s: pass grace_s=, the seconds that a merge waits for late islands"
+        )
+    number = isinstance(grace_s, int | float) and not isinstance(grace_s, bool)
+    if grace_s is not None and not (number and 0 < grace_s < math.inf):
+        raise Invalid(f"grace_s is {grace_s!r}: pass a number of seconds greater than 0")
+    if quorum is not None and (
+        not isinstance(quorum, int) or isinstance(quorum, bool) or quorum < 1
+    ):
+        raise Invalid(f"quorum is {quorum!r}: pass an integer of 1 or more")
+    if grace_s is not None and dtype is torch.float16:
+        raise Invalid(
+            "grace_s= is not supported with dtype=torch.float16, whose range weighted changes can exceed: pass"
+            " dtype=torch.bfloat16"
+        )
 
 
 def _first(gathered: tuple[list[torch.Tensor], list[int]]) -> torch.Tensor:

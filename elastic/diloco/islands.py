@@ -61,12 +61,19 @@ class Islands:
             first.setdefault(name, rank)
         return tuple(first.values())
 
-    def source(self, changes: Sequence[int]) -> int | None:
+    def source(self, changes: Sequence[int], took: Sequence[bool] = ()) -> int | None:
         """Return the rank of this island whose inner parameters the other members receive, or None if all are equal.
 
         Args:
             changes: for each rank of the world, the number of changes of its inner parameters.
+            took: for each rank, whether it has received several merges at once, which rounds differently from one merge
+                after another. Default: no rank has.
         """
-        newest = max(self.members, key=lambda rank: (changes[rank], -rank))
+        differs = any(took[rank] for rank in self.members if took) and len(self.members) > 1
+
+        def age(rank: int) -> tuple[int, bool, int]:
+            return changes[rank], not (took and took[rank]), -rank
+
+        newest = max(self.members, key=age)
         same = all(changes[rank] == changes[newest] for rank in self.members)
-        return None if same else newest
+        return None if same and not differs else newest

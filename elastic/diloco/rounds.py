@@ -8,6 +8,12 @@ Pure: no I/O, no clock.
 was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays pending, and is repeated in
 the next world. A collective may complete on some ranks and fail on others. The other ranks then take the merge from a
 rank on which it has completed.
+
+With a quorum, merges have one order, and are counted from the start of the job. A round ends once the fastest island
+has taken ``every`` inner steps since the last one: the other islands then send their changes after their next inner
+step. A merge does not wait for an island that is late (see `attendance`). The late island receives its mean in the
+background, and moves its inner parameters by the change of the outer ones, so that its own change is the same as before
+and takes part in the next merge.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import json
 import math
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.diloco.islands import Islands
 from elastic.diloco.schedule import RoundSchedule, Sent
@@ -34,12 +40,13 @@ class CompareReports:
 class TakeMerges:
     """Action: receive outer parameters and optimizer from rank ``root``.
 
-    ``fragments`` are the fragments that the root has merged and this rank has not. Collective: ranks without such
-    fragments take part as well.
+    ``fragments`` are the fragments that the root has merged and this rank has not, and ``missed`` those of them whose
+    merge does not contain the change of this rank's island. Collective: ranks without such fragments take part as well.
     """
 
     root: int
     fragments: tuple[int, ...]
+    missed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,14 +85,18 @@ class StartMean:
 
 @dataclass(frozen=True)
 class AwaitMean:
-    """Action: wait for the mean that this rank started last."""
+    """Action: wait for the mean of the current merge.
+
+    With a quorum, the answer is the names of the islands that are absent from the mean.
+    """
 
     fragment: int
 
 
 @dataclass(frozen=True)
 class ShareMean:
-    """Action: broadcast the mean from rank ``root``, the leader. Collective in the island."""
+    """Action: broadcast the mean from rank ``root``, the leader. Collective in the island. The answer is that of
+    `AwaitMean`."""
 
     fragment: int
     root: int
@@ -93,9 +104,36 @@ class ShareMean:
 
 @dataclass(frozen=True)
 class ApplyMean:
-    """Action: apply the mean to its fragment."""
+    """Action: apply the mean to its fragment. ``missed``: it does not contain the change of this island."""
 
     fragment: int
+    missed: bool = False
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Action: receive the decisions of the leaders about the merges from number ``merge`` on, from rank ``root``.
+
+    Collective in the island, and only with a quorum. The answer is a `Decisions`.
+    """
+
+    merge: int
+    root: int
+
+
+class Decisions(NamedTuple):
+    """Decisions of the leaders since a merge."""
+
+    decided: int  # number of consecutive merges whose islands are decided
+    wanted: bool  # whether another island has sent its change for the merge after these
+
+
+@dataclass(frozen=True)
+class TakePart:
+    """Action: take part in the merges from number ``merge`` on, in the background as well. Called on a leader."""
+
+    merge: int
+    leaders: tuple[int, ...]
 
 
 Action = (
@@ -107,7 +145,23 @@ Action = (
     | AwaitMean
     | ShareMean
     | ApplyMean
+    | Follow
+    | TakePart
 )
+MOST_ABSENT = 16  # number of last merges whose absent islands are kept
+
+
+class WorldReport(NamedTuple):
+    """Report of a rank that enters a world."""
+
+    position: int
+    merged: list[int]
+    pending: Sent | None
+    origin: tuple[int, int]  # own steps, and merges before the inner parameters were the outer ones
+    absent: list[
+        tuple[int, tuple[str, ...]]
+    ]  # absent islands of the last merges, by number of the merge
+    took: bool  # whether the rank has received merges from another rank
 
 
 class Rounds:
@@ -121,10 +175,13 @@ class Rounds:
         pending: fragment that is to be merged, or None.
         tokens: tokens of this worker since the last merge of each fragment.
         weighted: whether the script reports tokens, or None before its first step.
+        quorum: whether merges do not wait for late islands.
+        absent: names of the islands that a merge did not wait for, by the number of the merge. Empty without a quorum.
     """
 
-    def __init__(self, schedule: RoundSchedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: RoundSchedule, *, quorum: bool = False) -> None:
+        self.schedule, self.quorum = schedule, quorum
+        self.absent: dict[int, tuple[str, ...]] = {}
         self.position = self.own_steps = self.merges_before = 0
         self.merged = [0] * schedule.fragments
         self.pending: Sent | None = None
@@ -132,6 +189,10 @@ class Rounds:
         self.weighted: bool | None = None
         self.islands = Islands.apart(1, 0)
         self._sent_tokens = 0.0  # of the last sent fragment
+        # The last merge for which this island has sent its change, and the name of the island at that time.
+        self._sent_for: tuple[int, str] | None = None
+        # Whether this rank has received merges from another rank since it entered a world.
+        self._took = False
         self._started = False  # the collective of the pending fragment, in this world
         self._world: Hashable = None  # the world in which reports were compared
 
@@ -152,11 +213,14 @@ class Rounds:
         self.own_steps += 1
         self.position += 1
         yield from self.enter(world, islands)
+        if self.quorum and len(self.islands.leaders) > 1:
+            yield from self._follow()
         sent = self._scheduled()
-        if sent is not None:
+        while sent is not None:
             self.pending = sent
             yield from self._send()
             yield from self._merge_due()
+            sent = self._scheduled() if self.quorum else None
 
     def enter(self, world: Hashable, islands: Islands) -> Generator[Action, Any, None]:
         """Yield the actions that synchronize with the ranks of a new world and complete a merge left pending."""
@@ -178,13 +242,18 @@ class Rounds:
             "merged": list(self.merged),
             "pending": pending,
             "weighted": self.weighted,
+            "absent": self._absent(),
         }
 
-    def take_shared(self, values: dict[str, Any]) -> None:
-        """Set the values from `shared`; the next step compares them with the other ranks."""
-        for fragment, merges in enumerate(values["merged"]):
-            if merges > self.merged[fragment]:
-                self._merged_tokens(fragment)
+    def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
+        """Set the values from `shared`; the next step compares them with the other ranks.
+
+        Returns:
+            The fragments that only the other rank had merged, and whether the merge lacks the change of this island.
+        """
+        gained = self._gained(values["merged"], values.get("absent", ()))
+        self._take_out_tokens(gained)
+        self._took |= bool(gained)
         self.position, self.merged = values["position"], list(values["merged"])
         self.pending = None if values["pending"] is None else Sent(*values["pending"])
         self.weighted = values.get("weighted")  # missing in older checkpoints
@@ -192,6 +261,7 @@ class Rounds:
             self.merges_before = sum(self.merged)
         self._started = False
         self._world = None
+        return gained
 
     def own(self) -> dict[str, Any]:
         """Return the values of this worker."""
@@ -222,6 +292,11 @@ class Rounds:
 
     def _scheduled(self) -> Sent | None:
         """Return the fragment that is sent after this step, or None if no fragment is, or it was already merged."""
+        if self.quorum:
+            if self.pending is not None:
+                return None
+            following = self.schedule.merge(sum(self.merged))
+            return following if self.position >= following.step else None
         sent = self.schedule.sent_at(self.position)
         return sent if sent is not None and self._is_owed(sent) else None
 
@@ -236,29 +311,50 @@ class Rounds:
         """
         self._started = False
         reports: Sequence[str] = yield CompareReports(
-            json.dumps([self.position, self.merged, self.pending, self._origin()])
+            json.dumps(
+                WorldReport(
+                    self.position,
+                    self.merged,
+                    self.pending,
+                    self._origin(),
+                    self._absent(),
+                    self._took,
+                )
+            )
         )
-        told = [json.loads(report) for report in reports]
-        merges = [sum(merged) for _, merged, _, _ in told]
+        told = [WorldReport(*json.loads(report)) for report in reports]
+        merges = [sum(each.merged) for each in told]
         if min(merges) != max(merges):
             root = merges.index(max(merges))
-            theirs = list(told[root][1])
-            missing = [f for f, count in enumerate(theirs) if count != self.merged[f]]
-            yield TakeMerges(root, tuple(missing))
-            for fragment in missing:
-                self._merged_tokens(fragment)
+            theirs = list(told[root].merged)
+            gained = self._gained(theirs, told[root].absent)
+            yield TakeMerges(
+                root, tuple(gained), tuple(f for f, missed in gained.items() if missed)
+            )
+            self._take_out_tokens(gained)
             self.merged = theirs
         # After the merges, which would otherwise be mixed twice into the inner parameters that this rank receives.
-        origins = [tuple(origin) for _, _, _, origin in told]
+        origins = [tuple(each.origin) for each in told]
         # Now that all have the same merges, this is the number of changes of the inner parameters, plus a constant.
-        source = self.islands.source([own_steps - before for own_steps, before in origins])
+        changes = [own_steps - before for own_steps, before in origins]
+        took = [
+            self.quorum and (each.took or total < max(merges))
+            for each, total in zip(told, merges, strict=True)
+        ]
+        source = self.islands.source(changes, took)
         if source is not None:
-            yield TakeInner(source, kept=origins[self.islands.rank] == origins[source])
+            rank = self.islands.rank
+            kept = origins[rank] == origins[source] and (rank == source or not took[rank])
+            yield TakeInner(source, kept)
             self.own_steps, self.merges_before = origins[source]
-        self.position = max(position for position, _, _, _ in told)
-        owed = [Sent(*each) for _, _, each, _ in told if each is not None]
+        self._took = False
+        self.position = max(each.position for each in told)
+        owed = [Sent(*each.pending) for each in told if each.pending is not None]
         owed = [each for each in owed if self._is_owed(each)]
         self.pending = min(owed, key=lambda each: each.step, default=None)
+        self._sent_for = None
+        if self.quorum and self.islands.leads and len(self.islands.leaders) > 1:
+            yield TakePart(sum(self.merged), self.islands.leaders)
         if self.pending is not None:
             yield from self._send()
 
@@ -268,8 +364,11 @@ class Rounds:
         tokens: Sequence[float] = [self._sent_tokens]
         if len(self.islands.members) > 1:
             tokens = yield CompareIsland(self.pending, self._sent_tokens)
+        if self.quorum:
+            self._sent_for = sum(self.merged), self.islands.name
         if self.islands.leads:
-            weight = sum(tokens) if self.weighted else None
+            equal = 1.0 if self.quorum else None
+            weight = sum(tokens) if self.weighted else equal
             yield StartMean(self.pending, self.islands.leaders, weight)
         self._started = True
 
@@ -278,16 +377,86 @@ class Rounds:
             if not self._started:
                 # The collective failed in this world, and the next commit() raises.
                 yield from self._send()
-            fragment = self.pending.fragment
-            self._started = False
-            if self.islands.leads:
-                yield AwaitMean(fragment)
-            if len(self.islands.members) > 1:
-                yield ShareMean(fragment, self.islands.leader)
-            yield ApplyMean(fragment)
+            yield from self._merge(self.pending.fragment)
+
+    def _merge(self, fragment: int) -> Generator[Action, Any, None]:
+        self._started = False
+        absent: Sequence[str] | None = None
+        if self.islands.leads:
+            absent = yield AwaitMean(fragment)
+        if len(self.islands.members) > 1:
+            absent = yield ShareMean(fragment, self.islands.leader)
+        missed = False
+        if self.quorum:
+            assert absent is not None
+            missed = self.islands.name in absent
+            self._remember({sum(self.merged): tuple(absent)})
+        yield ApplyMean(fragment, missed)
+        if not missed:
             self._merged_tokens(fragment)
-            self.merged[fragment] += 1
-            self.pending = None
+        self.merged[fragment] += 1
+        self.pending = None
+
+    # ---- with a quorum
+
+    def _follow(self) -> Generator[Action, Any, None]:
+        """Complete merges that were decided meanwhile, and send this island's change for a merge that others wait for.
+
+        A merge is completed after ``delay`` further steps, unless the next one has begun.
+        """
+        while True:
+            decisions: Decisions = yield Follow(sum(self.merged), self.islands.leader)
+            decided, wanted = decisions
+            if self.pending is None and (decided or wanted):
+                sent = self.schedule.merge(sum(self.merged))
+                self.position = max(self.position, sent.step)
+                self.pending = sent
+                if decided:
+                    self._started = True  # without a change of this island
+                else:
+                    yield from self._send()
+                    yield from self._merge_due()
+                    return
+            if self.pending is None or not decided:
+                return
+            if decided == 1 and not wanted and self.position < self.pending.due:
+                return
+            yield from self._merge(self.pending.fragment)
+
+    def _absent(self) -> list[tuple[int, tuple[str, ...]]]:
+        return sorted(self.absent.items())
+
+    def _remember(self, absent: dict[int, tuple[str, ...]]) -> None:
+        self.absent |= absent
+        for number in sorted(self.absent)[:-MOST_ABSENT]:
+            del self.absent[number]
+
+    def _gained(
+        self, merged: Sequence[int], absent: Sequence[tuple[int, Sequence[str]]]
+    ) -> dict[int, bool]:
+        """Return the fragments with more merges on another rank, and whether these lack the change of this island.
+
+        Args:
+            merged: number of merges on the other rank, by fragment.
+            absent: absent islands of the last merges of the other rank, by the number of the merge.
+        """
+        theirs = {number: tuple(names) for number, names in absent}
+        self._remember(theirs)
+        taken = None
+        if self._sent_for is not None:
+            number, name = self._sent_for
+            if number >= sum(self.merged) and name not in theirs.get(number, (name,)):
+                taken = self.schedule.merge(number).fragment
+        return {
+            fragment: self.quorum and fragment != taken
+            for fragment, merges in enumerate(merged)
+            if merges > self.merged[fragment]
+        }
+
+    def _take_out_tokens(self, gained: dict[int, bool]) -> None:
+        for fragment, missed in gained.items():
+            if not missed:
+                self._merged_tokens(fragment)
 
     def _merged_tokens(self, fragment: int) -> None:
         """Remove the tokens of a merge, which this rank may have sent in a step that was restored since."""

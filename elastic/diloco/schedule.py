@@ -71,6 +71,12 @@ class RoundSchedule:
                 return Sent(fragment, step, step + self.delay)
         return None
 
+    def merge(self, number: int) -> Sent:
+        """Return the fragment of a merge, counted from 0, if no send is omitted."""
+        round_, fragment = divmod(number, self.fragments)
+        step = round_ * self.every + (fragment + 1) * self.every // self.fragments
+        return Sent(fragment, step, step + self.delay)
+
 
 def partition(sizes: Sequence[int], fragments: int) -> list[range]:
     """Divide parameters into consecutive fragments of about equal size, each with at least one parameter.

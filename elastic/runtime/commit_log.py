@@ -109,6 +109,14 @@ class CommitLog:
         with self._session.lock:
             self._session.recovery.seal(commit)
 
+    def stop_at_own_pace(self) -> None:
+        """Stop for planned changes at the next safepoint of this worker, not at one of the same number on all workers.
+
+        For workers that do not wait for each other in each step.
+        """
+        with self._session.lock:
+            self._session.recovery.own_pace = True
+
     def make_durable(self, state: Any) -> None:
         """Write the newest commit to storage if a checkpoint is due."""
         if self.durable is None:

@@ -110,6 +110,9 @@ class Recovery:
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False
+    # Whether this worker stops for a planned change at its own next safepoint, because safepoints of the same number
+    # are not reached at the same time.
+    own_pace: bool = False
 
     # ---- the driver's messages -------------------------------------------------------------------------------------
 
@@ -408,7 +411,7 @@ class Recovery:
         if self.phase is Phase.BROKEN:
             return Verdict.BROKEN
         if self._stop_at is not None:
-            self._stopped = self._checks >= self._stop_at
+            self._stopped = self.own_pace or self._checks >= self._stop_at
             return Verdict.STOP if self._stopped else Verdict.PASS
         if self._hold_at is not None and self._checks >= self._hold_at:
             return Verdict.HOLD

@@ -441,6 +441,8 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def reconcile(self) -> None:
         for handler in self._of_kind(DiLoCoStateHandler):
+            if handler.value.rounds.quorum:
+                lifecycle.current().commits.stop_at_own_pace()
             handler.value.reconcile()
 
     def finish_commit(self) -> None:

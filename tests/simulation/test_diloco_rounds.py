@@ -4,6 +4,9 @@ merges, each island is counted once in a mean, and the workers of an island have
 Islands take inner steps at their own pace; the members of one reduce gradients in each step. A collective completes
 once all its ranks have started it. The loss of a worker breaks all collectives of its world, but one that all its ranks
 had started may have completed on some of the survivors. A survivor enters the next world at its next commit.
+
+With a quorum, leaders notify each other, and each receives these notifications in one order, at its own pace. The mean
+of a merge completes once all leaders have received its decision, whatever their scripts do.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from elastic.diloco.attendance import Attendance, Notification
 from elastic.diloco.islands import Islands
 from elastic.diloco.rounds import (
     Action,
@@ -23,11 +27,14 @@ from elastic.diloco.rounds import (
     AwaitMean,
     CompareIsland,
     CompareReports,
+    Decisions,
+    Follow,
     Rounds,
     ShareMean,
     StartMean,
     TakeInner,
     TakeMerges,
+    TakePart,
 )
 from elastic.diloco.schedule import RoundSchedule
 
@@ -60,6 +67,10 @@ class World:
     # By scope: "world", "leaders", or the name of an island.
     collectives: dict[str, list[Collective]] = field(default_factory=dict)
     broken: bool = False
+    notifications: list[Notification] = field(default_factory=list)
+    # By merge and leader: the gradients in the change that a leader has sent.
+    changes: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    present: dict[int, tuple[int, ...]] = field(default_factory=dict)  # leaders of a decided merge
 
 
 @dataclass
@@ -68,15 +79,21 @@ class VirtualWorker:
     island: str
     rounds: Rounds
     # Merges that the outer parameters contain, as (fragment, number of the merge, collective).
-    outer: list[tuple[int, int, tuple[int, int]]] = field(default_factory=list)
+    outer: list[tuple[int, int, Any]] = field(default_factory=list)
     # What the inner parameters were computed from: gradients and merges.
     inner: list[Any] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # of each of its own steps
     counted: list[int] = field(default_factory=list)  # its steps that merges contain, by fragment
+    # Gradients that no merge contains yet, by fragment, and those of the last send.
+    change: list[list[Any]] = field(default_factory=list)
+    sent_change: tuple[Any, ...] = ()
+    attendance: Attendance | None = None
+    received: int = 0  # number of received notifications
     sent: int = 0  # its steps at the last send
     calls: Counter[str] = field(default_factory=Counter)  # collectives started in this world
     in_flight: Collective | None = None  # the mean that it has started
-    mean: tuple[int, int] | None = None
+    # Collective of the mean, gradients in it, and absent islands.
+    mean: tuple[Any, tuple[Any, ...], tuple[str, ...]] | None = None
     actions: Generator[Action, Any, None] | None = None
     waits: tuple[Call, Collective] | None = None  # whose result this worker waits for
     parked: bool = False  # waits for the next world
@@ -92,6 +109,7 @@ class Simulation:
         self.schedule = RoundSchedule(every, fragments, delay)
         self.machine, self.layout = machine, islands
         self.weighted = self.draw.random() < 0.5
+        self.quorum = self.draw.choice([None, None, 1, 2, 3])
         names = self.draw.choice(["abc", "aab", "aabb", "abbc", "aaabb"])
         self.workers = {n: self.made(n, name) for n, name in enumerate(names)}
         self.world = World(1, [*self.workers], tuple(names))
@@ -102,13 +120,18 @@ class Simulation:
 
     def made(self, number: int, island: str) -> VirtualWorker:
         counted = [0] * self.schedule.fragments
-        return VirtualWorker(number, island, self.machine(self.schedule), counted=counted)
+        rounds = self.machine(self.schedule, quorum=self.quorum is not None)
+        change: list[list[Any]] = [[] for _ in counted]
+        return VirtualWorker(number, island, rounds, counted=counted, change=change)
 
     def run(self) -> None:
         for _ in range(40_000):
             if all(self.ended(each) for each in self.workers.values()):
                 break
             ready = [each for each in self.workers.values() if self.can_act(each)]
+            delivers = not self.world.broken and (not ready or self.draw.random() < 0.3)
+            if delivers and self.deliver():
+                continue
             assert ready, "all wait for each other"
             if self.changes and self.draw.random() < 0.02:
                 self.changes -= 1
@@ -124,18 +147,63 @@ class Simulation:
         idle = worker.actions is None and worker.waits is None
         return idle and at_end and not self.world.broken
 
+    # ---- notifications of leaders
+
+    def deliver(self) -> bool:
+        """Let a leader receive a notification, or a grace period end. Return whether there was any to choose."""
+        leaders = [each for each in self.workers.values() if self.lags(each)]
+        last = max(self.world.present, default=-1)
+        sent = [n for n in self.world.notifications[-8:] if n.merge > last]
+        if any(n.expired for n in sent):
+            sent = []
+        if sent and (not leaders or self.draw.random() < 0.1):
+            first = self.draw.choice(sent)
+            self.world.notifications.append(Notification(first.merge, first.leader, expired=True))
+            return True
+        if not leaders:
+            return False
+        leader = self.draw.choice(leaders)
+        assert leader.attendance is not None
+        merge = leader.attendance.merge
+        notification = self.world.notifications[leader.received]
+        leader.received += 1
+        present = leader.attendance.receive(notification)
+        if present is not None:
+            assert self.world.present.setdefault(merge, present) == present, "they decide otherwise"
+        return True
+
+    def lags(self, worker: VirtualWorker) -> bool:
+        return worker.attendance is not None and worker.received < len(self.world.notifications)
+
+    def decided(self, merge: int) -> bool:
+        """Whether all leaders have started the mean of a merge."""
+        leaders = [self.workers.get(n) for n in self.leaders()]
+        found = [each and each.attendance for each in leaders]
+        return all(each and each.merge > merge for each in found)
+
+    def leaders(self) -> list[int]:
+        return [self.world.members[rank] for rank in Islands(self.world.names, 0).leaders]
+
     # ---- actions of workers
 
     def can_act(self, worker: VirtualWorker) -> bool:
         if worker.parked or self.ended(worker):
             return False
-        return worker.waits is None or self.world.broken or complete(worker.waits[1])
+        return worker.waits is None or self.world.broken or self.complete(worker)
+
+    def complete(self, worker: VirtualWorker) -> bool:
+        assert worker.waits is not None
+        call, collective = worker.waits
+        if isinstance(call, AwaitMean) and worker.attendance is not None:
+            return self.decided(sum(worker.rounds.merged))
+        return complete(collective)
 
     def act(self, worker: VirtualWorker) -> None:
         if worker.waits is not None:
+            done = self.complete(worker)
             (call, collective), worker.waits = worker.waits, None
             # Of a broken world, a collective that all had started completes on some ranks only.
-            done = complete(collective) and (not self.world.broken or self.draw.random() < 0.5)
+            done = done and (not self.world.broken or self.draw.random() < 0.5)
             if isinstance(call, ReduceGradients):
                 if done:
                     self.step(worker, min(collective.sent.values()))
@@ -162,6 +230,8 @@ class Simulation:
 
     def step(self, worker: VirtualWorker, gradient: object) -> None:
         worker.inner.append(gradient)
+        for each in worker.change:
+            each.append(gradient)
         worker.tokens.append(self.draw.randint(0, 9))
         tokens = worker.tokens[-1] if self.weighted else None
         worker.actions = worker.rounds.step(self.world.number, self.islands(worker), tokens)
@@ -180,25 +250,55 @@ class Simulation:
                 return
             answer = None
             if isinstance(action, ApplyMean):
-                self.apply(worker, action.fragment)
+                self.apply(worker, action.fragment, action.missed)
                 continue
             if self.world.broken and not isinstance(action, AwaitMean):
                 self.fail(worker)
                 return
+            if isinstance(action, TakePart):
+                assert self.leaders() == [self.world.members[rank] for rank in action.leaders]
+                worker.attendance = Attendance(action.leaders, self.quorum, action.merge)
+                worker.received = 0
+                continue
+            if isinstance(action, Follow) and self.alone(worker):
+                answer = self.decisions(worker, action.merge)
+                continue
             if isinstance(action, StartMean):
                 worker.sent = len(worker.tokens)
+                worker.sent_change = tuple(worker.change[action.sent.fragment])
                 self.check_weight(worker, action)
+                if worker.attendance is not None:
+                    self.notify(worker, sum(worker.rounds.merged))
+                    continue
                 worker.in_flight = self.start(worker, action)
                 continue
-            if isinstance(action, AwaitMean):
+            if isinstance(action, AwaitMean) and worker.attendance is not None:
+                collective = Collective(())
+            elif isinstance(action, AwaitMean):
                 assert worker.in_flight is not None
                 collective, worker.in_flight = worker.in_flight, None
             else:
                 if isinstance(action, CompareIsland):
                     worker.sent = len(worker.tokens)
+                    worker.sent_change = tuple(worker.change[action.sent.fragment])
                 collective = self.start(worker, action)
             worker.waits = action, collective
             return
+
+    def alone(self, worker: VirtualWorker) -> bool:
+        return self.world.names.count(worker.island) == 1
+
+    def decisions(self, worker: VirtualWorker, merge: int) -> Decisions:
+        if worker.attendance is None:
+            return Decisions(0, False)
+        return Decisions(worker.attendance.merge - merge, bool(worker.attendance.sent))
+
+    def notify(self, worker: VirtualWorker, merge: int) -> None:
+        assert worker.attendance is not None
+        rank = self.world.members.index(worker.number)
+        if worker.attendance.merge == merge:
+            self.world.notifications.append(Notification(merge, rank))
+            self.world.changes[merge, rank] = worker.sent_change
 
     def start(self, worker: VirtualWorker, call: Call) -> Collective:
         scope, members = worker.island, self.world.members
@@ -217,13 +317,17 @@ class Simulation:
             assert type(other) is type(call), (other, call)
             if isinstance(call, StartMean | CompareIsland):
                 assert isinstance(other, StartMean | CompareIsland) and other.sent == call.sent
-            elif isinstance(call, TakeMerges | TakeInner | ShareMean):
-                assert isinstance(other, TakeMerges | TakeInner | ShareMean)
+            elif isinstance(call, TakeMerges | TakeInner | ShareMean | Follow):
+                assert isinstance(other, TakeMerges | TakeInner | ShareMean | Follow)
                 assert other.root == call.root
         if isinstance(call, ReduceGradients):
             collective.sent[worker.number] = (self.world.number, scope, worker.calls[scope])
+        elif isinstance(call, Follow):
+            collective.sent[worker.number] = self.decisions(worker, call.merge)
         else:
-            collective.sent[worker.number] = list(worker.outer), list(worker.inner), worker.mean
+            change = [list(each) for each in worker.change]
+            sent = list(worker.outer), list(worker.inner), worker.mean, change
+            collective.sent[worker.number] = sent
         collective.started[worker.number] = call
         worker.calls[scope] += 1
         return collective
@@ -236,21 +340,43 @@ class Simulation:
         if isinstance(call, TakeMerges) and call.fragments:
             worker.outer = list(collective.sent[world.members[call.root]][0])
             for fragment in call.fragments:
-                self.mix(worker, fragment, rounds.merged[fragment])
+                missed = fragment in call.missed
+                self.mix(worker, fragment, rounds.merged[fragment], missed)
         elif isinstance(call, TakeInner) and not call.kept:
             worker.inner = list(collective.sent[world.members[call.root]][1])
+            worker.change = [list(each) for each in collective.sent[world.members[call.root]][3]]
+        elif isinstance(call, Follow):
+            return collective.sent[world.members[call.root]]
         elif isinstance(call, CompareIsland):
-            inner = [collective.sent[world.members[rank]][1] for rank in collective.ranks]
-            assert all(each == inner[0] for each in inner), "the members differ"
+            sent = [collective.sent[world.members[rank]] for rank in collective.ranks]
+            assert all((s[1], s[3]) == (sent[0][1], sent[0][3]) for s in sent), "they differ"
             asked = [collective.started[world.members[rank]] for rank in collective.ranks]
             return [each.tokens for each in asked if isinstance(each, CompareIsland)]
+        elif isinstance(call, AwaitMean) and worker.attendance is not None:
+            return self.mean_of(worker, sum(rounds.merged))
         elif isinstance(call, AwaitMean):
             self.check_mean(collective)
-            worker.mean = world.number, world.collectives["leaders"].index(collective)
+            key = world.number, world.collectives["leaders"].index(collective)
+            # With a quorum, the only leader of a world takes this path.
+            worker.mean = key, () if self.quorum is None else worker.sent_change, ()
+            return ()
         elif isinstance(call, ShareMean):
             worker.mean = collective.sent[world.members[call.root]][2]
             assert worker.mean is not None
+            return worker.mean[2]
         return None
+
+    def mean_of(self, worker: VirtualWorker, merge: int) -> tuple[str, ...]:
+        """Set the mean of a decided merge. Return the names of the absent islands."""
+        world = self.world
+        present = world.present[merge]
+        names = [world.names[rank] for rank in present]
+        assert self.quorum is not None
+        assert len(names) == len(set(names)) >= min(self.quorum, len(set(world.names)))
+        taken = tuple(each for rank in present for each in world.changes[merge, rank])
+        absent = tuple(sorted(set(world.names) - set(names)))
+        worker.mean = (world.number, merge), taken, absent
+        return absent
 
     def check_mean(self, collective: Collective) -> None:
         """Check that a mean has each island of the world once."""
@@ -261,21 +387,24 @@ class Simulation:
         """Check that an island's weight is the number of its tokens since the last merge, all of whose members have
         started the same merge."""
         if not self.weighted:
-            assert call.weight is None
+            assert call.weight == (None if self.quorum is None else 1.0)
             return
         island = [each for each in self.workers.values() if each.island == worker.island]
         fragment = call.sent.fragment
         assert call.weight == sum(sum(w.tokens[w.counted[fragment] : w.sent]) for w in island)
 
-    def apply(self, worker: VirtualWorker, fragment: int) -> None:
+    def apply(self, worker: VirtualWorker, fragment: int, missed: bool) -> None:
         assert worker.mean is not None
         merge = worker.rounds.merged[fragment]
-        worker.outer.append((fragment, merge, worker.mean))
+        worker.outer.append((fragment, merge, worker.mean[:2]))
         worker.mean = None
-        self.mix(worker, fragment, merge)
+        self.mix(worker, fragment, merge, missed)
 
-    def mix(self, worker: VirtualWorker, fragment: int, merge: int) -> None:
+    def mix(self, worker: VirtualWorker, fragment: int, merge: int, missed: bool) -> None:
         worker.inner.append((fragment, merge))
+        if missed:
+            return
+        worker.change[fragment] = []
         worker.counted[fragment] = max(worker.counted[fragment], worker.sent)
 
     def fail(self, worker: VirtualWorker) -> None:
@@ -322,16 +451,16 @@ class Simulation:
             if each.rounds.position < newest:
                 if each.rounds.own_steps:
                     assert all(map(int.__le__, each.rounds.merged, root.rounds.merged))
-                    for fragment, merges in enumerate(root.rounds.merged):
-                        if each.rounds.merged[fragment] < merges:
-                            self.mix(each, fragment, each.rounds.merged[fragment])
                 else:
-                    each.inner = [tuple(root.outer)]
-                each.rounds.take_shared(root.rounds.shared())
+                    each.inner = [("outer", tuple(root.outer))]
+                before = list(each.rounds.merged)
+                gained = each.rounds.take_shared(root.rounds.shared())
+                for fragment, missed in gained.items() if each.rounds.own_steps else ():
+                    self.mix(each, fragment, before[fragment], missed)
                 each.outer = list(root.outer)
             self.workers[each.number] = each
             each.parked, each.entering, each.calls = False, True, Counter()
-            each.in_flight = each.mean = each.waits = None
+            each.in_flight = each.mean = each.waits = each.attendance = None
         self.newcomers = []
         # Holders of the newest commit get the lowest ranks.
         members = [*self.workers]
@@ -352,6 +481,8 @@ class Simulation:
             assert len(gradients) == len(set(gradients)), "a gradient is applied twice"
             for other in workers:
                 assert other.island != each.island or other.inner == each.inner
+            if self.quorum is not None:
+                self.check_gradients(each)
         for fragment in range(self.schedule.fragments):
             assert [merge for f, merge, _ in first.outer if f == fragment] == [
                 *range(first.rounds.merged[fragment])
@@ -362,6 +493,18 @@ class Simulation:
         for fragment, made in enumerate(first.rounds.merged):
             deferred = sum(f == fragment for f, _ in self.deferred)
             assert owed[fragment] - deferred <= made <= owed[fragment]
+
+    def check_gradients(self, worker: VirtualWorker) -> None:
+        """Check that each gradient of a live worker is in one merge, or in the change that it sends next."""
+        for fragment, change in enumerate(worker.change):
+            merged = Counter(
+                gradient for f, _, (_, taken) in worker.outer if f == fragment for gradient in taken
+            )
+            own = {each for each in worker.inner if len(each) == 3}
+            for gradient in own:
+                times = merged[gradient] + change.count(gradient)
+                # A delayed merge replaces inner parameters, with the gradients since the send.
+                assert times == 1 or (self.schedule.delay and not times), (fragment, gradient)
 
 
 def complete(collective: Collective) -> bool:
@@ -419,6 +562,19 @@ class ComparesStepsOnly(Rounds):
         return self.own_steps, 0
 
 
+class ForgetsThatItsChangeWasSent(Rounds):
+    """A change in a merge that completed on other ranks only is sent again."""
+
+    def _send(self) -> Generator[Action, Any, None]:
+        yield from super()._send()
+        self._sent_for = None
+
+
+class DropsTheChangeOfAnAbsentIsland(Rounds):
+    def _gained(self, *args: Any) -> dict[int, bool]:
+        return dict.fromkeys(super()._gained(*args), False)
+
+
 class LeadsWithTheNewestRank(Islands):
     """Its members do not agree on the leader, since each takes itself for the newest one."""
 
@@ -436,7 +592,7 @@ class CountsMembers(Islands):
 
 
 class KeepsInnerOfSurvivors(Islands):
-    def source(self, changes: Sequence[int]) -> int | None:
+    def source(self, changes: Sequence[int], took: Sequence[bool] = ()) -> int | None:
         return None
 
 
@@ -458,6 +614,8 @@ def is_found(seeds: Iterable[int], *machine: Any) -> bool:
         CountsTokensTwice,
         CountsTokensOfTheLeader,
         ComparesStepsOnly,
+        ForgetsThatItsChangeWasSent,
+        DropsTheChangeOfAnAbsentIsland,
     ],
 )
 def test_planted_bugs_of_rounds_are_found(machine):

@@ -37,7 +37,8 @@ class DiLoCoStateHandler(Part):
         lines = [
             f"{self.name} {type(value).__name__} every {rounds.every} fragments {rounds.fragments} delay"
             f" {rounds.delay} mix {value.mix} dtype {value.dtype}"
-            + ("" if value.replica is None else " islands"),
+            + ("" if value.replica is None else " islands")
+            + ("" if value.grace_s is None else f" grace {value.grace_s} quorum {value.quorum}"),
             f"{self.name} outer {type(value.outer_optimizer).__name__}",
         ]
         for name, each in zip(value.names, value.outer, strict=True):
@@ -73,6 +74,8 @@ class DiLoCoStateHandler(Part):
         value = self.value
         entries = {name[len(ENTRY) :]: s for name, s in specs.items() if name.startswith(ENTRY)}
         placed = self._outer_entries.destinations(structure["outer"], entries, restoring=restoring)
+        if value.rounds.quorum and value.own_steps and not restoring:
+            value.remember_outer()  # The tensors are received in place.
         live = {OUTER + n: each.detach() for n, each in zip(value.names, value.outer, strict=True)}
         live |= {OTHER + name: each for name, each in value.others().items()}
         where: dict[str, torch.Tensor | Destination] = {}
@@ -96,15 +99,12 @@ class DiLoCoStateHandler(Part):
         value = self.value
         entries = {n[len(ENTRY) :]: each for n, each in fresh.items() if n.startswith(ENTRY)}
         self._outer_entries.place(structure["outer"], entries, own, restoring=restoring)
-        before = list(value.merged)
-        value.take_shared(structure)
+        gained = value.take_shared(structure)
         if restoring and own is not None:
             value.take_own_state(own)
         elif value.own_steps:
             # Fragments that the sender has merged and this worker has not, because their collective failed here.
-            for fragment, merges in enumerate(before):
-                if value.merged[fragment] != merges:
-                    value.adopt(fragment)
+            value.adopt_gained(gained)
         else:
             with torch.no_grad():
                 for inner, outer in zip(value.inner, value.outer, strict=True):

@@ -4,7 +4,9 @@ of the outer parameters after each merge.
 ``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of an island if it
 is on that host, ``HOST island,16`` all workers of that host. ``AHEAD``: position at which the other workers, or hosts,
 wait for that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. ``ISLANDS``:
-hosts are islands. ``TOKENS``: report the samples of each step. Other variables are arguments of `elastic.DiLoCo`.
+hosts are islands. ``LATE``: a slot or a host, and the number of own steps after which its workers wait until
+another worker has applied ``AWAY`` merges. ``GRACE``: the argument grace_s of `elastic.DiLoCo`. ``TOKENS``: report the
+samples of each step. Other variables are arguments of `elastic.DiLoCo`.
 """
 
 from __future__ import annotations
@@ -80,9 +82,21 @@ diloco = elastic.DiLoCo(
     every=int(os.environ.get("EVERY", "10")),
     fragments=int(os.environ.get("FRAGMENTS", "1")),
     delay=int(os.environ.get("DELAY", "0")),
+    grace_s=float(os.environ["GRACE"]) if "GRACE" in os.environ else None,
     dtype=DTYPES[os.environ.get("DTYPE", "")],
 )
 loader = elastic.data.DataLoader(range(100_000), batch_size=4)
+
+
+LATE, _, LATE_AT = os.environ.get("LATE", "").rpartition(",")
+AWAY = int(os.environ.get("AWAY", "0"))
+
+
+def wait_for_the_others() -> None:
+    until = time.monotonic() + 60.0
+    while not list(RECORDS.glob("*.away")):
+        assert time.monotonic() < until, "the other workers wait for a late one"
+        time.sleep(0.01)
 
 
 recorded = 0  # merges
@@ -93,7 +107,11 @@ def record_merge() -> None:
     global recorded
     if sum(diloco.merged) > recorded:
         recorded = sum(diloco.merged)
-        record(what="merge", merged=recorded, digest=digest(diloco.outer), size=elastic.size())
+        absent = diloco.rounds.absent.get(recorded - 1)
+        size = elastic.size()
+        record(what="merge", merged=recorded, digest=digest(diloco.outer), size=size, absent=absent)
+        if AWAY and recorded >= AWAY and LATE not in (str(SLOT), HOST):
+            (RECORDS / f"{os.getpid()}.away").touch()
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:
@@ -111,6 +129,8 @@ def train(state: elastic.TorchState) -> None:
             state.commit()
         if diloco.position == AHEAD and str(SLOT) != WHO and not WHO.startswith(f"{HOST} "):
             await_death()
+        if LATE in (str(SLOT), HOST) and str(diloco.own_steps) == LATE_AT:
+            wait_for_the_others()
         points = torch.stack([batch.sin(), batch.cos(), (batch / 7).sin(), batch % 3], 1).float()
         inner.zero_grad()
         (network(points) - points.sum(1, keepdim=True)).square().mean().backward()

@@ -9,6 +9,7 @@ import torch
 
 import elastic
 from elastic.diloco import island_group
+from elastic.negotiation import submission
 from harness.ranks import Ranks, in_a_world
 
 
@@ -284,3 +285,82 @@ def test_rank_whose_collective_broke_takes_the_merge_of_the_other(pair):
     assert merged == theirs == [2]
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, inner))
+
+
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in tensors])
+
+
+def await_decisions(made: elastic.DiLoCo, count: int) -> None:
+    """Wait, while this rank's script does nothing, until merges are decided without it."""
+    exchange: Any = made._exchange
+    with exchange._changed:
+        assert exchange._changed.wait_for(lambda: exchange.decisions(0).decided >= count, 60.0)
+
+
+def run_late(rank: int, size: int, dtype: Any, tokens: int) -> dict[str, Any]:
+    """Rank 1 takes one inner step while rank 0 takes five, and both take part in the third merge."""
+    model, optimizer = network()
+    made = elastic.DiLoCo(
+        model,
+        optimizer,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        every=2,
+        dtype=dtype,
+        grace_s=0.05,
+        quorum=1,
+    )
+    made.reconcile()
+    found: dict[str, Any] = {"changes": []}
+
+    def step() -> None:
+        inner_step(model, optimizer, rank, made.own_steps)
+        found["changes"].append(flat(made.outer) - flat(made.inner))
+        made.step(tokens * (2 * rank + 1) if tokens else None)
+        found["changes"].append(flat(made.outer) - flat(made.inner))
+
+    for _ in range(5 if rank == 0 else 1):
+        step()
+    if rank == 1:
+        await_decisions(made, 2)
+        step()
+        found["merged"] = sum(made.merged)
+    submission.barrier()
+    exchange: Any = made._exchange
+    exchange._grace_s = 60.0
+    found["before"] = flat(made.outer)
+    found["owed"] = flat(made._residuals) if made._residuals else torch.zeros(1)
+    while sum(made.merged) < 3:
+        step()
+    return found | {
+        "outer": flat(made.outer),
+        "absent": made.rounds.absent,
+        "position": made.position,
+        "own": made.own_steps,
+        "tokens": made.rounds.tokens,
+        "residual": flat(made._residuals) if made._residuals else torch.zeros(1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "atol"),
+    [(None, 0, 1e-6), (torch.bfloat16, 5, 2e-3), ("int4", 0, 1e-6), (torch.int8, 5, 1e-6)],
+)
+def test_late_rank_keeps_its_change_until_the_next_merge(dtype, tokens, atol):
+    for pair in in_a_world(2):
+        first, second = pair.run(run_late, dtype, tokens)
+        assert torch.equal(first["outer"], second["outer"])
+        assert first["absent"] == second["absent"] == {0: ("1",), 1: ("1",), 2: ()}
+        assert first["position"] == second["position"] == 6
+        assert first["tokens"] == second["tokens"] == [0.0]
+        # Two merges changed the outer parameters, and not the change of the late rank.
+        assert second["merged"] == 2
+        kept, moved = second["changes"][2:4]
+        assert kept.abs().max() > 0.01
+        torch.testing.assert_close(moved, kept, atol=1e-6, rtol=0.0)
+        # All of its inner steps are in the third mean.
+        share = 3 * second["own"] / (3 * second["own"] + 2) if tokens else 0.5
+        mean = torch.zeros_like(first["outer"])
+        for found, part in ((first, 1 - share), (second, share)):
+            mean += part * (found["changes"][-2] + found["owed"] - found["residual"])
+        torch.testing.assert_close(first["before"] - first["outer"], mean, atol=atol, rtol=0.0)

@@ -140,3 +140,74 @@ def test_islands_repeat_no_inner_step_after_the_loss_of_a_leader_or_an_island(
     assert len({bits for (_, at, _), found in inner.items() if at == 49 for bits in found}) == 2
     ends = [each[-1] for each in live]
     assert {(each["position"], each["step"]) for each in ends} == {(55, 55)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LATE": "1,14", "DIE": "2,41"},
+        {
+            "LATE": "1,14",
+            "DIE": "2,41",
+            "FRAGMENTS": "2",
+            "DELAY": "3",
+            "DTYPE": "int4",
+            "AWAY": "6",
+        },
+        {"LATE": "127.0.0.2,14", "DIE": "127.0.0.2 leader,41", "ISLANDS": "1", "TOKENS": "1"},
+    ],
+    ids=["worker", "streaming in 4 bits", "island"],
+)
+def test_late_island_is_not_waited_for_and_takes_part_in_later_merges(job, tmp_path, env):
+    islands = "ISLANDS" in env
+    hosts = "-np 4 -H localhost:2,127.0.0.2:2" if islands else "-np 3"
+    training = job(
+        f"{hosts} --min-np 1 {RETURN}",
+        ["python", SCRIPTS / "diloco.py"],
+        env={
+            "RECORDS": str(tmp_path),
+            "GRACE": "0.3",
+            "AWAY": "3",
+            "EVERY": "10",
+            "STEPS": "65",
+            "WAIT": "55",
+            "FULL": "4" if islands else "3",
+        }
+        | env,
+    )
+    training.succeed()
+    assert "script-checks#" not in training.output
+    workers = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*.jsonl")
+    ]
+    ends = [each[-1] for each in workers if each[-1]["what"] == "end"]
+    assert len(ends) == (4 if islands else 3) and len(workers) == len(ends) + 1
+    assert {(each["position"], tuple(each["merged"])) for each in ends} == {
+        (65, tuple(ends[0]["merged"]))
+    }
+
+    digests, absent = defaultdict(set), defaultdict(set)
+    inner = defaultdict(set)
+    for records in workers:
+        steps = [each for each in records if each["what"] == "step"]
+        # A late worker repeats no step, and takes fewer than the others.
+        assert all(1 <= b["own"] - a["own"] <= 2 for a, b in pairwise(steps))
+        for each in records:
+            if each["what"] == "merge":
+                digests[each["merged"]].add(each["digest"])
+                absent[each["merged"]].add(tuple(each["absent"] or ()))
+            elif each["what"] == "step" and each["island"]:
+                inner[each["island"], each["own"], each["merged"]].add(each["inner"])
+    assert all(len(found) == 1 for found in digests.values())
+    assert all(len(found) == 1 for found in inner.values())
+    assert absent[int(env.get("AWAY", "3"))] != {()}  # the late worker or island
+    assert {()} in absent.values() and absent[max(absent)] == {()}
+    late = env["LATE"].partition(",")[0]
+    own = [
+        max(each["own"] for each in records if each["what"] == "step")
+        for records in workers
+        if late in (str(records[0]["slot"]), records[0]["host"])
+    ]
+    assert own and max(own) < 65

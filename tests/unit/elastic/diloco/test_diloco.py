@@ -297,6 +297,11 @@ def test_an_inner_optimizer_of_another_model_is_refused():
         {"dtype": "int2"},
         {"delay": 9},
         {"fragments": 0},
+        {"quorum": 2},
+        {"grace_s": 0.0},
+        {"grace_s": float("inf")},
+        {"grace_s": 1.0, "quorum": 0},
+        {"grace_s": 1.0, "dtype": torch.float16},
     ],
 )
 def test_invalid_options_are_refused(options):

@@ -11,10 +11,13 @@ from elastic.diloco.rounds import (
     AwaitMean,
     CompareIsland,
     CompareReports,
+    Decisions,
+    Follow,
     Rounds,
     ShareMean,
     StartMean,
     TakeInner,
+    TakePart,
 )
 from elastic.diloco.schedule import RoundSchedule, Sent
 from elastic.errors import Invalid
@@ -89,7 +92,9 @@ def test_tokens_after_a_send_count_for_the_next_merge():
 
 
 def test_joining_member_receives_the_inner_parameters_of_its_island():
-    reports = [json.dumps([20, [3], None, origin]) for origin in ([17, 0], [20, 0], [0, 3])]
+    reports = [
+        json.dumps([20, [3], None, origin, [], False]) for origin in ([17, 0], [20, 0], [0, 3])
+    ]
     rounds = [Rounds(RoundSchedule(50)) for _ in NAMES]
     for each, own_steps in zip(rounds, (17, 20, 0), strict=True):
         each.take_own({"origin": (own_steps, 0), "tokens": [0.0]})
@@ -123,3 +128,89 @@ def test_resumed_script_decides_again_whether_to_report_tokens(weighted, tokens)
     rounds.take_shared(values)
     stepped(rounds, 1, tokens)
     assert rounds.weighted is not weighted
+
+
+def follower(*, every=4, delay=0):
+    """Return the rounds of an island of one worker, which is one of two islands with a quorum."""
+    rounds = Rounds(RoundSchedule(every, delay=delay), quorum=True)
+    assert followed(rounds.enter(1, Islands(NAMES, 1))) == [TakePart(0, (0, 1))]
+    return rounds
+
+
+def followed(actions, decisions=(), absent=()):
+    """Perform actions, with one answer for each `Follow`, and return them."""
+    answers, found = iter(decisions), []
+    answer = None
+    while True:
+        try:
+            action = actions.send(answer)
+        except StopIteration:
+            return found
+        found.append(action)
+        answer = None
+        if isinstance(action, CompareReports):
+            found.pop()
+            answer = [action.report] * len(NAMES)
+        elif isinstance(action, Follow):
+            found.pop()
+            answer = next(answers, Decisions(0, False))
+        elif isinstance(action, AwaitMean):
+            answer = absent
+
+
+def step(rounds, *decisions, absent=(), tokens=None):
+    return followed(rounds.step(1, Islands(NAMES, 1), tokens), decisions, absent)
+
+
+def test_slow_island_sends_its_change_once_another_one_has():
+    rounds = follower()
+    assert step(rounds) == []
+    assert step(rounds, Decisions(0, True)) == [
+        StartMean(Sent(0, 4, 4), (0, 1), 1.0),
+        AwaitMean(0),
+        ApplyMean(0),
+    ]
+    assert (rounds.position, rounds.own_steps, rounds.merged) == (4, 2, [1])
+
+
+def test_late_island_applies_the_merges_that_it_missed_and_keeps_its_tokens():
+    rounds = follower()
+    assert step(rounds, Decisions(2, False), Decisions(1, False), absent=["b"], tokens=3) == [
+        AwaitMean(0),
+        ApplyMean(0, missed=True),
+        AwaitMean(0),
+        ApplyMean(0, missed=True),
+    ]
+    assert (rounds.position, rounds.merged, rounds.tokens) == (8, [2], [3.0])
+    assert rounds.absent == {0: ("b",), 1: ("b",)}
+    start, *_ = step(rounds, Decisions(0, True), tokens=4)
+    assert start == StartMean(Sent(0, 12, 12), (0, 1), 7.0)
+    assert rounds.tokens == [0.0]
+
+
+def test_missed_merge_with_a_delay_is_applied_at_its_step_or_before_the_next_one():
+    rounds = follower(delay=2)
+    assert step(rounds, Decisions(1, False)) == []
+    assert (rounds.position, rounds.pending) == (4, Sent(0, 4, 6))
+    assert step(rounds, Decisions(1, False)) == []
+    missed = [AwaitMean(0), ApplyMean(0, missed=True)]
+    assert step(rounds, absent=["b"]) == missed
+    assert step(rounds, Decisions(1, False)) == []
+    start = StartMean(Sent(0, 12, 14), (0, 1), 1.0)
+    assert step(rounds, Decisions(1, True), Decisions(0, True), absent=["b"]) == [*missed, start]
+
+
+def test_island_that_sent_its_change_takes_it_out_after_a_merge_on_other_ranks_only():
+    rounds = follower(every=1)
+    actions = rounds.step(1, Islands(NAMES, 1), 5)
+    actions.send(None)
+    assert isinstance(actions.send(Decisions(0, False)), StartMean)
+    rounds.interrupted()
+    theirs = {"position": 1, "merged": [1], "pending": None, "weighted": True}
+    for absent, missed in (([(0, ("b",))], True), ([(0, ("a",))], False)):
+        other = Rounds(RoundSchedule(1), quorum=True)
+        other.take_shared(rounds.shared())
+        other._sent_for, other._sent_tokens = rounds._sent_for, 5.0
+        other.tokens = [5.0]
+        assert other.take_shared(theirs | {"absent": absent}) == {0: missed}
+        assert other.tokens == [5.0 if missed else 0.0]

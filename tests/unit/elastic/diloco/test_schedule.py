@@ -62,3 +62,10 @@ def test_partition_balances_elements():
 def test_partition_refuses_more_fragments_than_parameters():
     with pytest.raises(Invalid):
         partition([3, 4], 3)
+
+
+@pytest.mark.parametrize(("every", "fragments", "delay"), [(1, 1, 0), (8, 2, 3), (10, 3, 1)])
+def test_merge_by_its_number_is_the_fragment_that_is_sent_at_its_step(every, fragments, delay):
+    schedule = RoundSchedule(every, fragments, delay)
+    sent = [each for step in range(1, 40) if (each := schedule.sent_at(step)) is not None]
+    assert [schedule.merge(number) for number in range(len(sent))] == sent

@@ -178,6 +178,14 @@ def test_all_stop_one_check_after_the_one_furthest_ahead():
     assert behind.arrive() is Verdict.STOP
 
 
+def test_worker_of_its_own_pace_stops_at_its_next_safepoint_for_a_planned_change():
+    r = training()
+    r.own_pace = True
+    assert r.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 0))]
+    r.receive(StopAt(2, 1, 40))  # the safepoint of a faster worker
+    assert r.arrive() is Verdict.STOP
+
+
 def test_a_change_that_is_called_off_lets_go():
     r = training()
     r.receive(Prepare(2, 1))
