@@ -33,6 +33,19 @@ def needed(quorum: int | None, islands: int) -> int:
     return min((islands + 1) // 2 if quorum is None else quorum, islands)
 
 
+def absence(merge: int, absent: Sequence[str], before: Sequence[str], grace_s: float) -> str:
+    """Return the log line for a merge whose absent islands differ from those of the merge before, or ""."""
+    if set(absent) == set(before):
+        return ""
+    if not absent:
+        return f"merge {merge} contains the changes of all islands again"
+    names = ", ".join(sorted(absent))
+    return (
+        f"merge {merge} does not contain the changes of islands {names}, which were not sent within {grace_s:g} s: they"
+        " are part of a later merge"
+    )
+
+
 class Attendance:
     """Islands that have sent their change for the current merge.
 

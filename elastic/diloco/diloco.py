@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from elastic import context
 from elastic.api.broadcasting import broadcast_object, broadcast_object_among
 from elastic.collectives.interface import Op
 from elastic.diloco import quantization
-from elastic.diloco.attendance import Attendance
+from elastic.diloco.attendance import Attendance, absence
 from elastic.diloco.exchange import NAME, QuorumExchange
 from elastic.diloco.island_group import IslandGroup
 from elastic.diloco.islands import Islands
@@ -173,6 +174,7 @@ class DiLoCo:
         self._in_flight: list[tuple[int, torch.Tensor]] = []
         self._mean: torch.Tensor | None = None  # once it is complete on the leader
         self._absent: list[str] = []  # islands that are absent from that mean
+        self._absent_before: list[str] = []  # islands that were absent from the mean before
         self._outer_before: list[torch.Tensor] = []  # while the state of another rank is received
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -499,6 +501,7 @@ class DiLoCo:
             self.bytes_sent += sum(each.nbytes for each in sent)
             mean = mean[0] if self._format is not None else mean
             self._absent = [islands.names[r] for r in islands.leaders if r not in merge.present]
+            self._log_absence(sum(self.merged), islands)
         if self._format is not None:
             elements, rows = len(self._residuals[fragment]), len(islands.leaders)
             return quantization.mean(mean, elements, self._format, rows, weighted=weighted)
@@ -506,6 +509,13 @@ class DiLoCo:
             # Without any token, all changes are zero already.
             mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
         return mean
+
+    def _log_absence(self, merge: int, islands: Islands) -> None:
+        before, self._absent_before = self._absent_before, self._absent
+        if islands.rank == 0 and self.grace_s is not None:
+            line = absence(merge, self._absent, before, self.grace_s)
+            if line:
+                print(f"elastic: diloco: {line}", file=sys.stderr, flush=True)
 
     def _shared(self, fragment: int, root: int) -> torch.Tensor:
         """Receive the mean of a fragment from the leader of this island."""

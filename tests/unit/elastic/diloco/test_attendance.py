@@ -2,9 +2,9 @@
 
 import pytest
 
-from elastic.diloco.attendance import Attendance, Notification, needed
+from elastic.diloco.attendance import Attendance, Notification, absence, needed
 from elastic.errors import Invalid
-from harness.golden import raises
+from harness.golden import raises, recorded
 
 
 def sent(leader, merge=0, weighted=False):
@@ -48,6 +48,13 @@ def test_merge_waits_for_the_quorum_after_the_grace_period():
 )
 def test_quorum_is_half_of_the_islands_by_default_and_at_most_all(quorum, islands, wanted):
     assert needed(quorum, islands) == wanted
+
+
+def test_absent_islands_are_logged_when_they_change():
+    recorded("messages", absence(7, ["us", "eu"], [], 5.0))
+    assert absence(8, ["eu", "us"], ["us", "eu"], 5.0) == ""
+    recorded("messages", absence(9, [], ["us"], 5.0))
+    assert absence(10, [], [], 5.0) == ""
 
 
 def test_tokens_of_some_islands_only_are_refused():
