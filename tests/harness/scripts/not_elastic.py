@@ -53,7 +53,7 @@ def main() -> None:
     model, optimizer, group = sharded(os.environ["SHARDS"])
     updates = 0  # without the lost worker
     made_inside = os.environ["SHARDS"] == "replica_inside"
-    teacher = DistributedDataParallel(nn.Linear(8, 8)) if made_inside else None
+    teacher: Any = DistributedDataParallel(nn.Linear(8, 8)) if made_inside else None
 
     try:
         held = {"model": model, "optimizer": optimizer} if os.environ["IN_STATE"] == "1" else {}
@@ -61,7 +61,11 @@ def main() -> None:
 
         @elastic.run
         def train(state: elastic.TorchState) -> None:
-            nonlocal updates
+            nonlocal updates, teacher
+            if os.environ["SHARDS"] == "teacher" and teacher is None:
+                from torch.distributed.fsdp import fully_shard
+
+                teacher = fully_shard(nn.Linear(8, 8))  # in the first world only
             network, trains = model, optimizer
             if made_inside:
                 network = DistributedDataParallel(nn.Linear(8, 8))

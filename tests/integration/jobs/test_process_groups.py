@@ -34,6 +34,7 @@ def test_groups_made_in_each_world_have_names_that_newcomers_agree_on(job: Any, 
             for case in [
                 ("tensor_parallel", True, Fixed.PARAMETERS),
                 ("fully_shard", False, Fixed.MODULE),
+                ("teacher", True, Fixed.MODULE),
                 ("hybrid", False, Fixed.MODULE),
                 ("zero", False, Fixed.OPTIMIZER),
                 ("zero_overlap", True, Fixed.OPTIMIZER),
