@@ -11,13 +11,37 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FILES = 100  # maximum number of modules that are read
+INSTALLED = 10  # maximum number of these that are in installed packages, which may import thousands of others
 LARGEST = 1 << 20  # bytes of the largest module that is read
 # Packages that define no flags of a script, except through one of `_GENERATED`.
 _WITHOUT_FLAGS = {
     *sys.stdlib_module_names,
-    *("accelerate", "elastic", "horovod", "jax", "keras", "lightning", "numpy", "torch"),
-    *("tensorflow", "torchvision", "transformers"),
+    *(
+        "accelerate",
+        "datasets",
+        "elastic",
+        "equinox",
+        "flax",
+        "horovod",
+        "jax",
+        "keras",
+        "lightning",
+    ),
+    *(
+        "matplotlib",
+        "mxnet",
+        "numpy",
+        "optax",
+        "pandas",
+        "PIL",
+        "pyspark",
+        "ray",
+        "scipy",
+        "sklearn",
+    ),
+    *("tensorflow", "tf_keras", "timm", "torch", "torchvision", "tqdm", "transformers", "yaml"),
 }
+_PACKAGES = {"site-packages", "dist-packages"}
 # Parsers whose flags are the parameters or fields of classes that may be in any package.
 _GENERATED = re.compile(
     r"\b(HfArgumentParser|LightningCLI|jsonargparse|draccus|hydra|simple_parsing|tyro)\b"
@@ -79,11 +103,14 @@ def _sources(command: Sequence[str], *, module: bool, path: str | None) -> Itera
         files = [Path(found)] if found is not None and found.endswith(".py") else []
     roots = [*(file.parent for file in files), *roots]
     seen: set[Path] = set()
+    installed = 0
     while files and len(seen) < FILES:
         file = files.pop(0)
-        if file in seen:
+        of_package = not _PACKAGES.isdisjoint(file.parts)
+        if file in seen or (of_package and installed >= INSTALLED):
             continue
         seen.add(file)
+        installed += of_package
         try:
             text = file.read_text() if file.stat().st_size <= LARGEST else ""
         except (OSError, UnicodeDecodeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.commandline.options.script_flags import ScriptFlags
+from elastic.driver.commandline.options.script_flags import INSTALLED, ScriptFlags
 
 PARSERS = {
     "argparse": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--journal')\n",
@@ -70,6 +70,22 @@ def test_flag_when_an_imported_module_parses_it_then_it_is_found(imports, tmp_pa
     (tmp_path / "train.py").write_text(imports + "import torch, sys\nsys.argv\n")
     assert flags_of(str(tmp_path / "train.py")).defines("--journal")
     assert not flags_of(str(tmp_path / "train.py")).defines("--resume")
+
+
+def test_flag_when_an_installed_package_parses_it_then_few_of_its_modules_are_read(
+    tmp_path, monkeypatch
+):
+    package = tmp_path / "site-packages" / "pack"
+    package.mkdir(parents=True)
+    monkeypatch.syspath_prepend(package.parent)
+    (package / "__init__.py").write_text("from .cli import main\n")
+    (package / "cli.py").write_text(PARSERS["argparse"] + "from . import m0\n")
+    for number in range(2 * INSTALLED):
+        (package / f"m{number}.py").write_text(f"from . import m{number + 1}\n")
+    (package / f"m{2 * INSTALLED}.py").write_text("p.add_argument('--resume')\n")
+    (tmp_path / "train.py").write_text("from pack import main\n")
+    found = flags_of(str(tmp_path / "train.py"))
+    assert found.defines("--journal") and not found.defines("--resume")
 
 
 def test_flag_when_a_module_is_run_then_its_source_is_read(tmp_path, monkeypatch):
