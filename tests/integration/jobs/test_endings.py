@@ -282,7 +282,7 @@ def test_an_agent_under_nohup_outlives_the_terminal(tmp_path):
             agent.wait(0.5)
         agent.terminate()
         assert wording.AGENT_ENDS_SIGTERM in agent.communicate(timeout=20)[1]
-    assert agent.returncode == 0
+    assert agent.returncode == 143
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])

@@ -50,7 +50,7 @@ class Cluster:
         for agent in self.agents.values():
             agent.process.terminate()
         for agent in self.agents.values():
-            assert agent.wait(20) == 0, agent.output
+            assert agent.wait(20) == 143, agent.output
         programs: list[Program] = [*self.drivers, *self.agents.values()]
         left = [process for program in programs for process in program.end()]
         assert not left, f"these processes outlived their job: {left}"
