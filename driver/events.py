@@ -84,6 +84,7 @@ class WorkerReady(Event):
     shards: ShardsHeld | None = None
     kept: OlderCommits = OlderCommits()
     step: int | None = None
+    own_pace: bool = False
 
 
 class WorkerFailed(Event):
@@ -183,6 +184,17 @@ class WorkerFoundMistake(Event):
     worker: Worker
     kind: str
     text: str
+
+
+class WorkerMerged(Event):
+    """The islands of `elastic.DiLoCo` have merged. See `protocol.messages.Merged`."""
+
+    worker: Worker
+    generation: int
+    merges: int
+    position: int
+    islands: int
+    absent: list[str]
 
 
 class WorkerProgressed(Event):

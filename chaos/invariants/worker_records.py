@@ -225,9 +225,10 @@ class WorkerRecords:
             what = f"{worker} is ready with commit {event.commit}, expected at least {known.holds}"
             self.job.broken("NEVER BACK", what)
         if self.job.stop_at is not None and worker in self.job.members and event.running:
-            self._stopped(
-                worker, known, event.commit, Commit(self.job.generation, self.job.stop_at)
-            )
+            agreed = Commit(self.job.generation, self.job.stop_at)
+            early = event.own_pace and event.commit is not None and event.commit < agreed
+            if not early:
+                self._stopped(worker, known, event.commit, agreed)
         self._not_from_outside(worker, known, event.commit)
         known.commit = known.holds = event.commit
         known.kept = [each.commit for each in event.kept.commits]

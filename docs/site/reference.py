@@ -31,7 +31,7 @@ from elastic.driver.commandline.options.argument_parser import (
 from elastic.driver.commandline.options.keywords import flag_of, keywords, type_of
 from elastic.driver.commandline.running_jobs import job_commands
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
-from elastic.driver.events import CheckpointMade
+from elastic.driver.events import CheckpointMade, WorkerMerged
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.metrics import JobMetrics, families
 from elastic.driver.monitoring.time_spent import TimeSpent
@@ -176,6 +176,7 @@ def _metric_rows() -> Iterator[str]:
     figures = JobMetrics(TimeSpent(JobView()))
     # Some names begin with the name of the first metric.
     figures.view.note(CheckpointMade(Commit(1, 1)), [], 0.0)
+    figures.view.note(WorkerMerged(Worker("h", 0), 1, 1, 1, 1, []), [], 0.0)
     figures.rates.step = 1
     for at in (0.0, 5.0):
         figures.rates.steps.told(Worker("h", 0), int(at), 1, at)

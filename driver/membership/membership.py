@@ -195,7 +195,12 @@ class Membership:
                 self.stop.requested(event)
             case events.ScaleRequested() | events.DrainRequested() | events.RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
-            case events.TimePassed() | events.WorkerSpent() | events.WorkerFoundMistake():
+            case (
+                events.TimePassed()
+                | events.WorkerSpent()
+                | events.WorkerFoundMistake()
+                | events.WorkerMerged()
+            ):
                 pass  # Nothing to do: deadlines are checked after every event.
             case _:
                 raise IllegalEvent("the event has no handler")

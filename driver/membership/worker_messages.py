@@ -27,6 +27,7 @@ EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.Digested: events.WorkerDigested,
     messages.Miscomputed: events.WorkerMiscomputed,
     messages.MistakeFound: events.WorkerFoundMistake,
+    messages.Merged: events.WorkerMerged,
     messages.Raised: events.WorkerRaised,
     messages.Quit: events.WorkerQuit,
     messages.Returned: events.WorkerReturned,

@@ -128,6 +128,7 @@ class JobView:
         self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
         self.mistakes: dict[str, str] = {}  # mistakes that the script checks found, by kind
+        self.merged: events.WorkerMerged | None = None  # the last reported merge of elastic.DiLoCo
         self._adopted = False  # a previous driver may have learned of more commits
         # Steps of the state at the commits that were reported last.
         self._steps: dict[Commit, int] = {}
@@ -248,6 +249,8 @@ class JobView:
                 self._counts(event.commit, event.step)
             case events.WorkerFoundMistake(_, kind, text):
                 self.mistakes[kind] = text
+            case events.WorkerMerged():
+                self.merged = event
             case events.WorkerPaced() | events.WorkerDigested():
                 self._knows(event.commit, now)
             case events.WorkerReady(worker, running=running):

@@ -196,6 +196,16 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "elastic_lost_workers", "Workers that ended with an error.", value=float(figures.lost)
     )
+    if view.merged is not None:
+        yield CounterMetricFamily(
+            "elastic_diloco_merges", "Merges of elastic.DiLoCo.", value=float(view.merged.merges)
+        )
+        for name, text, number in (
+            ("position", "Inner steps of the job at the last merge.", view.merged.position),
+            ("islands", "Islands in the world of the last merge.", view.merged.islands),
+            ("absent_islands", "Late islands of the last merge.", len(view.merged.absent)),
+        ):
+            yield GaugeMetricFamily(f"elastic_diloco_{name}", text, value=number)
     yield _gauge(
         "straggler",
         "1 if the worker is a straggler, else 0.",

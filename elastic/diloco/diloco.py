@@ -54,6 +54,7 @@ from elastic.monitoring import moved_tensors
 from elastic.negotiation import submission
 from elastic.negotiation.messages import ALLGATHER, ALLREDUCE, Members
 from elastic.negotiation.pending import Pending
+from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -301,6 +302,7 @@ class DiLoCo:
                 assert self._mean is not None
                 mean, self._mean = self._mean, None
                 self._apply(fragment, mean, missed)
+                self._report_merge()
         return None
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
@@ -509,6 +511,12 @@ class DiLoCo:
             # Without any token, all changes are zero already.
             mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
         return mean
+
+    def _report_merge(self) -> None:
+        rt, islands = lifecycle.active(), self.rounds.islands
+        if rt is not None and rt.place.rank == 0 and not rt.provisional:
+            merges = sum(self.merged) + 1
+            rt.report_merge(merges, self.position, len(islands.leaders), self._absent)
 
     def _log_absence(self, merge: int, islands: Islands) -> None:
         before, self._absent_before = self._absent_before, self._absent

@@ -24,6 +24,7 @@ HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
 # Small list items take far more memory than bytes on the wire, so the number of items in a frame is limited.
 PHASES_LIMIT = 1000
 MISTAKE_LIMIT = 2000  # characters of a mistake in a script
+ABSENT_LIMIT = 64  # names of islands in a report of a merge
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
@@ -318,6 +319,8 @@ class Ready(Message):
     shards: ShardsHeld | None = None  # shards that the worker holds, if its state is sharded
     kept: OlderCommits = OlderCommits()
     step: int | None = None  # step counter of the state at the commit, or None
+    # Whether this worker stops for a planned change before the agreed safepoint, see `Recovery.own_pace`.
+    own_pace: bool = False
 
 
 class Failed(Message):
@@ -475,6 +478,23 @@ class MistakeFound(Message):
 
     kind: Annotated[str, Meta(max_length=64)]
     text: Annotated[str, Meta(max_length=MISTAKE_LIMIT)]
+
+
+class Merged(Message):
+    """Message of rank 0: a merge of `elastic.DiLoCo`. Sent at most once a second, or if the absent islands change.
+
+    Args:
+        merges: number of merges of the job.
+        position: number of inner steps of the job.
+        islands: number of islands in the world.
+        absent: names of the islands that the merge did not wait for, at most `ABSENT_LIMIT`.
+    """
+
+    generation: int
+    merges: Annotated[int, Meta(ge=0)]
+    position: Annotated[int, Meta(ge=0)]
+    islands: Annotated[int, Meta(ge=1)]
+    absent: Annotated[list[Annotated[str, Meta(max_length=300)]], Meta(max_length=ABSENT_LIMIT)]
 
 
 class Raised(Message):
@@ -863,6 +883,7 @@ FromWorker = (
     | Digested
     | Miscomputed
     | MistakeFound
+    | Merged
     | Raised
     | Quit
     | Returned

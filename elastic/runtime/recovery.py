@@ -318,6 +318,7 @@ class Recovery:
             shards,
             messages.OlderCommits((*kept,) if commit is not None else ()),
             None if commit is None else step,
+            self.own_pace,
         )
         return [Send(self._ready)]
 

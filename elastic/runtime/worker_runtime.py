@@ -7,6 +7,8 @@ and `GuardedGroups` collectives. Operations needed in every step are methods of 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,14 @@ from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
 from elastic.negotiation.engine import Engine
 from elastic.protocol import messages
-from elastic.protocol.messages import MISTAKE_LIMIT, Miscomputed, MistakeFound, Place
+from elastic.protocol.messages import (
+    ABSENT_LIMIT,
+    MISTAKE_LIMIT,
+    Merged,
+    Miscomputed,
+    MistakeFound,
+    Place,
+)
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.kept_variables import KeptVariables
 from elastic.runtime.commit_log import CommitLog
@@ -30,6 +39,9 @@ from elastic.runtime.worlds import DriverWorlds, FixedWorlds
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Messenger
+
+
+MERGE_REPORT_S = 1.0  # seconds between two reports of merges with the same islands
 
 
 class WorkerRuntime:
@@ -49,6 +61,8 @@ class WorkerRuntime:
         self.alone = link is None
         self.activity = 0  # incremented by every operation that may change tensors
         self._link = link
+        # Time of the next report of a merge, and the absent islands of the last one.
+        self._merge_reports: tuple[float, list[str]] = 0.0, []
         progress = ProgressCounter()
         self.session = session = Session(env, link) if session is None else session
         self.tracing: TraceSession = (
@@ -168,6 +182,14 @@ class WorkerRuntime:
     def report_mistake(self, kind: str, text: str) -> None:
         """Report a mistake in the script to the driver, for ``elasticrun explain`` and ``elasticrun status``."""
         self.session.send(MistakeFound(kind, text[:MISTAKE_LIMIT]))
+
+    def report_merge(self, merges: int, position: int, islands: int, absent: Sequence[str]) -> None:
+        """Report a merge of `elastic.DiLoCo` to the driver, at most once a second unless other islands are absent."""
+        now, names = time.monotonic(), sorted(absent)[:ABSENT_LIMIT]
+        due_at, before = self._merge_reports
+        if now >= due_at or names != before:
+            self._merge_reports = now + MERGE_REPORT_S, names
+            self.session.send(Merged(self.generation, merges, position, islands, names))
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
 

@@ -67,6 +67,13 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         for each in values.get("unhealthy", ())
     ]
     lines += [f"  {_quarantined(each)}" for each in values.get("quarantined", ())]
+    merged = values.get("merged")  # missing from a driver of an earlier version
+    if merged is not None:
+        late = ", ".join(merged["absent"])
+        lines.append(
+            f"  {merged['merges']} merges of {merged['islands']} islands, {merged['position']} inner steps"
+            + (f"; the last merge did not wait for {late}" if late else "")
+        )
     lines += [f"  mistake in the script: {text}" for text in values.get("mistakes", ())]
     table = [("rank", "worker", "state", "for", "process", "")]
     shown = sorted(workers.values(), key=_order)[:most]

@@ -88,6 +88,7 @@ class PageModel(ViewReader):
                 "unhealthy": [],
                 "quarantined": [],
                 "mistakes": [],
+                "merged": None,
                 "rate": None,
                 "steps": None,
                 "samples": None,
@@ -279,6 +280,21 @@ class PageModel(ViewReader):
             case events.WorkerFoundMistake(_, _, text):
                 self.state.set("mistakes", [*self.view.mistakes.values()])
                 self.line("warning", "", f"mistake in the script: {text}", now)
+            case events.WorkerMerged():
+                before = self.state.values["merged"]
+                absent = event.absent
+                self.state.set(
+                    "merged",
+                    {
+                        "merges": event.merges,
+                        "position": event.position,
+                        "islands": event.islands,
+                        "absent": absent,
+                    },
+                )
+                if absent and (before is None or before["absent"] != absent):
+                    text = f"merge {event.merges} did not wait for islands {', '.join(absent)}"
+                    self.line("warning", "", text, now)
             case events.WorkerReturned():
                 self._job(phase="ending")
             case events.WorkerExited():

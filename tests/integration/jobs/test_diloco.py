@@ -204,6 +204,8 @@ def test_late_island_is_not_waited_for_and_takes_part_in_later_merges(job, tmp_p
     assert all(len(found) == 1 for found in inner.values())
     assert absent[int(env.get("AWAY", "3"))] != {()}  # the late worker or island
     assert {()} in absent.values() and absent[max(absent)] == {()}
+    reported = training.events("WorkerMerged")
+    assert any(each["absent"] for each in reported) and not reported[-1]["absent"]
     late = env["LATE"].partition(",")[0]
     own = [
         max(each["own"] for each in records if each["what"] == "step")

@@ -114,6 +114,7 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
         "TellWorld",
         "WorkerFoundMistake",
         "WorkerHealthChecked",
+        "WorkerMerged",
         "WorkerMiscomputed",
         "WorkerReconnected",
     }

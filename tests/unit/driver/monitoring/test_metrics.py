@@ -31,6 +31,7 @@ from elastic.driver.events import (
     WorkerConnected,
     WorkerDigested,
     WorkerExited,
+    WorkerMerged,
     WorkerPaced,
     WorkerProgressed,
     WorkerReady,
@@ -100,6 +101,18 @@ def test_workers_are_counted_by_stage_and_the_world_is_shown():
         "elastic_generation 1.0",
         "elastic_world_size 3.0",
         "elastic_started_workers_total 3.0",
+    } <= lines(figures)
+
+
+def test_merges_of_diloco_are_shown_with_the_number_of_late_islands():
+    figures = training(A, B)
+    assert not any(line.startswith("elastic_diloco") for line in lines(figures))
+    note(figures, WorkerMerged(A, 1, 12, 600, 3, ["us"]))
+    assert {
+        "elastic_diloco_merges_total 12.0",
+        "elastic_diloco_position 600.0",
+        "elastic_diloco_islands 3.0",
+        "elastic_diloco_absent_islands 1.0",
     } <= lines(figures)
 
 
