@@ -139,8 +139,9 @@ def follower(*, every=4, delay=0):
 
 def followed(actions, decisions=(), absent=()):
     """Perform actions, with one answer for each `Follow`, and return them."""
-    answers, found = iter(decisions), []
-    answer = None
+    answers = iter(decisions)
+    found: list[Any] = []
+    answer: Any = None
     while True:
         try:
             action = actions.send(answer)

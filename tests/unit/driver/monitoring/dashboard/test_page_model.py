@@ -497,6 +497,22 @@ def test_status_when_figures_are_from_reports_then_each_group_of_one_age_has_it_
     assert progress.count("ago") == 4, "the commit is newer than the rate"
 
 
+def test_late_islands_when_a_merge_did_not_wait_then_status_and_log_show_them_once():
+    page = training(A, B)
+    for merges in (7, 8):
+        page.view.note(events.WorkerMerged(A, 1, merges, 100 * merges, 3, ["us"]), [], 20.0)
+    page.patch(21.0)
+    assert page.state.values["merged"] == {
+        "merges": 8,
+        "position": 800,
+        "islands": 3,
+        "absent": ["us"],
+    }
+    [line] = [each for each in page.state.series["log"] if each[1] == "warning"]
+    recorded("page", line[3])
+    recorded("page", status(page.full(22.0)))
+
+
 def test_mistake_in_the_script_when_it_is_found_then_status_and_log_show_it():
     page = training(A, B)
     page.view.note(events.WorkerFoundMistake(A, "no-commit", "no state.commit()"), [], 20.0)
