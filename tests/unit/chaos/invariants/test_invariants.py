@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from elastic.chaos.invariants.invariants import BrokenInvariant, Summary, check_journal
@@ -27,6 +28,7 @@ from elastic.driver.events import (
     WelcomeWorker,
     WorkerDigested,
     WorkerMiscomputed,
+    WorkerReady,
     WorkerReconnected,
 )
 from elastic.driver.journal.file import FileJournal
@@ -257,6 +259,14 @@ def test_all_stop_in_one_place():
     )
     said = told.breaks("NEVER BACK", ready("h:1", 2, None), *torn)
     recorded("log", said)
+
+
+def test_worker_of_its_own_pace_stops_with_an_older_commit_and_not_with_a_newer_one():
+    def stopped(number: int) -> WorkerReady:
+        return msgspec.structs.replace(ready("h:1", 2, (2, number)), own_pace=True)
+
+    told_to_stop(6).line(stopped(5))
+    told_to_stop(6).breaks("NEVER BACK", stopped(7))
 
 
 def test_a_worker_without_a_connection_may_not_know_where_to_stop():
