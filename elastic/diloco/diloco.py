@@ -318,7 +318,7 @@ class DiLoCo:
         found = Decisions(0, False) if self._exchange is None else self._exchange.decisions(merge)
         if self._group is None or len(self._group.islands.members) == 1:
             return found
-        shared = torch.tensor([found.decided, int(found.wanted)], device="cpu")
+        shared = torch.tensor([found.decided, int(found.wanted)], dtype=torch.int64, device="cpu")
         self._group.share(shared, root)
         decided, wanted = shared.tolist()
         return Decisions(decided, bool(wanted))
@@ -541,7 +541,9 @@ class DiLoCo:
         if self.rounds.quorum:
             islands = self.rounds.islands
             names = [islands.names[leader] for leader in islands.leaders]
-            absent = torch.tensor([name in self._absent for name in names], device="cpu")
+            absent = torch.tensor(
+                [name in self._absent for name in names], dtype=torch.bool, device="cpu"
+            )
             self._group.share(absent, root)
             self._absent = [
                 name for name, is_absent in zip(names, absent.tolist(), strict=True) if is_absent
