@@ -18,8 +18,8 @@ from typing import Any
 from elastic.runtime.recovery import Phase, excuse_error
 from elastic.runtime.session import Session
 
-# Signals to all processes of a job arrive within milliseconds, in any order.
-GRACE_S = 0.3
+# Signals to all processes of a job arrive within milliseconds, in any order. A busy host handles them later.
+GRACE_S = 1.0
 LOOK_S = 0.01
 
 
