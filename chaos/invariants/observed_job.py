@@ -43,6 +43,7 @@ class LiveWorker:
     dismissed: bool = False  # the driver does not consider the worker a member
     running: bool = False  # the worker was inside elastic.run at its last Ready
     ready: bool = False  # the worker has reported Ready since its last world
+    own_pace: bool = False  # the worker may have stopped at an earlier commit than others
     commit: Commit | None = None  # commit in the worker's last Ready
     kept: list[Commit] = field(default_factory=list)  # older commits in the worker's last Ready
     trained_in: int = 0  # first world of elastic.run of which the worker was a member

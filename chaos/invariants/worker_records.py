@@ -232,7 +232,7 @@ class WorkerRecords:
         self._not_from_outside(worker, known, event.commit)
         known.commit = known.holds = event.commit
         known.kept = [each.commit for each in event.kept.commits]
-        known.running, known.ready = event.running, True
+        known.running, known.ready, known.own_pace = event.running, True, event.own_pace
         if self.job.first_ready_at is None:
             self.job.first_ready_at = self.job.now
             for each, other in self.job.workers.items():

@@ -262,11 +262,13 @@ def test_all_stop_in_one_place():
 
 
 def test_worker_of_its_own_pace_stops_with_an_older_commit_and_not_with_a_newer_one():
-    def stopped(number: int) -> WorkerReady:
-        return msgspec.structs.replace(ready("h:1", 2, (2, number)), own_pace=True)
+    def stopped(slot: str, number: int) -> WorkerReady:
+        return msgspec.structs.replace(ready(slot, 2, (2, number)), own_pace=True)
 
-    told_to_stop(6).line(stopped(5))
-    told_to_stop(6).breaks("NEVER BACK", stopped(7))
+    told_to_stop(6).breaks("NEVER BACK", stopped("h:1", 7))
+    told = told_to_stop(6).lines_of(stopped("h:1", 5), stopped("h:0", 6))
+    after = world(3, "h:0", "h:1", holders=1, commit=(2, 6))
+    told.line(stopped("h:2", 4), LetGo(worker("h:2"), as_sentence("SIGTERM")), after)
 
 
 def test_a_worker_without_a_connection_may_not_know_where_to_stop():
