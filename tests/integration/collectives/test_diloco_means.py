@@ -319,9 +319,12 @@ def run_late(rank: int, size: int, dtype: Any, tokens: int) -> dict[str, Any]:
         made.step(tokens * (2 * rank + 1) if tokens else None)
         found["changes"].append(flat(made.outer) - flat(made.inner))
 
-    for _ in range(5 if rank == 0 else 1):
-        step()
-    if rank == 1:
+    step()
+    submission.barrier()  # Rank 1 has taken its step before rank 0 sends a change.
+    if rank == 0:
+        for _ in range(4):
+            step()
+    else:
         await_decisions(made, 2)
         step()
         found["merged"] = sum(made.merged)

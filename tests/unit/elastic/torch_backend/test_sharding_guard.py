@@ -21,14 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def uninstalled():
-    """Later tests of this process have no check."""
-    yield
-    while sharding_guard._installed:
-        sharding_guard._installed.pop().remove()
-
-
 @pytest.fixture
 def four():
     """A mesh of four ranks, three of which are fake."""
