@@ -35,7 +35,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch, *, most_workers: int = 0) ->
     return job
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_sample_counts_once_in_every_epoch(monkeypatch):
     jobs = [run(seed, monkeypatch) for seed in range(IN_EACH_RUN)]
     assert sum(job.changes for job in jobs) >= IN_EACH_RUN // 2
@@ -156,8 +156,8 @@ BUGS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.slow
 def test_a_planted_bug_is_caught(monkeypatch, bug):
     bug(monkeypatch.setattr)
     with pytest.raises(AssertionError, match=r"Schedule\("):

@@ -6,6 +6,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
+
 from elastic.exact import load_balancing
 from elastic.exact.load_balancing import Division, LoadBalancer, SpeedWindow
 
@@ -51,6 +53,7 @@ def drawn(seed: int) -> Run:
     return Run(seed, rng.randint(ranks + 1, 32), {0: [rng.uniform(1.0, 4.0) for _ in range(ranks)]})
 
 
+@pytest.mark.nightly
 def test_divisions_with_constant_speeds_rarely_change_and_are_within_one_shard_of_the_best():
     changes: Counter[int] = Counter()
     for seed in range(SEEDS):

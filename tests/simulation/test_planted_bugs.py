@@ -78,8 +78,8 @@ def run(seed: int, bug: Bug) -> None:
     assert not (mild and outcome.code), f"the job failed, though a holder lived: {outcome.reason}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SIMULATED)
-@pytest.mark.slow
 def test_the_simulator_finds_it(name, monkeypatch, table):
     bug = SIMULATED[name]
     bug.plant(monkeypatch.setattr)

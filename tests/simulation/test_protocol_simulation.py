@@ -198,8 +198,8 @@ def crash_the_driver(first: int, step: int) -> None:
     assert crashes > 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", some(range(1, 21), 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(1, 21))
 def test_the_driver_crashes_wherever_it_gives_up_control(first):
     crash_the_driver(first, 20)
 
@@ -357,8 +357,8 @@ def test_worker_when_it_computes_wrongly_then_it_is_named_in_time_and_nobody_els
     assert injected and named
 
 
-@pytest.mark.parametrize("first", some(range(0, 300, 10), 1))
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 300, 10))
 def test_stragglers_when_standbys_are_ready_then_they_are_replaced_and_nobody_else(first):
     """While others die and drivers are replaced. The simulation checks that no straggler is killed."""
     throttled = replaced = 0

@@ -13,7 +13,7 @@ from elastic.chaos.simulator.simulator import Simulation, Violation
 from harness.golden import raises
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hosts_of_a_large_job_fail_and_come_back():
     outcome = Scale(7, workers=400, virtual_s=120.0).run()
     assert outcome.generation >= 8  # four losses, and the way back of each

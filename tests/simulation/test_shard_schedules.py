@@ -50,7 +50,7 @@ def test_in_many_more_jobs(monkeypatch, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.nightly)])
 def test_commits_when_shards_are_verified_then_they_have_the_bits_of_a_plain_loop(
     monkeypatch, share
 ):
@@ -185,8 +185,8 @@ BUGS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-@pytest.mark.slow
 def test_a_planted_bug_is_caught(monkeypatch, bug):
     first, said = BUGS[bug]
     bug(monkeypatch.setattr)

@@ -33,11 +33,11 @@ def test_it_is_an_entry_point_of_the_installed_package():
             "from elastic.runtime import lifecycle",
             "0 1",
             "ElasticProcessGroup",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param("import torch", "0 1", "ElasticProcessGroup", marks=pytest.mark.slow),
         pytest.param(  # a separate group of this worker only
-            "import horovod.torch", "1 2", "ProcessGroup", marks=pytest.mark.slow
+            "import horovod.torch", "1 2", "ProcessGroup", marks=pytest.mark.nightly
         ),
     ],
 )

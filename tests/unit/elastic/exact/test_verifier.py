@@ -93,7 +93,9 @@ class Run:
         return [torch.tensor(self.losses, dtype=torch.float64), *values]
 
 
-@pytest.mark.parametrize("share", [1 / 16, pytest.param(1 / 4, marks=pytest.mark.nightly), 1.0])
+@pytest.mark.parametrize(
+    "share", [1 / 16, *(pytest.param(s, marks=pytest.mark.nightly) for s in (1 / 4, 1.0))]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(11, marks=pytest.mark.nightly)])
 def test_training_when_shards_are_verified_then_bits_are_those_without(ranks, size, share):
     (wanted,) = ranks(1, lambda rank: Run(0.0).train())

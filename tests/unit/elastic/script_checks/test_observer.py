@@ -249,15 +249,15 @@ def loaders(job: Job) -> dict[str, object]:
     ("case", "kinds"),
     [
         ("torch", {Kind.LOADER_WITHOUT_POSITION}),
-        ("distributed", {Kind.LOADER_WITHOUT_POSITION}),
-        ("following", {Kind.LOADER_WITHOUT_POSITION}),
+        pytest.param("distributed", {Kind.LOADER_WITHOUT_POSITION}, marks=pytest.mark.nightly),
+        pytest.param("following", {Kind.LOADER_WITHOUT_POSITION}, marks=pytest.mark.nightly),
         ("elsewhere", {Kind.RANK_KEPT}),
-        ("stream", {Kind.LOADER_WITHOUT_POSITION}),
-        ("kept", {Kind.RANK_KEPT}),
+        pytest.param("stream", {Kind.LOADER_WITHOUT_POSITION}, marks=pytest.mark.nightly),
+        pytest.param("kept", {Kind.RANK_KEPT}, marks=pytest.mark.nightly),
         ("ours", {Kind.LOADER_NOT_IN_STATE}),
         ("ours in the state", set()),
-        ("sampler", {Kind.LOADER_NOT_IN_STATE}),
-        ("sampler in the state", set()),
+        pytest.param("sampler", {Kind.LOADER_NOT_IN_STATE}, marks=pytest.mark.nightly),
+        pytest.param("sampler in the state", set(), marks=pytest.mark.nightly),
     ],
 )
 def test_the_loader_of_the_steps_is_judged_and_no_other(job, following, case, kinds):
@@ -339,7 +339,13 @@ def test_nothing_is_kept_alive_after_the_check(job):
     assert gone() is None
 
 
-@pytest.mark.parametrize("case", ["torch", "following", "ours in the state"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "torch",
+        *(pytest.param(c, marks=pytest.mark.nightly) for c in ("following", "ours in the state")),
+    ],
+)
 def test_a_loss_after_the_check_is_judged_though_a_loader_was_seen(job, following, case):
     loader = loaders(job)[case]
     state = job.whole(step=0, **({"loader": loader} if "in the state" in case else {}))

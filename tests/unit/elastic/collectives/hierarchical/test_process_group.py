@@ -180,7 +180,7 @@ class TestTwoHostsOfFour(Contract):
     hosts = ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestThreeHostsWhoseRanksWereDealtOutInTurn(Contract):
     hosts = ((0, 3), (1, 4), (5, 2))
 
@@ -190,7 +190,7 @@ class TestThreeAndOne(Contract):
     hosts = ((0, 1, 2), (3,))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestOneTwoAndThree(Contract):
     hosts = ((4,), (0, 5), (1, 2, 3))
 

@@ -248,7 +248,7 @@ def test_one_nan_anywhere_is_the_result(kind, dtype, op):
             assert np.isnan(widened(each, dtype) if dtype in HALVES else each).all()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_megabyte_that_is_added_up_elsewhere_has_the_same_bits(kind):
     """Written past the caches, starting at the first aligned register."""
