@@ -12,6 +12,7 @@ from elastic.driver.events import (
     DrainRequested,
     DriverRestarted,
     EndJob,
+    Event,
     FinishWorld,
     HostLeaving,
     HostLost,
@@ -28,7 +29,6 @@ from elastic.driver.events import (
     WelcomeWorker,
     WorkerDigested,
     WorkerMiscomputed,
-    WorkerReady,
     WorkerReconnected,
 )
 from elastic.driver.journal.file import FileJournal
@@ -262,7 +262,7 @@ def test_all_stop_in_one_place():
 
 
 def test_worker_of_its_own_pace_stops_with_an_older_commit_and_not_with_a_newer_one():
-    def stopped(slot: str, number: int) -> WorkerReady:
+    def stopped(slot: str, number: int) -> Event:
         return msgspec.structs.replace(ready(slot, 2, (2, number)), own_pace=True)
 
     told_to_stop(6).breaks("NEVER BACK", stopped("h:1", 7))

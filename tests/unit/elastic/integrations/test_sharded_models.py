@@ -29,6 +29,7 @@ def sharded() -> Iterator[Any]:
     distributed.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_lightnings_trainer_refuses_a_fully_sharded_module_before_ddp_wraps_it(sharded):
     lightning = pytest.importorskip("lightning.pytorch")
     from elastic.integrations.lightning.strategy import ElasticStrategy

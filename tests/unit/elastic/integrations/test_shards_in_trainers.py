@@ -16,6 +16,7 @@ def loader(shards: Any) -> DataLoader:
     return DataLoader(range(16), global_batch_size=8, shards=shards)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # to import Lightning takes longer than all of this folder's tests: so not while they are collected
 def test_lightning_refuses_shards():
     pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")

@@ -141,7 +141,7 @@ def test_uninstalled_it_is_torchs_class():
     assert not hasattr(Sampler.__init__, "__wrapped__")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

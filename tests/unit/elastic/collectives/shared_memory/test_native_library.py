@@ -216,7 +216,7 @@ def test_unsupported_kinds_are_refused_with_the_same_message_everywhere():
             dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_group_that_outlives_the_modules_is_silent():
     """The last group of a job that has ended normally: its finalizer runs after ``os`` and the rest are gone."""
     program = (
