@@ -210,9 +210,8 @@ class Driver:
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
-        self._starts: JobStart | None = (
-            None  # until training begins, unless an earlier driver led the job
-        )
+        # None after training has begun, or if an earlier driver led the job.
+        self._starts: JobStart | None = None
         self._held: bool | None = None  # whether a member of the newest world held a commit
         # whether a published world had a commit of the script and not only the initial state; assumed after failover
         self._committed = self.generation > 0

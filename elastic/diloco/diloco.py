@@ -138,9 +138,8 @@ class DiLoCo:
         _check_quorum(grace_s, quorum, dtype)
         self.grace_s, self.quorum = grace_s, quorum
         self.rounds = Rounds(RoundSchedule(every, fragments, delay), quorum=grace_s is not None)
-        self._exchange: QuorumExchange | None = (
-            None  # of this world, on a leader of several, with a quorum
-        )
+        # Of this world, on a leader of several with a quorum; else None.
+        self._exchange: QuorumExchange | None = None
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
         if not 0.0 <= self.mix < 1.0:
             raise Invalid(

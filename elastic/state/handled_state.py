@@ -440,9 +440,15 @@ class HandledState(_OfThisProcess, ObjectState):
                 self.save()
 
     def reconcile(self) -> None:
-        for handler in self._of_kind(DiLoCoStateHandler):
-            if handler.value.rounds.quorum:
-                lifecycle.current().commits.stop_at_own_pace()
+        found = self._of_kind(DiLoCoStateHandler)
+        if any(handler.value.rounds.quorum for handler in found):
+            if len(found) > 1:
+                raise Invalid(
+                    f"{' and '.join(f'state.{handler.name}' for handler in found)} can't be merged with grace_s=, which"
+                    " is limited to one DiLoCo per state: train both models in one DiLoCo, or omit grace_s"
+                )
+            lifecycle.current().commits.stop_at_own_pace()
+        for handler in found:
             handler.value.reconcile()
 
     def finish_commit(self) -> None:

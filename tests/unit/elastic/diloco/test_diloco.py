@@ -376,3 +376,10 @@ def test_used_outer_optimizer_is_refused():
     for outer in (inner, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)):
         with pytest.raises(Invalid):
             elastic.DiLoCo(model, None, outer, every=2)
+
+
+@pytest.mark.parametrize("grace_s", [(1.0, None), (None, 1.0), (1.0, 1.0)])
+def test_second_diloco_is_refused_beside_one_with_a_quorum(grace_s):
+    first, second = (elastic.DiLoCo(network(), None, every=2, grace_s=each) for each in grace_s)
+    with pytest.raises(Invalid):
+        elastic.TorchState(first=first, second=second).reconcile()
