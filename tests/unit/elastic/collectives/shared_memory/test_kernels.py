@@ -174,7 +174,7 @@ def into(n_sources: int) -> tuple[list[int], int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[:-1]), KINDS[-1]]
+    "kind", [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[:-1]), *KINDS[-1:]]
 )
 def test_every_length_and_number_of_sources_gives_the_bits_of_the_reference(kind):
     for dtype, op, n_sources in itertools.product(DType, sorted(OPS), (1, 2, 3, 4, 5, 8)):
