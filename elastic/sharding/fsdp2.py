@@ -266,14 +266,14 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
         del param.to_sharded_dtensor
     if param.post_forward_mesh_info is not None:
         param._init_sharded_post_forward_param_metadata(model)
-    # Zeros, since FSDP2 also gathers the padding of the last shard.
-    padded = torch.zeros(
+    padded = torch.empty(
         param.padded_sharded_param_size,
         dtype=parameter.dtype,
         device="cpu" if param.offload_to_cpu else param.device,
         pin_memory=param.pin_memory,
     )
     local = padded.narrow(0, 0, param.sharded_size[0])
+    padded[param.sharded_size[0] :].zero_()  # FSDP2 also gathers the padding of the last shard
     param._sharded_param_data = padded.view(-1)
     parameter._local_tensor, parameter._spec = local, param._sharding_spec
     parameter.grad = None

@@ -18,6 +18,7 @@ from elastic.collectives.shared_memory import arena, peer_memory
 from elastic.sharding.shard_inventory import CommitId
 
 HEADER = 64  # bytes: 8 int64
+_RESERVE = 1.5  # reserved address space of a bank, as a multiple of its size
 # first int64 of the header, followed by generation, number, shard; 0 means incomplete
 _WHOLE = 0x7E1A5710C0331701
 
@@ -51,7 +52,8 @@ def offer() -> ArenaOffer | None:
 def allocate(size: int, bank: int) -> torch.Tensor:
     """Allocate the memory of a bank, in the arena if one exists.
 
-    Memory in the arena is kept until this bank allocates again or the process exits.
+    Memory in the arena is kept until this bank allocates again or the process exits. Address space for `resized` is
+    reserved after it; its pages are not touched.
 
     Args:
         size: size in bytes.
@@ -61,12 +63,26 @@ def allocate(size: int, bank: int) -> torch.Tensor:
         A uint8 tensor [size] of whole pages, which it shares with no other tensor.
     """
     _kept.pop(bank, None)
-    mine = arena.mine()
-    found = None if mine is None else mine.tensor(size, torch.uint8)
-    if found is None:
-        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    _kept[bank] = found
-    return found
+    mine, reserved = arena.mine(), int(size * _RESERVE)
+    if mine is not None:
+        found = mine.tensor(reserved, torch.uint8)
+        if found is None:
+            found = mine.tensor(size, torch.uint8)
+        if found is not None:
+            return keep(found[:size], bank)
+    return torch.frombuffer(mmap.mmap(-1, reserved), dtype=torch.uint8)[:size]
+
+
+def resized(buffer: torch.Tensor, size: int) -> torch.Tensor | None:
+    """Return memory from `allocate` with another size, or None if the new size does not fit the reserved space.
+
+    Pages that are in use stay allocated: in a virtual machine, allocating a page takes several times as long as copying
+    it. The memory of a bank is therefore up to twice as large as its contents.
+    """
+    reserved = buffer.untyped_storage().nbytes()
+    if not size <= reserved <= 2 * size:
+        return None
+    return buffer.as_strided((size,), (1,), 0)
 
 
 def keep(buffer: torch.Tensor, bank: int) -> torch.Tensor:

@@ -230,6 +230,9 @@ class ShardBuffers:
                 spare = self._spares.pop()
                 if len(spare) == size:
                     return peer_arena.keep(spare, self._number)
+        resized = None if self._own is self._held_shard else peer_arena.resized(self._own, size)
+        if resized is not None:
+            return peer_arena.keep(resized, self._number)
         return peer_arena.allocate(size, self._number)
 
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:

@@ -438,6 +438,55 @@ def test_memory_of_a_bank_stays_when_its_state_is_dropped():
     assert mine.lent == before
 
 
+def arranged(bank: ShardBuffers, rows: int) -> tuple[int, int]:
+    """Arrange the bank for this many rows of each tensor, and return its place in the arena and its size."""
+    count = 8 // rows
+    bank.arrange(shards(rows), count, (count - 1,))
+    return bank.where()
+
+
+def test_memory_of_a_bank_grows_in_place_when_a_shard_grows():
+    bank, live = ShardBuffers(), shards(2)
+    before, _ = arranged(bank, 2)
+    address = bank._own.data_ptr()
+    after, size = arranged(bank, 4)
+    assert (after, bank._own.data_ptr()) == (before, address)
+    assert size == peer_arena.HEADER + bank.layout.nbytes(1)
+    live = shards(4)
+    bank.copy(live, CommitId(4, 0))
+    assert peer_arena.is_whole(bank._own, CommitId(4, 0), 1)
+    for name, (_, rows) in bank.own_rows().items():
+        assert torch.equal(rows, live[name].local)
+
+
+def test_memory_of_a_checkpoint_stays_unchanged_when_the_shard_of_its_bank_grows():
+    bank, live = ShardBuffers(), shards(2)
+    bank.arrange(live, 4, (2,))
+    bank.copy(live, CommitId(3, 1))
+    release = bank.hold()
+    held = bank._own
+    arranged(bank, 4)
+    bank.copy(shards(4), CommitId(4, 0))
+    assert bank._own.data_ptr() != held.data_ptr()
+    assert peer_arena.is_whole(held, CommitId(3, 1), 2)
+    release()
+
+
+@pytest.mark.parametrize("size", [1000, 1500, 500])
+def test_memory_is_resized_within_the_reserved_space(size):
+    memory = peer_arena.allocate(1000, -1)
+    found = peer_arena.resized(memory, size)
+    if size == 500:
+        assert found is None, "at least half of the memory is used"
+    else:
+        assert found is not None
+        assert (found.data_ptr(), len(found)) == (memory.data_ptr(), size)
+
+
+def test_memory_is_not_resized_beyond_the_reserved_space():
+    assert peer_arena.resized(peer_arena.allocate(1000, -1), 1501) is None
+
+
 # ---- replicas ------------------------------------------------------------------------------------
 
 
