@@ -438,36 +438,33 @@ def test_memory_of_a_bank_stays_when_its_state_is_dropped():
     assert mine.lent == before
 
 
-def arranged(bank: ShardBuffers, rows: int) -> tuple[int, int]:
-    """Arrange the bank for this many rows of each tensor, and return its place in the arena and its size."""
-    count = 8 // rows
-    bank.arrange(shards(rows), count, (count - 1,))
-    return bank.where()
+def wide(rows: int) -> dict[str, LiveShard]:
+    return {"m/weight": LiveShard(torch.randn(rows, 256), RowSpec((8, 256), torch.float32))}
 
 
 def test_memory_of_a_bank_grows_in_place_when_a_shard_grows():
     bank = ShardBuffers()
-    before, _ = arranged(bank, 2)
-    bank.buffer(3).fill_(7)
-    after, size = arranged(bank, 4)
-    assert after == before
+    bank.arrange(wide(2), 4, (2,))
+    (before, small) = bank.where()
+    bank.buffer(2).fill_(7)
+    live = wide(4)
+    bank.arrange(live, 2, (1,))
+    after, large = bank.where()
+    assert (after, large - small) == (before, 2048)
     assert bank.buffer(1)[0] == 7, "its pages stay allocated"
-    assert size == peer_arena.HEADER + bank.layout.nbytes(1)
-    live = shards(4)
     bank.copy(live, CommitId(4, 0))
     assert peer_arena.is_whole(bank._own, CommitId(4, 0), 1)
-    for name, (_, rows) in bank.own_rows().items():
-        assert torch.equal(rows, live[name].local)
+    assert torch.equal(bank.own_rows()["m/weight"][1], live["m/weight"].local)
 
 
 def test_memory_of_a_checkpoint_stays_unchanged_when_the_shard_of_its_bank_grows():
-    bank, live = ShardBuffers(), shards(2)
+    bank, live = ShardBuffers(), wide(2)
     bank.arrange(live, 4, (2,))
     bank.copy(live, CommitId(3, 1))
     release = bank.hold()
     held = bank._own
-    arranged(bank, 4)
-    bank.copy(shards(4), CommitId(4, 0))
+    bank.arrange(wide(4), 2, (1,))
+    bank.copy(wide(4), CommitId(4, 0))
     assert bank._own.data_ptr() != held.data_ptr()
     assert peer_arena.is_whole(held, CommitId(3, 1), 2)
     release()
