@@ -439,18 +439,18 @@ def test_memory_of_a_bank_stays_when_its_state_is_dropped():
 
 
 def wide(rows: int) -> dict[str, LiveShard]:
-    return {"m/weight": LiveShard(torch.randn(rows, 256), RowSpec((8, 256), torch.float32))}
+    return {"m/weight": LiveShard(torch.randn(rows, 256), RowSpec((12, 256), torch.float32))}
 
 
 def test_memory_of_a_bank_grows_in_place_when_a_shard_grows():
     bank = ShardBuffers()
-    bank.arrange(wide(2), 4, (2,))
-    (before, small) = bank.where()
+    bank.arrange(wide(3), 4, (2,))
+    before, small = bank.where()
     bank.buffer(2).fill_(7)
     live = wide(4)
-    bank.arrange(live, 2, (1,))
+    bank.arrange(live, 3, (1,))
     after, large = bank.where()
-    assert (after, large - small) == (before, 2048)
+    assert (after, large - small) == (before, 1024)
     assert bank.buffer(1)[0] == 7, "its pages stay allocated"
     bank.copy(live, CommitId(4, 0))
     assert peer_arena.is_whole(bank._own, CommitId(4, 0), 1)
@@ -458,12 +458,12 @@ def test_memory_of_a_bank_grows_in_place_when_a_shard_grows():
 
 
 def test_memory_of_a_checkpoint_stays_unchanged_when_the_shard_of_its_bank_grows():
-    bank, live = ShardBuffers(), wide(2)
+    bank, live = ShardBuffers(), wide(3)
     bank.arrange(live, 4, (2,))
     bank.copy(live, CommitId(3, 1))
     release = bank.hold()
     held = bank._own
-    bank.arrange(wide(4), 2, (1,))
+    bank.arrange(wide(4), 3, (1,))
     bank.copy(wide(4), CommitId(4, 0))
     assert bank._own.data_ptr() != held.data_ptr()
     assert peer_arena.is_whole(held, CommitId(3, 1), 2)
