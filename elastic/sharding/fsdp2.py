@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elastic.collectives.dtensor import is_dtensor
-from elastic.sharding import tested_torch
+from elastic.sharding import operator_decisions, tested_torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
@@ -67,6 +67,7 @@ def obstacle(model: nn.Module) -> str | None:
         return why
     # Needed by `remesh`. Importing it there would add 0.2 s to the first recovery.
     importlib.import_module("torch.distributed.tensor.debug")
+    operator_decisions.remember()
     size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
     for group in groups(model):
