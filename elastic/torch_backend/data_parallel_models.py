@@ -10,7 +10,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -33,10 +33,36 @@ def replace() -> None:
 
 @functools.wraps(_build)
 def _build_reducer(model: DistributedDataParallel, *args: Any, **options: Any) -> None:
+    _retire_others(model)
     _build(model, *args, **options)
     group = model.process_group
     if isinstance(group, FollowingGroup) and group.ranks is None:
         _built[model] = names.generation
+
+
+def _retire_others(model: DistributedDataParallel) -> None:
+    """Remove the hooks of earlier worlds' reducers from the parameters of this model.
+
+    A script that creates DDP in the function under elastic.run has dropped these models, but a reference cycle can keep
+    them. Both reducers would then reduce each gradient.
+    """
+    ours = {id(each) for each in model.parameters()}
+    for other, generation in list(_built.items()):
+        if other is model or generation == names.generation or other in _followed:
+            continue
+        if any(id(each) in ours for each in other.parameters()):
+            untyped: Any = other
+            untyped.reducer._remove_autograd_hooks()
+            untyped.forward = _retired
+            del _built[other]
+
+
+def _retired(*_: Any, **__: Any) -> NoReturn:
+    raise NotElastic(
+        "the DistributedDataParallel object of an earlier world was called, but the script has created another one for"
+        " the same parameters: call the new object, or create one object before elastic.run and pass it to the state",
+        Fixed.REPLICA,
+    )
 
 
 def follow(model: DistributedDataParallel) -> None:

@@ -147,6 +147,54 @@ train(2)
 """
 
 
+INSIDE = """
+import os, signal, sys, torch, elastic
+from torch.nn.parallel import DistributedDataParallel
+
+elastic.init()
+torch.distributed.init_process_group()
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
+kept = []
+
+@elastic.run
+def train(state):
+    replica = DistributedDataParallel(model)
+    kept.append(replica)
+    while state.step < 8:
+        optimizer.zero_grad()
+        loss = replica(torch.ones(2, 4)).sum()
+        if state.step == 3 and elastic.size() == 3 and elastic.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+train(state)
+try:
+    kept[0](torch.ones(2, 4))
+except elastic.NotElastic as error:
+    print("refused:", error.kind.name)
+print("weights:", model[0].weight.sum().item())
+"""
+
+
+@pytest.mark.forked
+def test_replicas_created_in_the_function_train_after_a_loss_where_the_earlier_ones_still_exist(
+    job: Any, tmp_path: Path
+):
+    script = tmp_path / "inside.py"
+    script.write_text(INSIDE)
+    training = job(
+        "-np 3 --min-np 1 --blacklist-cooldown-range 100 100", ["python", script]
+    ).succeed()
+    assert re.findall(r"refused: (\w+)", training) == ["REPLICA"] * 2
+    weights = re.findall(r"weights: (\S+)", training)
+    assert len(weights) == 2 and len(set(weights)) == 1
+
+
 @pytest.mark.forked
 @pytest.mark.parametrize("die", ["", pytest.param("2 1 5", marks=pytest.mark.nightly)])
 def test_a_script_trains_again_in_a_world_that_no_worker_leaves(job: Any, tmp_path: Path, die: str):
