@@ -60,6 +60,9 @@ class JobDecisions:
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
         self.running = set(running)  # started workers without a reported exit
+        self._on_host: dict[str, set[Worker]] = {}  # the same workers by host
+        for worker in self.running:
+            self._on_host.setdefault(worker.host, set()).add(worker)
         self.members = dict(members or {})  # members of the last world
         self.stop_code: int | None = None  # set by the first request to stop
         self.ending: Shutdown | None = None  # set once the outcome is known
@@ -105,7 +108,7 @@ class JobDecisions:
             self.stop_code = event.code
         match event:
             case WorkerExited(worker):
-                self.running.discard(worker)
+                self._remove({worker})
             case WorkerRaised(worker, summary=summary):
                 self._failed[worker] = because(
                     ReasonKind.LOST_RAISED, worker=str(worker), summary=summary
@@ -117,7 +120,7 @@ class JobDecisions:
                 self._failed[worker] = lost
         unseen = self._unseen(event)
         actions = [self._record_action(action, now) for action in answer]
-        self.running -= unseen
+        self._remove(unseen)
         if self.ending is not None:
             if not begun:
                 actions += self.ending.begun
@@ -131,10 +134,16 @@ class JobDecisions:
             self._let_go.discard(event.worker)
         return actions
 
+    def _remove(self, workers: Collection[Worker]) -> None:
+        self.running.difference_update(workers)
+        for worker in workers:
+            self._on_host.get(worker.host, set()).discard(worker)
+
     def _record_action(self, action: Action, now: float) -> Action:
         match action:
             case StartWorker(worker):
                 self.running.add(worker)
+                self._on_host.setdefault(worker.host, set()).add(worker)
             case PublishWorld(_, members):
                 self.members = {member.worker: member.place for member in members}
             case LetGo(worker) | RejectWorker(worker):
@@ -170,7 +179,7 @@ class JobDecisions:
     def _unseen(self, event: Event) -> set[Worker]:
         match event:
             case HostLost(host):
-                return {worker for worker in self.running if worker.host == host}
+                return set(self._on_host.get(host, ()))
             case HostReported(_, running, ordered) if ordered is not None:
                 return self.running & (set(ordered) - set(running))
             case _:

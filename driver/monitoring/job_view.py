@@ -110,6 +110,7 @@ class JobView:
     def __init__(self) -> None:
         # Ordered workers that are not known to have exited, in the order in which they were first mentioned.
         self.workers: dict[Worker, WorkerView] = {}
+        self._on_host: dict[str, dict[Worker, None]] = {}  # the keys of `workers` on each host
         # Processes that the current event ended. They are no longer in `workers`.
         self.exited: dict[Worker, WorkerView] = {}
         # Running processes that the last event or action may have changed.
@@ -198,7 +199,7 @@ class JobView:
         self.elastic, self._adopted = prepares, True
         members = [(rank, worker) for worker, (_, rank) in workers.items() if rank is not None]
         for worker, (pid, _) in workers.items():
-            self.workers[worker] = WorkerView(worker, Stage.CONNECTED, pid, now)
+            self._add(WorkerView(worker, Stage.CONNECTED, pid, now))
         for _, worker in members:
             self.workers[worker].running = not prepares
         self._publish({worker: rank for rank, worker in sorted(members)}, generation)
@@ -279,7 +280,7 @@ class JobView:
             case events.WorkerExited(worker, code):
                 self._exits([worker], code)
             case events.HostLost(host):
-                self._exits([worker for worker in self.workers if worker.host == host], None)
+                self._exits([*self._on_host.get(host, ())], None)
             case events.HostReported(host, alive, ordered) if ordered is not None:
                 ours = [each for each in ordered if each in self.workers]
                 gone = [each for each in ours if each.host == host and each not in alive]
@@ -304,8 +305,7 @@ class JobView:
         match action:
             case events.StartWorker(worker):
                 self.started += 1
-                self.workers[worker] = started = WorkerView(worker)
-                self.touched.append(started)
+                self.touched.append(self._add(WorkerView(worker)))
             case events.PublishWorld(generation, members):
                 self._publish({each.worker: rank for rank, each in enumerate(members)}, generation)
                 self.world = action
@@ -351,9 +351,15 @@ class JobView:
     def _known(self, worker: Worker) -> WorkerView | None:
         known = self.workers.get(worker)
         if known is None and worker.incarnation > self._last.get((worker.host, worker.slot), 0):
-            known = self.workers[worker] = WorkerView(worker, Stage.CONNECTED)
+            known = self._add(WorkerView(worker, Stage.CONNECTED))
             self.touched.append(known)
         return known
+
+    def _add(self, process: WorkerView) -> WorkerView:
+        worker = process.worker
+        self.workers[worker] = process
+        self._on_host.setdefault(worker.host, {})[worker] = None
+        return process
 
     def _move(self, known: WorkerView, stage: Stage, why: Reason | None = None) -> None:
         late = stage in (Stage.CONNECTED, Stage.READY)
@@ -375,6 +381,7 @@ class JobView:
         for worker in workers:
             slot = worker.host, worker.slot
             known = self.workers.pop(worker, None)
+            self._on_host.get(worker.host, {}).pop(worker, None)
             if known is None:
                 if worker.incarnation <= self._last.get(slot, 0):
                     continue
@@ -394,7 +401,7 @@ class JobView:
         for worker, rank in self.ranks.items():
             known = self.workers.get(worker)
             if known is None:
-                known = self.workers[worker] = WorkerView(worker)
+                known = self._add(WorkerView(worker))
             known.member, known.rank, known.recovering = True, rank, False
         self.trains = any(self.workers[worker].running for worker in self.ranks)
         for worker in self.ranks:

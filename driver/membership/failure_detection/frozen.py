@@ -138,8 +138,13 @@ class Frozen(Part):
             self.actions.log("error", f"{reason}; {awaited}")
 
     def _all_there(self, host: str) -> bool:
-        here = [s for s in self.roster.first_at(*AT_STAKE) if s.worker in self.worlds.world.places]
-        return bool(here) and all(s.worker.host == host or s.killed_for for s in here)
+        places, found = self.worlds.world.places, False
+        for record in self.roster.first_at(*AT_STAKE):
+            if record.worker in places:
+                if record.worker.host != host and not record.killed_for:
+                    return False
+                found = True
+        return found
 
     def host_is_back(self, host: str) -> None:
         """Handle a new report of the agent of a host that was lost."""
@@ -153,14 +158,15 @@ class Frozen(Part):
                 self._without_host(host, reason)
 
     def _without_host(self, host: str, reason: Reason) -> None:
-        members = [s for s in self.worlds.live() if s.worker.host == host]
-        for record in [*self.roster.hosts.get(host, {}).values()]:
+        here, places = self.roster.hosts.get(host, {}), self.worlds.world.places
+        members = self.roster.live(worker for worker in here if worker in places)
+        for record in [*here.values()]:
             if record.in_plans:
                 record.killed_for = record.killed_for or reason
                 record.exit_by = None
                 record.stage = WorkerStage.DISMISSED
         if members:
-            self.given_up(members[0], reason)
+            self.given_up(min(members, key=lambda s: places[s.worker].rank), reason)
 
     def given_up(self, record: WorkerRecord, reason: Reason) -> None:
         """Stop waiting for the exit of a worker that cannot be reached."""

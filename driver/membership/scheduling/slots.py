@@ -7,7 +7,7 @@ to be reclaimed, and the slot is not quarantined.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.cooldown import Cooldown, Slot
@@ -197,33 +197,42 @@ class Slots:
             self.cooldown.clear([slot])
         return failed
 
-    def free(self, taken: Collection[Slot], now: float, *, short: bool) -> list[Slot]:
+    def free(self, live: Mapping[str, Iterable[Worker]], now: float, *, short: bool) -> list[Slot]:
         """Return the slots in which a worker could be started now.
 
         Args:
-            taken: slots with a live process.
+            live: the live processes of each host.
             now: current time, in seconds.
             short: whether there are too few workers, so that vacated slots may be used too.
         """
         return [
             slot
-            for slot, at in self._usable(taken)
+            for slot, at in self._usable(live)
             if at <= now and (short or slot not in self._left)
         ]
 
-    def next_at(self, taken: Collection[Slot], now: float, *, short: bool) -> float | None:
+    def next_at(
+        self, live: Mapping[str, Iterable[Worker]], now: float, *, short: bool
+    ) -> float | None:
         """Return the time at which the next cooling slot becomes usable, in seconds, or None if no slot is cooling."""
-        usable = self._usable(taken)
+        usable = self._usable(live)
         times = [at for slot, at in usable if at > now and (short or slot not in self._left)]
         return min(times, default=None)
 
-    def _usable(self, taken: Collection[Slot]) -> Iterator[tuple[Slot, float]]:
-        for slot in rank_order.slots(self._hosts):
-            excluded = slot[0] in self._drained or self.kept_out(slot)
-            if slot not in taken and slot not in self.completed and not excluded:
-                ready_at = self.cooldown.ready_at(slot)
-                if ready_at is not None:
-                    yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
+    def _usable(self, live: Mapping[str, Iterable[Worker]]) -> Iterator[tuple[Slot, float]]:
+        # Host by host, because nearly all hosts of a large job are full.
+        for host, count in self._hosts.items():
+            taken = {worker.slot for worker in live.get(host, ())}
+            for number in range(count):
+                if number not in taken:
+                    yield from self._if_usable((host, number))
+
+    def _if_usable(self, slot: Slot) -> Iterator[tuple[Slot, float]]:
+        if slot[0] in self._drained or self.kept_out(slot) or slot in self.completed:
+            return
+        ready_at = self.cooldown.ready_at(slot)
+        if ready_at is not None:
+            yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
         """Return whether no listed slot can ever be used again. False for an empty list, which may still grow."""

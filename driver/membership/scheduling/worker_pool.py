@@ -65,13 +65,13 @@ class WorkerPool:
             if room <= 0:
                 # The slots are checked again when one of these workers calls init() or exits.
                 return
-        # Checking every slot after each event would take too long if nothing has changed.
-        most = self.workers_max + self.spare
-        state = (self.roster.version, self.slots.version, self.roster.staying(), most, room)
+        # Checking every slot after each event would take too long. A check that found a free slot has started a worker
+        # there, which changes the version, so with the same versions none is free, however many workers are wanted.
+        state = (self.roster.version, self.slots.version, self._short())
         if state == self._looked_at and self.actions.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
-        free = self.slots.free(self._taken(), self.actions.now, short=self._short())
+        free = self.slots.free(self.roster.hosts, self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
         needed = max(0, wanted - self.spare)  # All workers beyond this number are standbys.
         # The new worker never gets rank 0, because the members are already training.
@@ -138,9 +138,6 @@ class WorkerPool:
             return 0
         most = self.workers_max + self.spare
         return most - self.roster.staying() - len(self.slots.completed)
-
-    def _taken(self) -> Collection[tuple[str, int]]:
-        return {s.slot for s in self.roster.values()}
 
     # ---- leaving ---------------------------------------------------------------------------------------------------
 
@@ -361,7 +358,7 @@ class WorkerPool:
         if state != self._cooling[0] or self._cooling[1] <= self.actions.now:
             at = None
             if self.settings.elastic:
-                at = self.slots.next_at(self._taken(), self.actions.now, short=self._short())
+                at = self.slots.next_at(self.roster.hosts, self.actions.now, short=self._short())
             self._cooling = (state, inf if at is None else at)
         return None if self._cooling[1] == inf else self._cooling[1]
 

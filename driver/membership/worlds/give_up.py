@@ -201,7 +201,7 @@ class GiveUpRules:
 
     def _too_few_slots(self, need: int) -> Reason | None:
         slots = self._staff.slots
-        usable = slots.usable([record.slot for record in self._staff.roster.in_plans()])
+        usable = slots.usable({record.slot for record in self._staff.roster.in_plans()})
         given_up = slots.given_up()
         if usable >= need or not given_up:
             return None

@@ -64,6 +64,7 @@ class Begin(msgspec.Struct, tag=True):
     driver: str
     secret: str
     hosts: dict[str, int]
+    lease_s: float = Settings.lease_s
 
 
 class Lose(msgspec.Struct, tag=True):
@@ -133,7 +134,7 @@ class LightAgent:
             heard=self._heard,
             closed=lambda reason: None,
             missing=lambda reason: None,
-            lease_s=Settings.lease_s,
+            lease_s=fleet.lease_s,
         )
         self._running = asyncio.create_task(self.uplink.run())
         self._ticking: asyncio.TimerHandle | None = None
@@ -243,6 +244,7 @@ class LightAgents:
 
     def __init__(self, begin: Begin, tell: Callable[[Answer], None]) -> None:
         self.secret = bytes.fromhex(begin.secret)
+        self.lease_s = begin.lease_s
         self.random = random.Random(len(begin.hosts))
         self.heard = self.said = 0  # messages
         self._driver = parse_address(begin.driver)

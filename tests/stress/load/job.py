@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from elastic.driver.settings import Settings
 from harness import wording
 from harness.ports import free_port
 from harness.processes import path_of_tests
@@ -29,11 +30,22 @@ Found = TypeVar("Found")
 
 
 class LightJob:
-    """A driver and its agents. Use as a context manager; it leaves no process behind."""
+    """A driver and its agents. Use as a context manager; it leaves no process behind.
 
-    def __init__(self, workers: int, slots: int, folder: Path) -> None:
+    Args:
+        workers: number of workers.
+        slots: number of workers of each host.
+        folder: empty folder for the journal and the logs.
+        lease_s: liveness timeout in seconds. Thousands of hosts on one machine share its cores, so their answers may
+            take longer than those of real hosts.
+    """
+
+    def __init__(
+        self, workers: int, slots: int, folder: Path, lease_s: float = Settings.lease_s
+    ) -> None:
         self.hosts = hosts_of(workers, slots)
         self.workers = workers
+        self.lease_s = lease_s
         self.folder = folder
         self.journal = folder / "journal.jsonl"
         self.port = free_port()
@@ -59,7 +71,7 @@ class LightJob:
 
     def __enter__(self) -> LightJob:
         self.start_driver()
-        self.order(Begin(f"127.0.0.1:{self.port}", self.secret, self.hosts))
+        self.order(Begin(f"127.0.0.1:{self.port}", self.secret, self.hosts, self.lease_s))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +89,7 @@ class LightJob:
         flags += ["--hostfile", str(self.folder / "hosts"), "--job", "scale"]
         flags += ["--journal", str(self.journal), "--resume", "--driver-port", str(self.port)]
         flags += ["--secret-file", str(self.folder / "secret"), "--network-interface", "lo"]
+        flags += ["--lease", f"{self.lease_s:g}"]
         self.began_at = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "stress.load.driver", *flags, "--", "train.py"],

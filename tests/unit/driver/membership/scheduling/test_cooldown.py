@@ -63,35 +63,35 @@ def test_thousand_failures_do_not_overflow():
 
 def test_slots_are_used_once_each_in_the_order_of_the_list():
     s = slots(b=1, a=2)
-    assert s.free((), 0.0, short=False) == [("b", 0), ("a", 0), ("a", 1)]
+    assert s.free({}, 0.0, short=False) == [("b", 0), ("a", 0), ("a", 1)]
     assert s.start(("a", 0)) == Worker("a", 0, 1)
-    assert s.free({("a", 0)}, 0.0, short=False) == [("b", 0), ("a", 1)]
+    assert s.free({"a": [Worker("a", 0, 1)]}, 0.0, short=False) == [("b", 0), ("a", 1)]
     assert s.start(("a", 0)) == Worker("a", 0, 2)
 
 
 def test_left_slots_are_used_only_if_there_are_too_few_or_they_are_listed_again():
     s = slots(a=2)
     s.leave(("a", 0))
-    assert s.free((), 0.0, short=False) == [("a", 1)]
-    assert s.free((), 0.0, short=True) == [("a", 0), ("a", 1)]
+    assert s.free({}, 0.0, short=False) == [("a", 1)]
+    assert s.free({}, 0.0, short=True) == [("a", 0), ("a", 1)]
     s.announce({"a": 2})
-    assert s.free((), 0.0, short=False) == [("a", 1)]
+    assert s.free({}, 0.0, short=False) == [("a", 1)]
     s.announce({})
     s.announce({"a": 2})
-    assert s.free((), 0.0, short=False) == [("a", 0), ("a", 1)]
+    assert s.free({}, 0.0, short=False) == [("a", 0), ("a", 1)]
 
 
 def test_slot_whose_program_exited_with_0_is_not_used_again():
     s = slots(a=2)
     s.complete(("a", 0))
-    assert s.free((), 0.0, short=True) == [("a", 1)]
+    assert s.free({}, 0.0, short=True) == [("a", 1)]
 
 
 def test_list_is_exhausted_when_all_slots_are_given_up_but_not_when_empty():
     s = slots(a=1)
     assert s.failed(("a", 0), 0.0, fruitful=False) == 1.0
-    assert s.next_at((), 0.5, short=False) == 1.0 and not s.spent()
+    assert s.next_at({}, 0.5, short=False) == 1.0 and not s.spent()
     s.failed(("a", 0), 0.0, fruitful=False)
-    assert s.spent() and s.next_at((), 0.5, short=False) is None
+    assert s.spent() and s.next_at({}, 0.5, short=False) is None
     s.announce({})
     assert not s.spent()
