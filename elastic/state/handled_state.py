@@ -605,6 +605,7 @@ class HandledState(_OfThisProcess, ObjectState):
         *,
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
+        keeps: bool = False,
     ) -> int:
         """Send the live state of rank ``root`` to the other ranks, which receive it in place. Does not save.
 
@@ -613,6 +614,7 @@ class HandledState(_OfThisProcess, ObjectState):
             root: the sending rank.
             expected_equal: the receiver holds the same commit; log a warning that names parameters that differ.
             group_on: creates a group of the same ranks on a GPU.
+            keeps: whether tensors are not sent if all receivers hold them already.
 
         Returns:
             The number of bytes copied.
@@ -621,7 +623,7 @@ class HandledState(_OfThisProcess, ObjectState):
             StateMismatch: the layout or a schedule of this receiver differs. Raised after everything was received.
         """
         moved, values = state_transfer.transfer(
-            group, root, self._parts(), self._values(), self.layout(), group_on
+            group, root, self._parts(), self._values(), self.layout(), group_on, keeps=keeps
         )
         if group.rank == root:
             return moved

@@ -418,6 +418,7 @@ class ObjectState(State):
         *,
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
+        keeps: bool = False,
     ) -> int:
         """Send the values of rank ``root`` to the other ranks.
 

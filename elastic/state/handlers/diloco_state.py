@@ -65,6 +65,14 @@ class DiLoCoStateHandler(Part):
         }
         return structure, tensors
 
+    def kept(self, structure: Any) -> set[str]:
+        value = self.value
+        if not value.own_steps:
+            return set()
+        # After the same merges, outer parameters and outer optimizer are bitwise equal on all workers.
+        same = value.merged == list(structure["merged"])
+        return {name for name in self.pack()[1] if same or name.startswith(OTHER)}
+
     def own(self) -> Any:
         return self.value.own_state()
 
@@ -98,6 +106,8 @@ class DiLoCoStateHandler(Part):
     ) -> None:
         value = self.value
         entries = {n[len(ENTRY) :]: each for n, each in fresh.items() if n.startswith(ENTRY)}
+        if not entries and not restoring and self.kept(structure):
+            entries = self._outer_entries.pack()[1]  # not sent, because this worker has them
         self._outer_entries.place(structure["outer"], entries, own, restoring=restoring)
         gained = value.take_shared(structure)
         if restoring and own is not None:

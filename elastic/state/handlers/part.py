@@ -66,6 +66,14 @@ class Part(StateHandler):
         """Return a structure of Python values that can be copied and pickled, and the live tensors, detached."""
         raise NotImplementedError
 
+    def kept(self, structure: Any) -> set[str]:
+        """Return the names of tensors that this worker holds already, with the sender's content. Default: none.
+
+        Args:
+            structure: structure of the sender.
+        """
+        return set()
+
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return a structure and the live tensors for a commit, like `pack`. Tensors need not be detached."""
         return self.pack()

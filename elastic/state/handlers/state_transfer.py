@@ -49,6 +49,8 @@ class TransferData(Protocol):
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]: ...
 
+    def kept(self, structure: Any) -> set[str]: ...
+
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]: ...
@@ -65,6 +67,8 @@ def transfer(
     values: dict[str, Any],
     layout: str,
     group_on: GroupOn | None = None,
+    *,
+    keeps: bool = False,
 ) -> tuple[int, dict[str, Any]]:
     """Send the state of rank ``root`` to all other ranks of the group. Collective.
 
@@ -75,6 +79,7 @@ def transfer(
         values: the Python values of the state; used on root only.
         layout: the lines that must be equal on all ranks.
         group_on: creates the group of the same ranks on a GPU; called on all of them.
+        keeps: whether tensors are not sent if all receivers hold them already, see `Part.kept`. Used on root only.
 
     Returns:
         The number of bytes copied, and root's ``values``.
@@ -88,7 +93,7 @@ def transfer(
     if group.size == 1:
         return 0, values
     if group.rank == root:
-        return _send(group, root, parts, values, layout, group_on), values
+        return _send(group, root, parts, values, layout, group_on, keeps), values
     return _receive(group, root, parts, layout, group_on)
 
 
@@ -99,6 +104,7 @@ def _send(
     values: dict[str, Any],
     layout: str,
     group_on: GroupOn | None,
+    keeps: bool,
 ) -> int:
     structures: dict[str, Any] = {}
     tensors: dict[Key, torch.Tensor | Destination] = {}
@@ -109,10 +115,13 @@ def _send(
             tensors[name, key] = tensor
             specs[name, key] = TensorSpec.of(tensor)
     content = _pickled(values, structures, _referred(parts))
-    header = pickle.dumps((layout, specs, content), protocol=pickle.HIGHEST_PROTOCOL)
+    keeps = keeps and any(part.kept(structures[name]) for name, part in parts.items())
+    header = pickle.dumps((layout, specs, content, keeps), protocol=pickle.HIGHEST_PROTOCOL)
     length = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root).wait()
     group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
+    if keeps:
+        specs = _lacking(group, specs, set(specs))
     failpoint("state-copy")
     moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
     return len(header) + moved
@@ -129,19 +138,24 @@ def _receive(
     group.broadcast(length, root).wait()
     header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     group.broadcast(header, root).wait()
-    theirs, specs, content = pickle.loads(header.numpy().tobytes())
+    theirs, specs, content, keeps = pickle.loads(header.numpy().tobytes())
     try:
         if theirs != layout:
             raise StateMismatch(f"{difference(theirs, layout)}: run the same script on all workers")
         values, structures = _unpickled(content, _referred(parts))
         where = _destinations(parts, structures, specs)
+        kept = {(name, key) for name, part in parts.items() for key in part.kept(structures[name])}
     except Interrupted:
         raise
     except Exception:
         # The other ranks depend on this rank's broadcasts, so receive everything before raising.
+        if keeps:
+            specs = _lacking(group, specs, set(specs))
         nowhere: dict[Key, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NOWHERE)
         _travel(_roads(group, specs, nowhere, None), root, nowhere)
         raise
+    if keeps:
+        specs = _lacking(group, specs, kept)
     # The broadcasts do not change the versions of the tensors that they write.
     change_detection.notice()
     failpoint("state-copy")
@@ -151,6 +165,21 @@ def _receive(
             mine = {key: tensor for (of, key), tensor in fresh.items() if of == name}
             part.place(structures[name], mine, None, restoring=False)
     return len(header) + moved, values
+
+
+def _lacking(
+    group: Collectives, specs: dict[Key, TensorSpec], kept: set[Key]
+) -> dict[Key, TensorSpec]:
+    """Return the tensors that any rank lacks. Collective.
+
+    Args:
+        group: group of the root and the receivers.
+        specs: the tensors of the state.
+        kept: the tensors that this rank holds.
+    """
+    lacks = torch.tensor([key not in kept for key in specs], dtype=torch.int64, device="cpu")
+    group.allreduce(lacks, Op.MAX).wait()
+    return {key: spec for (key, spec), any_ in zip(specs.items(), lacks, strict=True) if any_}
 
 
 def _referred(parts: Mapping[str, TransferData]) -> dict[str, object]:

@@ -9,7 +9,9 @@ import torch
 import elastic
 from elastic.errors import Invalid
 from elastic.torch_backend.group_names import names
+from harness.fakes import collectives as fake
 from harness.golden import raises
+from harness.groups import at_once
 
 
 def network(seed=0):
@@ -383,3 +385,42 @@ def test_second_diloco_is_refused_beside_one_with_a_quorum(grace_s):
     first, second = (elastic.DiLoCo(network(), None, every=2, grace_s=each) for each in grace_s)
     with pytest.raises(Invalid):
         elastic.TorchState(first=first, second=second).reconcile()
+
+
+def sent_bytes(states, keeps):
+    groups = fake.world(len(states), timeout_s=5.0)
+    return at_once(lambda state, group: state.transfer(group, 0, keeps=keeps), states, groups)[0]
+
+
+def trained_state(steps):
+    model = network()
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    diloco = elastic.DiLoCo(model, inner, every=4)
+    for number in range(steps):
+        inner_step(model, inner, number)
+        diloco.step()
+    return elastic.TorchState(diloco=diloco)
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_sent"), [((7, 5, 6), False), ((7, 5, 3), True), ((7, 5, 0), True)]
+)
+def test_transfer_when_all_receivers_have_the_same_merges_omits_outer_tensors(steps, is_sent):
+    states, others = ([trained_state(each) for each in steps] for _ in range(2))
+    tensors = states[0]._parts()["diloco"].pack()[1].values()
+    everything, found = sent_bytes(others, False), sent_bytes(states, True)
+    assert everything - found == (0 if is_sent else sum(each.nbytes for each in tensors))
+    for state, other in zip(states, others, strict=True):
+        assert state.diloco.rounds.shared() == other.diloco.rounds.shared()
+        for one, two in zip(
+            bits(state.diloco.model) + state.diloco.outer,
+            bits(other.diloco.model) + other.diloco.outer,
+            strict=True,
+        ):
+            assert torch.equal(one, two)
+        buffers = [
+            [entry["momentum_buffer"] for entry in each.diloco.outer_optimizer.state.values()]
+            for each in (state, other, states[0])
+        ]
+        assert buffers[0] and all(map(torch.equal, *buffers[:2]))
+        assert all(map(torch.equal, *buffers[1:]))
