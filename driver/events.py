@@ -195,6 +195,8 @@ class WorkerMerged(Event):
     position: int
     islands: int
     absent: list[str]
+    waited_s: Finite = 0.0
+    names: list[str] = []
 
 
 class WorkerProgressed(Event):

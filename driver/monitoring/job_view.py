@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.driver import events
+from elastic.driver.monitoring.late_islands import LateIslands
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
 
@@ -129,7 +130,7 @@ class JobView:
         self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
         self.mistakes: dict[str, str] = {}  # mistakes that the script checks found, by kind
-        self.merged: events.WorkerMerged | None = None  # the last reported merge of elastic.DiLoCo
+        self.islands = LateIslands()  # of elastic.DiLoCo
         self._adopted = False  # a previous driver may have learned of more commits
         # Steps of the state at the commits that were reported last.
         self._steps: dict[Commit, int] = {}
@@ -251,7 +252,7 @@ class JobView:
             case events.WorkerFoundMistake(_, kind, text):
                 self.mistakes[kind] = text
             case events.WorkerMerged():
-                self.merged = event
+                self.islands.receive(event, now)
             case events.WorkerPaced() | events.WorkerDigested():
                 self._knows(event.commit, now)
             case events.WorkerReady(worker, running=running):

@@ -196,14 +196,20 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "elastic_lost_workers", "Workers that ended with an error.", value=float(figures.lost)
     )
-    if view.merged is not None:
+    merged = view.islands.last
+    if merged is not None:
         yield CounterMetricFamily(
-            "elastic_diloco_merges", "Merges of elastic.DiLoCo.", value=float(view.merged.merges)
+            "elastic_diloco_merges", "Merges of elastic.DiLoCo.", value=float(merged.merges)
+        )
+        yield CounterMetricFamily(
+            "elastic_diloco_waited_seconds",
+            "Time that rank 0 has waited for merges.",
+            value=view.islands.waited_s,
         )
         for name, text, number in (
-            ("position", "Inner steps of the job at the last merge.", view.merged.position),
-            ("islands", "Islands in the world of the last merge.", view.merged.islands),
-            ("absent_islands", "Late islands of the last merge.", len(view.merged.absent)),
+            ("position", "Inner steps of the job at the last merge.", merged.position),
+            ("islands", "Islands in the world of the last merge.", merged.islands),
+            ("absent_islands", "Late islands of the last merge.", len(merged.absent)),
         ):
             yield GaugeMetricFamily(f"elastic_diloco_{name}", text, value=number)
     yield _gauge(

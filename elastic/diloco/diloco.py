@@ -19,6 +19,7 @@ import copy
 import functools
 import math
 import sys
+import time
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
@@ -175,6 +176,7 @@ class DiLoCo:
         self._mean: torch.Tensor | None = None  # once it is complete on the leader
         self._absent: list[str] = []  # islands that are absent from that mean
         self._absent_before: list[str] = []  # islands that were absent from the mean before
+        self._waited_s = 0.0  # for the last mean
         self._outer_before: list[torch.Tensor] = []  # while the state of another rank is received
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -481,6 +483,13 @@ class DiLoCo:
 
     def _received(self, fragment: int) -> torch.Tensor:
         """Wait for the mean that was started last, and return it. Called on a leader."""
+        began = time.monotonic()
+        try:
+            return self._awaited(fragment)
+        finally:
+            self._waited_s = time.monotonic() - began
+
+    def _awaited(self, fragment: int) -> torch.Tensor:
         started, self._in_flight = self._in_flight, []
         exchange, islands = self._exchange, self.rounds.islands
         self._absent = []
@@ -515,7 +524,8 @@ class DiLoCo:
         rt, islands = lifecycle.active(), self.rounds.islands
         if rt is not None and rt.place.rank == 0 and not rt.provisional:
             merges = sum(self.merged) + 1
-            rt.report_merge(merges, self.position, len(islands.leaders), self._absent)
+            names = [islands.names[leader] for leader in islands.leaders]
+            rt.report_merge(merges, self.position, names, self._absent, self._waited_s)
 
     def _log_absence(self, merge: int, islands: Islands) -> None:
         before, self._absent_before = self._absent_before, self._absent

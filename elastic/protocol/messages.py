@@ -44,6 +44,11 @@ STACKS_SIGNAL_OFFSET = 4
 Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
+IslandNames = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=300)]], msgspec.Meta(max_length=ABSENT_LIMIT)
+]
+
+
 class ProtocolError(Exception):
     """The peer sent bytes that are not a message of this protocol, or failed authentication."""
 
@@ -488,13 +493,18 @@ class Merged(Message):
         position: number of inner steps of the job.
         islands: number of islands in the world.
         absent: names of the islands that the merge did not wait for, at most `ABSENT_LIMIT`.
+        waited_s: seconds that this rank has waited for merges in inner steps since its previous message.
+        names: names of the islands in the world, at most `ABSENT_LIMIT`. Empty if the previous message of this rank
+            had the same names.
     """
 
     generation: int
     merges: Annotated[int, Meta(ge=0)]
     position: Annotated[int, Meta(ge=0)]
     islands: Annotated[int, Meta(ge=1)]
-    absent: Annotated[list[Annotated[str, Meta(max_length=300)]], Meta(max_length=ABSENT_LIMIT)]
+    absent: IslandNames
+    waited_s: Finite = 0.0
+    names: IslandNames = []
 
 
 class Raised(Message):

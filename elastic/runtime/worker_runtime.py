@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,16 @@ if TYPE_CHECKING:
 MERGE_REPORT_S = 1.0  # seconds between two reports of merges with the same islands
 
 
+@dataclass
+class MergeReports:
+    """State of the reports of merges."""
+
+    due_at: float = 0.0  # time of the next report
+    absent: list[str] = field(default_factory=list)  # islands in the last report
+    names: list[str] = field(default_factory=list)
+    waited_s: float = 0.0  # since the last report
+
+
 class WorkerRuntime:
     """Runtime of the process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
 
@@ -61,8 +72,7 @@ class WorkerRuntime:
         self.alone = link is None
         self.activity = 0  # incremented by every operation that may change tensors
         self._link = link
-        # Time of the next report of a merge, and the absent islands of the last one.
-        self._merge_reports: tuple[float, list[str]] = 0.0, []
+        self._merge_reports = MergeReports()
         progress = ProgressCounter()
         self.session = session = Session(env, link) if session is None else session
         self.tracing: TraceSession = (
@@ -183,13 +193,39 @@ class WorkerRuntime:
         """Report a mistake in the script to the driver, for ``elasticrun explain`` and ``elasticrun status``."""
         self.session.send(MistakeFound(kind, text[:MISTAKE_LIMIT]))
 
-    def report_merge(self, merges: int, position: int, islands: int, absent: Sequence[str]) -> None:
-        """Report a merge of `elastic.DiLoCo` to the driver, at most once a second unless other islands are absent."""
-        now, names = time.monotonic(), sorted(absent)[:ABSENT_LIMIT]
-        due_at, before = self._merge_reports
-        if now >= due_at or names != before:
-            self._merge_reports = now + MERGE_REPORT_S, names
-            self.session.send(Merged(self.generation, merges, position, islands, names))
+    def report_merge(
+        self,
+        merges: int,
+        position: int,
+        islands: Sequence[str],
+        absent: Sequence[str],
+        waited_s: float,
+    ) -> None:
+        """Report a merge of `elastic.DiLoCo` to the driver, at most once a second unless other islands are absent.
+
+        Args:
+            merges: number of merges of the job.
+            position: number of inner steps of the job.
+            islands: names of all islands.
+            absent: names of the islands that the merge did not wait for.
+            waited_s: seconds that this rank has waited for the merge.
+        """
+        reports, now, late = self._merge_reports, time.monotonic(), sorted(absent)[:ABSENT_LIMIT]
+        reports.waited_s += waited_s
+        if now >= reports.due_at or late != reports.absent:
+            names = sorted(islands)[:ABSENT_LIMIT]
+            self.session.send(
+                Merged(
+                    self.generation,
+                    merges,
+                    position,
+                    len(islands),
+                    late,
+                    reports.waited_s,
+                    [] if names == reports.names else names,
+                )
+            )
+            self._merge_reports = MergeReports(now + MERGE_REPORT_S, late, names)
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
 

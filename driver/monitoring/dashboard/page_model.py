@@ -290,6 +290,8 @@ class PageModel(ViewReader):
                         "position": event.position,
                         "islands": event.islands,
                         "absent": absent,
+                        "waited_s": self.view.islands.waited_s,
+                        "rows": self.view.islands.rows(),
                     },
                 )
                 if absent and (before is None or before["absent"] != absent):

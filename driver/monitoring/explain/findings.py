@@ -17,6 +17,7 @@ import msgspec
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
 from elastic.driver.monitoring.explain.causes import FOLLOWS, Cause, Death
 from elastic.driver.monitoring.explain.job_history import Incident, JobHistory, StoreOutage
+from elastic.driver.monitoring.late_islands import LateIslands
 from elastic.driver.monitoring.shard_status import recovery_facts
 from elastic.driver.monitoring.stalls import Stall, StallEnd, blamed
 from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
@@ -35,6 +36,7 @@ MUCH_SLOW_S = 60.0  # shortest slow time of a straggler that is worth an advice
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 NAMED_SLOTS = 8
+NAMED_ISLANDS = 8  # number of late islands by name
 REPEATS = 3  # number of losses from which a cause is considered recurring
 
 
@@ -66,6 +68,7 @@ class FindingKind(enum.Enum):
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
     SHARDED = "sharded"
+    ISLANDS = "islands"  # merges of elastic.DiLoCo, and its late islands
     UNHEALTHY = "unhealthy"  # slots with failed health checks
     SLOW = "slow"  # a straggler
     MORE_SLOW = "more slow"
@@ -392,6 +395,8 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
     yield from (finding for _, finding in sorted(_in_time(story), key=lambda each: each[0]))
     if (sharded := story.shards.facts) is not None:
         yield JobFinding(FindingKind.SHARDED, {**sharded, "ended": story.view.end is not None})
+    if story.view.islands.last is not None:
+        yield JobFinding(FindingKind.ISLANDS, _islands(story, story.view.islands))
     if story.view.failed_checks:
         yield JobFinding(FindingKind.UNHEALTHY, _unhealthy(story))
     if story.planned.count:
@@ -404,6 +409,24 @@ def _course(story: JobHistory) -> Iterator[JobFinding]:
         yield JobFinding(FindingKind.DRIVERS, {"drivers": story.drivers})
     if story.more_silences:
         yield JobFinding(FindingKind.MORE_SILENCES, {"times": story.more_silences})
+
+
+def _islands(story: JobHistory, islands: LateIslands) -> dict[str, Any]:
+    assert islands.last is not None
+    late = sorted(islands.islands.items(), key=lambda each: (-each[1].merges, each[0]))
+    named = [
+        {
+            "name": name,
+            "merges": each.merges,
+            "first_s": _since(story, each.first_at),
+            "last_s": _since(story, each.last_at),
+            "late": each.late,
+        }
+        for name, each in late[:NAMED_ISLANDS]
+    ]
+    more = max(0, len(late) - NAMED_ISLANDS)
+    last, facts = islands.last, {"waited_s": islands.waited_s, "islands": named, "more": more}
+    return {"merges": last.merges, "position": last.position, "size": last.islands, **facts}
 
 
 def _unhealthy(story: JobHistory) -> dict[str, Any]:

@@ -42,6 +42,7 @@ _SECTIONS = {
     FindingKind.NEVER_TRAINED: "course",
     FindingKind.INCIDENT: "course",
     FindingKind.SHARDED: "course",
+    FindingKind.ISLANDS: "course",
     FindingKind.UNHEALTHY: "course",
     FindingKind.SLOW: "course",
     FindingKind.MORE_SLOW: "course",
@@ -457,6 +458,25 @@ def _slow(facts: Facts) -> str:
     )
 
 
+def _islands(facts: Facts) -> str:
+    text = (
+        f"{counted(facts['size'], 'island')} merged {counted(facts['merges'], 'time')} up to inner step"
+        f" {facts['position']}; rank 0 waited {duration(facts['waited_s'])} for merges."
+    )
+    for each in facts["islands"]:
+        begin, end = duration(each["first_s"]), duration(each["last_s"])
+        at = f"at +{begin}" if begin == end else f"from +{begin} to +{end}"
+        text += (
+            f" Island {shown(each['name'], 80)} was late for {counted(each['merges'], 'merge')}, {at}"
+            + (
+                "; the last merge did not wait for it."
+                if each["late"]
+                else "; later merges contain its changes."
+            )
+        )
+    return text + (f" {counted(facts['more'], 'more island')} were late." if facts["more"] else "")
+
+
 def _unhealthy(facts: Facts) -> str:
     texts = []
     for each in facts["slots"]:
@@ -739,6 +759,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     FindingKind.SHARDED: lambda f: (
         f"The state {'was' if f['ended'] else 'is'} {sharded_sentence(f)}."
     ),
+    FindingKind.ISLANDS: _islands,
     FindingKind.UNHEALTHY: _unhealthy,
     FindingKind.SLOW: _slow,
     FindingKind.MORE_SLOW: lambda f: (

@@ -206,6 +206,8 @@ def test_late_island_is_not_waited_for_and_takes_part_in_later_merges(job, tmp_p
     assert {()} in absent.values() and absent[max(absent)] == {()}
     reported = training.events("WorkerMerged")
     assert any(each["absent"] for each in reported) and not reported[-1]["absent"]
+    assert len(reported[0]["names"]) == reported[0]["islands"]
+    assert sum(each["waited_s"] for each in reported) > 0
     late = env["LATE"].partition(",")[0]
     own = [
         max(each["own"] for each in records if each["what"] == "step")

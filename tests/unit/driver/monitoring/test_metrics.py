@@ -107,8 +107,9 @@ def test_workers_are_counted_by_stage_and_the_world_is_shown():
 def test_merges_of_diloco_are_shown_with_the_number_of_late_islands():
     figures = training(A, B)
     assert not any(line.startswith("elastic_diloco") for line in lines(figures))
-    note(figures, WorkerMerged(A, 1, 12, 600, 3, ["us"]))
+    note(figures, WorkerMerged(A, 1, 12, 600, 3, ["us"], 1.5))
     assert {
+        "elastic_diloco_waited_seconds_total 1.5",
         "elastic_diloco_merges_total 12.0",
         "elastic_diloco_position 600.0",
         "elastic_diloco_islands 3.0",

@@ -37,7 +37,7 @@ FROM_WORKER = [
     protocol.Digested(3, Commit(3, 7), 2**63 - 1, 5, [1, 2], 1),
     protocol.Miscomputed(3, 17, 5, 2, "00ff", "00fe", [0, 1], 16),
     protocol.MistakeFound("no-commit", "no state.commit() in 20 steps"),
-    protocol.Merged(3, 12, 600, 3, ["us"]),
+    protocol.Merged(3, 12, 600, 3, ["us"], 1.5, ["eu", "us"]),
     protocol.Raised(3, None, "ValueError: x", "Traceback"),
     protocol.Quit(3, 255),
     protocol.Returned(3),

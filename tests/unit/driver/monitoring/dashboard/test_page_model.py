@@ -500,13 +500,19 @@ def test_status_when_figures_are_from_reports_then_each_group_of_one_age_has_it_
 def test_late_islands_when_a_merge_did_not_wait_then_status_and_log_show_them_once():
     page = training(A, B)
     for merges in (7, 8):
-        page.view.note(events.WorkerMerged(A, 1, merges, 100 * merges, 3, ["us"]), [], 20.0)
+        event = events.WorkerMerged(A, 1, merges, 100 * merges, 3, ["us"], 1.5, ["eu", "us"])
+        page.view.note(event, [], 20.0)
     page.patch(21.0)
     assert page.state.values["merged"] == {
         "merges": 8,
         "position": 800,
         "islands": 3,
         "absent": ["us"],
+        "waited_s": 3.0,
+        "rows": [
+            {"name": "eu", "late_merges": 0, "late": False},
+            {"name": "us", "late_merges": 2, "late": True},
+        ],
     }
     [line] = [each for each in page.state.series["log"] if each[1] == "warning"]
     recorded("page", line[3])

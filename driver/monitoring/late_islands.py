@@ -1,0 +1,70 @@
+"""Merges of elastic.DiLoCo that did not wait for a late island, by island. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.driver.events import WorkerMerged
+
+ISLANDS = 64  # number of islands by name
+
+
+@dataclass
+class LateIsland:
+    """Times are seconds on the caller's clock."""
+
+    merges: int  # number of merges that did not wait for the island
+    first_at: float
+    last_at: float
+    late: bool  # in the last merge
+
+
+class LateIslands:
+    """Late islands of one job, from the reports of rank 0.
+
+    Rank 0 reports a merge at most once a second, unless other islands are late than before. A merge without a report
+    therefore has the same late islands as the last report before it.
+
+    Attributes:
+        names: islands of the last reported world.
+        waited_s: seconds that rank 0 has waited for merges in its inner steps.
+        islands: islands that were late, by name.
+        more: whether further islands were late, whose names are not kept.
+    """
+
+    def __init__(self) -> None:
+        self.last: WorkerMerged | None = None
+        self.names: list[str] = []
+        self.waited_s = 0.0
+        self.islands: dict[str, LateIsland] = {}
+        self.more = False
+
+    def receive(self, event: WorkerMerged, now: float) -> None:
+        before, self.last = self.last, event
+        self.names = event.names or self.names
+        self.waited_s += event.waited_s
+        unreported = 0 if before is None else max(0, event.merges - before.merges - 1)
+        for name in () if before is None else before.absent:
+            if name in self.islands:
+                self.islands[name].merges += unreported
+                self.islands[name].late = name in event.absent
+        for name in event.absent:
+            known = self.islands.get(name)
+            if known is not None:
+                known.merges += 1
+                known.last_at, known.late = now, True
+            elif len(self.islands) < ISLANDS:
+                self.islands[name] = LateIsland(1, now, now, True)
+            else:
+                self.more = True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the islands of the last reported world and those that were late: the number of merges that did not
+        wait for each of them, and whether the last merge did not."""
+        rows = []
+        for name in dict.fromkeys([*self.names, *self.islands]):
+            known = self.islands.get(name)
+            merges, late = (0, False) if known is None else (known.merges, known.late)
+            rows.append({"name": name, "late_merges": merges, "late": late})
+        return rows
