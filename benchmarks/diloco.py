@@ -1,17 +1,18 @@
 """DiLoCo over a slow link, compared with training without exchange, and with synchronous training.
 
-    python benchmarks/diloco.py [--only speed traffic loss stall] [--rate 100mbit] [--latency-ms 50] [--json FILE]
+    python benchmarks/diloco.py [--only speed traffic loss stall goodput] [--islands] [--json FILE]
 
-Two hosts, which are network namespaces on one switch, have one worker each, with the GPT of examples/gpt.py. The link
-of one of them has a limited rate, and delays each packet in each direction. Requires root; `stall` also etcd.
+Two hosts, which are network namespaces on one switch, have one worker each, with the GPT of examples/gpt.py. With
+--islands, `speed`, `stall` and `goodput` have two workers on each host, which are an island. The link of one host has a
+limited rate, and delays each packet in each direction. Requires root; `stall` and `goodput` also etcd.
 
 speed    A turn is a round of inner steps without exchange, or with DiLoCo, or as many seconds of DDP over Gloo as a
          few steps take. Turns alternate in the same processes, and the slowest worker's time counts.
 traffic  Bytes that leave a host, from the counters of its interface, which include headers. Inner steps sleep.
 loss     Validation loss after equal numbers of tokens, without namespaces, because the network does not affect it.
-stall    A job with agents, a driver and etcd. The workers are killed in turns. A survivor's stall is the time between
-         the two inner steps around the change of the world, compared with its median inner step. The driver and etcd
-         are on the other side of the link of host a, and on the same side as host b.
+stall    Workers of a job are killed in turns: see diloco_faults.py. With islands also rank 0 and all workers of a host,
+         and the link is cut once.
+goodput  A worker of the job is killed at regular intervals.
 """
 
 from __future__ import annotations
@@ -20,43 +21,38 @@ import argparse
 import copy
 import json
 import math
-import os
-import random
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
+import diloco_faults
 import elastic
 import groups
 import hierarchy
 import models
 import results_output
 import tests_on_path  # noqa: F401
-from harness.waiting import wait_until
+from diloco_faults import HOSTS
 from link_counter import peak, samples_of
 from measurements import Mark, Spread, ratio, spread
-from stress.hosts import steps
-from stress.hosts.cluster import HostCluster, HostedJob
+from stress.hosts.cluster import HostCluster
 from stress.hosts.namespaces import Network, check_possible
 
-HOSTS = ("a", "b")
-PLACES = {"a": "behind the link", "b": "beside the driver"}
-PARTS = ("speed", "traffic", "loss", "stall")
+PARTS = ("speed", "traffic", "loss", "stall", "goodput")
 EVERY, FRAGMENTS, DELAY = 50, 4, 10
 OFFSET = DELAY + 1  # inner steps before the first turn, so that no fragment is in flight
 DDP_STEPS = 5  # in a turn
+ISLAND = 2  # workers of a host with --islands
 WINDOW_S = 0.1
 TRAFFIC_STEP_S = 0.04  # sleep of an inner step, so that a fragment can be sent before the next
 FORMATS: dict[str, Any] = {
@@ -74,11 +70,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "streamed, bfloat16, mix 0": STREAMED | {"dtype": torch.bfloat16, "mix": 0.0},
     "streamed, bfloat16, outer lr 0.4": STREAMED | {"dtype": torch.bfloat16, "outer_lr": 0.4},
 }
-JOIN_S = 90.0  # seconds for a new worker to train
 LR = 3e-3
 BATCH = 4
 COUNTER = Path(__file__).with_name("link_counter.py")
-STEPPER = Path(__file__).with_name("diloco_stepper.py")
 
 
 @dataclass(frozen=True)
@@ -107,25 +101,19 @@ class Traffic:
     peak: int
 
 
-@dataclass(frozen=True)
-class Stall:
-    """A change of the world for a worker that trained before and after it, in milliseconds."""
-
-    host: str
-    size: int  # of the next world
-    stalled_ms: float  # between the two inner steps around it
-    step_ms: float  # median of the worker's inner steps
-
-
 # ---- in each rank --------------------------------------------------------------------------------
 
 
 class Inner:
-    """Inner steps of a copy of the model."""
+    """Inner steps of a copy of the model, which averages gradients in ``group`` if it is given."""
 
-    def __init__(self, training: models.Training) -> None:
+    def __init__(
+        self, training: models.Training, group: distributed.ProcessGroup | None = None
+    ) -> None:
         self.training = copy.deepcopy(training.model)
         self.predict: torch.nn.Module = self.training
+        if group is not None:
+            self.predict = DistributedDataParallel(self.training, process_group=group)
         self.optimizer = torch.optim.AdamW(self.training.parameters(), lr=LR, betas=(0.9, 0.95))
         self._given = training
         self._steps = 0
@@ -142,10 +130,11 @@ def speed(rounds: int) -> dict[str, list[float]]:
     """Return the seconds of an inner step in each turn, by variant."""
     torch.manual_seed(0)
     training = models.gpt(distributed.get_rank())
-    alone, own, ddp = Inner(training), Inner(training), Inner(training)
-    ddp.predict = torch.nn.parallel.DistributedDataParallel(ddp.training)
+    group = elastic.island_group() if distributed.get_world_size() > len(HOSTS) else None
+    alone, own = Inner(training, group), Inner(training, group)
+    ddp = Inner(training, distributed.group.WORLD)
     diloco = elastic.DiLoCo(
-        own.training,
+        own.predict,
         own.optimizer,
         every=EVERY,
         fragments=FRAGMENTS,
@@ -209,7 +198,7 @@ def work(given: dict[str, Any]) -> None:
     """Run one process on one of the hosts."""
     hierarchy.CONGESTION.write_text("reno")
     meeting = groups.Meeting(given["first"], hierarchy.OURS_PORT, hierarchy.TORCHS_PORT)
-    groups.enter(given["rank"], len(HOSTS), meeting, {"ELASTIC_BIND": given["address"]})
+    groups.enter(given["rank"], given["size"], meeting, {"ELASTIC_BIND": given["address"]})
     answer: Any = speed(given["rounds"]) if given["part"] == "speed" else traffic()
     if given["rank"] == 0:
         Path(given["out"]).write_text(json.dumps(answer))
@@ -234,7 +223,7 @@ def losses(names: list[str], train_steps: int, seed: int) -> dict[str, float]:
         )
         diloco = None
         if name == "synchronous":
-            predict = torch.nn.parallel.DistributedDataParallel(model)
+            predict = DistributedDataParallel(model)
         else:
             rate = options.pop("outer_lr", 0.7)
             outer_optimizer = torch.optim.SGD(
@@ -275,8 +264,12 @@ def learning_rate(step: int, train_steps: int) -> float:
 # ---- the hosts -----------------------------------------------------------------------------------
 
 
-def on_hosts(part: str, rounds: int, rate: str, latency_s: float) -> tuple[Any, str]:
-    """Return rank 0's answer, and the record of the bytes that its host has sent."""
+def on_hosts(part: str, rounds: int, rate: str, latency_s: float, workers: int) -> tuple[Any, str]:
+    """Return rank 0's answer, and the record of the bytes that its host has sent.
+
+    Args:
+        workers: of each host.
+    """
     with tempfile.TemporaryDirectory(prefix="diloco-") as text:
         folder = Path(text)
         with Network(HOSTS, folder) as network:
@@ -284,10 +277,11 @@ def on_hosts(part: str, rounds: int, rate: str, latency_s: float) -> tuple[Any, 
             record, out = folder / "counter", folder / "answer.json"
             first = network.hosts[HOSTS[0]]
             first.popen([sys.executable, str(COUNTER), str(record)])
+            ranks = [network.hosts[name] for name in HOSTS for _ in range(workers)]
             given = {"first": first.address, "rounds": rounds, "part": part, "out": str(out)}
+            given["size"] = len(ranks)
             processes = []
-            for rank, name in enumerate(HOSTS):
-                host = network.hosts[name]
+            for rank, host in enumerate(ranks):
                 arguments = json.dumps({**given, "rank": rank, "address": host.address})
                 words = [sys.executable, __file__, "--work", arguments]
                 processes.append(host.popen(words, env=hierarchy.QUIET))
@@ -301,8 +295,8 @@ def narrow(network: Network, rate: str, latency_s: float) -> None:
     network.delay(HOSTS[0], latency_s)
 
 
-def ask_speed(rounds: int, rate: str, latency_s: float) -> SpeedAnswer:
-    times, _ = on_hosts("speed", rounds, rate, latency_s)
+def ask_speed(rounds: int, rate: str, latency_s: float, workers: int) -> SpeedAnswer:
+    times, _ = on_hosts("speed", rounds, rate, latency_s, workers)
     alone, diloco, ddp = (times[name] for name in ("alone", "diloco", "ddp"))
     return SpeedAnswer(
         alone_ms=spread(alone).times(1e3),
@@ -314,7 +308,7 @@ def ask_speed(rounds: int, rate: str, latency_s: float) -> SpeedAnswer:
 
 
 def ask_traffic(rate: str, latency_s: float) -> list[Traffic]:
-    answers, record = on_hosts("traffic", 0, rate, latency_s)
+    answers, record = on_hosts("traffic", 0, rate, latency_s, 1)
     return [traffic_of(each, samples_of(record)) for each in answers]
 
 
@@ -327,61 +321,6 @@ def traffic_of(answer: Mapping[str, Any], record: Sequence[tuple[float, int]]) -
     inside = [each for each in record if answer["began"] <= each[0] <= answer["ended"]]
     sent, most = inside[-1][1] - inside[0][1], peak(inside, WINDOW_S)
     return Traffic(answer["format"], answer["fragments"], answer["payload"], sent, most)
-
-
-class DiLoCoJob(HostedJob):
-    def command(self) -> list[str]:
-        options = json.dumps({"every": EVERY, "fragments": FRAGMENTS, "delay": DELAY})
-        return [sys.executable, str(STEPPER), str(self.folder), options]
-
-
-def ask_stalls(kills: int, seed: int, rate: str, latency_s: float) -> list[Stall]:
-    """Kill the workers of the hosts in turns, each time that both have trained for a while."""
-    chance = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="diloco-") as text, HostCluster(Path(text)) as bench:
-        narrow(bench.network, rate, latency_s)
-        bench.start_etcd()
-        folder = Path(text) / "job"
-        (folder / "steps").mkdir(parents=True)
-        job = DiLoCoJob(bench, "stalls", "stalls", folder, HOSTS)
-        try:
-            job.start()
-            for kill in range(kills):
-                survivor, victim = HOSTS if kill % 2 else HOSTS[::-1]
-                last = newest(job) + chance.randrange(EVERY // 2, 2 * EVERY)
-                wait_until(partial(has_step, job, last), f"inner step {last}", JOIN_S)
-                at = time.monotonic()
-                os.kill(job.worker_pid(victim), signal.SIGKILL)
-                job.trains([survivor], after=at, timeout=JOIN_S)
-                job.trains(HOSTS, timeout=JOIN_S)
-            return [each for worker in job.workers() for each in stalls_of(worker)]
-        finally:
-            for program in job.programs:
-                program.end()
-
-
-def newest(job: HostedJob) -> int:
-    return max((each.step for worker in job.workers() for each in worker.commits()), default=0)
-
-
-def has_step(job: HostedJob, step: int) -> bool:
-    return newest(job) >= step
-
-
-def stalls_of(worker: steps.WorkerNotes) -> list[Stall]:
-    """Return the stalls of one process."""
-    commits = worker.commits()
-    gaps = [1e3 * (b.at - a.at) for a, b in pairwise(commits)]
-    if not gaps:
-        return []
-    median = statistics.median(gaps)
-    entered = [note for note in worker.notes if note.kind == steps.ENTERED]
-    found = []
-    for before, after in pairwise(commits):
-        between = [note for note in entered if before.at < note.at < after.at]
-        if between:
-            found.append(Stall(worker.host, between[-1].size, 1e3 * (after.at - before.at), median))
-    return found
 
 
 # ---- output --------------------------------------------------------------------------------------
@@ -430,30 +369,6 @@ def loss_marks(found: Mapping[str, float]) -> list[Mark]:
     ]
 
 
-def stall_marks(stalls: Sequence[Stall]) -> list[Mark]:
-    marks = []
-    for host in HOSTS:
-        more = [
-            each.stalled_ms - each.step_ms for each in stalls if (each.host, each.size) == (host, 1)
-        ]
-        what = f"stall of the survivor {PLACES[host]} minus its inner step, longest, ms"
-        marks.append(Mark(what, 100.0, max(more)))
-    return marks
-
-
-def stall_table(stalls: Sequence[Stall], title: str) -> Table:
-    found = results_output.table(title, "", "", "stall, ms", "longest", "inner step, ms")
-    for size, name in ((1, "the other worker was killed"), (2, "a worker joins")):
-        for host in HOSTS:
-            chosen = [each for each in stalls if (each.host, each.size) == (host, size)]
-            if chosen:
-                times = [each.stalled_ms for each in chosen]
-                step = statistics.median(each.step_ms for each in chosen)
-                cells = [spread(times).text(0), f"{max(times):.0f}", f"{step:.0f}"]
-                found.add_row(name, PLACES[host], *cells)
-    return found
-
-
 def main() -> None:
     parser = results_output.options_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS], help="parts to run")
@@ -468,6 +383,18 @@ def main() -> None:
         default=[*TRAININGS],
         help="trainings in `loss`",
     )
+    parser.add_argument(
+        "--islands", action="store_true", help="two workers on each host, which are an island"
+    )
+    parser.add_argument(
+        "--arguments", type=json.loads, default={}, help="of elastic.DiLoCo in a job, as JSON"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=0.0,
+        help="of sleep in an inner step of a job, in place of the model",
+    )
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
@@ -481,9 +408,11 @@ def main() -> None:
     figures: dict[str, Any] = {}
     link = f"{options.rate}, {options.latency_ms:g} ms each way"
     latency_s = options.latency_ms / 1e3
+    workers = ISLAND if options.islands else 1
     if "speed" in options.only:
-        speed_ = figures["speed"] = ask_speed(options.rounds, options.rate, latency_s)
-        console.print(speed_table(speed_, f"2 workers, {link}, {options.rounds} rounds"))
+        speed_ = figures["speed"] = ask_speed(options.rounds, options.rate, latency_s, workers)
+        title = f"{len(HOSTS)} hosts of {workers}, {link}, {options.rounds} rounds"
+        console.print(speed_table(speed_, title))
         marks.append(Mark("DiLoCo / without exchange", 0.95, speed_.diloco.median, at_least=True))
     if "traffic" in options.only:
         answers = figures["traffic"] = ask_traffic(options.rate, latency_s)
@@ -502,11 +431,25 @@ def main() -> None:
             shown.add_row(name, f"{loss:.4f}")
         console.print(shown)
         marks += loss_marks(found)
+    arguments = {"every": EVERY, "fragments": FRAGMENTS, "delay": DELAY} | options.arguments
+    arguments["step_s"] = options.step_ms / 1e3
+
+    def limit(bench: HostCluster) -> None:
+        narrow(bench.network, options.rate, latency_s)
+
     if "stall" in options.only:
-        stalls = ask_stalls(options.kills, options.seed, options.rate, latency_s)
-        figures["stalls"] = stalls
-        console.print(stall_table(stalls, f"{options.kills} kills, {link}"))
-        marks += stall_marks(stalls)
+        faulted = figures["stalls"] = diloco_faults.kill_in_turns(
+            limit, workers, arguments, options.kills, options.seed
+        )
+        console.print(diloco_faults.stall_table(faulted.stalls, f"{options.kills} kills, {link}"))
+        marks += diloco_faults.fault_marks(faulted)
+    if "goodput" in options.only:
+        faulted = figures["goodput"] = diloco_faults.kill_at_intervals(
+            limit, workers, arguments, options.kills, options.seed
+        )
+        title = f"{options.kills} kills, one each {diloco_faults.PACE_S:g} s, {link}"
+        console.print(diloco_faults.stall_table(faulted.stalls, title))
+        marks.append(Mark("goodput", 0.95, faulted.goodput, at_least=True))
     results_output.conclude(console, options.json, figures, marks)
 
 

@@ -210,16 +210,25 @@ def test_sent_bytes_when_read_then_they_are_those_of_the_named_interface():
 
 
 def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
-    import diloco
+    import diloco_faults
+    from diloco_faults import JOIN, RANK_0, WORKER, Fault
     from stress.hosts.steps import COMMITTED, ENTERED, Note, WorkerNotes
 
     notes = [Note(0.0, ENTERED, 0, 2)]
     notes += [Note(0.1 * step, COMMITTED, step, 2) for step in range(1, 5)]
     notes += [Note(0.45, ENTERED, 4, 1), Note(0.65, COMMITTED, 5, 1), Note(0.75, COMMITTED, 6, 1)]
     notes += [Note(0.8, ENTERED, 6, 2), Note(1.75, COMMITTED, 7, 2)]
-    found = diloco.stalls_of(WorkerNotes("a", notes))
-    assert [(e.host, e.size, round(e.stalled_ms), round(e.step_ms)) for e in found] == [
-        ("a", 1, 250, 100),
-        ("a", 2, 1000, 100),
+    faults = [Fault(RANK_0, 0.42), Fault(WORKER, 2.0)]
+    rounds = [
+        [{"what": "entered", "lost": 0}, {"what": "merged", "merges": 1, "digest": "x"}],
+        [{"what": "entered", "lost": 2}, {"what": "merged", "merges": 1, "digest": "y"}],
+        [{"what": "merged", "merges": 2, "digest": "z"}],
     ]
-    assert diloco.stalls_of(WorkerNotes("b", notes[:2])) == []
+    worker = WorkerNotes("a", notes)
+    found = diloco_faults.result_of([worker, WorkerNotes("b", notes[:2])], faults, rounds, 2)
+    assert [(e.what, e.size, round(e.stalled_ms), round(e.step_ms)) for e in found.stalls] == [
+        (RANK_0, 1, 250, 100),
+        (JOIN, 2, 1000, 100),
+    ]
+    assert (found.lost, found.merges, found.differing) == (2, 2, 1)
+    assert found.goodput == pytest.approx(1 - 1.05 / 1.65)

@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -101,13 +102,20 @@ class HostedJob:
     """Agents and drivers of one job, and the notes of its workers."""
 
     def __init__(
-        self, bench: HostCluster, title: str, name: str, folder: Path, hosts: Sequence[str]
+        self,
+        bench: HostCluster,
+        title: str,
+        name: str,
+        folder: Path,
+        hosts: Sequence[str],
+        slots: int = 1,
     ) -> None:
         self.network = bench.network
         self.title = title
         self.name = name
         self.folder = folder
         self.hosts = hosts
+        self.slots = slots  # of each host
         self.journals: list[Path] = []  # journals of the drivers that may have been the leader
         self.agents: dict[str, HostProgram] = {}  # the latest of each host
         self.drivers: list[HostProgram] = []
@@ -120,7 +128,7 @@ class HostedJob:
 
     def start_agent(self, host: str) -> HostProgram:
         words = ["elasticrun", "agent", "--etcd", ENDPOINT, "--job", self.name, "--host", host]
-        words += ["--slots", "1", "--secret-file", str(self._secret)]
+        words += ["--slots", str(self.slots), "--secret-file", str(self._secret)]
         self.agents[host] = self._start(host, f"agent-{host}", words)
         return self.agents[host]
 
@@ -136,11 +144,11 @@ class HostedJob:
             hosts = [self.network.hosts[name] for name in self.hosts]
             self.programs += sshd.start(hosts, self.folder / "ssh")
             self.network.hosts[DRIVER].mounts[self.folder / "ssh" / "ssh_config"] = sshd.CONFIG
-        listed = ",".join(f"{name}:1" for name in self.hosts)
+        listed = ",".join(f"{name}:{self.slots}" for name in self.hosts)
         return self._drive(["-H", listed, *flags], self.folder / "journal.1.jsonl", DRIVER)
 
     def _drive(self, flags: Sequence[str], journal: Path, host: str) -> HostProgram:
-        size = str(len(self.hosts))
+        size = str(len(self.hosts) * self.slots)
         words = ["elasticrun", "-np", size, "--min-np", "1", "--max-np", size, *flags]
         words += ["--journal", str(journal), "--blacklist-cooldown-range", "0.2", "1"]
         if journal not in self.journals:
@@ -157,7 +165,7 @@ class HostedJob:
         for host in self.hosts:
             self.start_agent(host)
         self.start_driver()
-        self.trains(self.hosts, timeout=START_S)
+        self.trains([*self.hosts] * self.slots, timeout=START_S)
         return self
 
     def _start(self, host: str, name: str, words: Sequence[str]) -> HostProgram:
@@ -176,20 +184,24 @@ class HostedJob:
     def trains(
         self, hosts: Iterable[str], *, after: float = 0.0, timeout: float = CHANGE_S
     ) -> float:
-        """Wait until exactly these hosts have committed a step together. Return the time when that was seen."""
-        wanted = set(hosts)
+        """Wait until exactly these hosts have committed a step together. Return the time when that was seen.
+
+        Args:
+            hosts: host of each worker of the world.
+        """
+        wanted = Counter(hosts)
         since = max(after, time.monotonic() if not after else 0.0)
 
         def together() -> bool:
             latest = self._latest()
-            found = {
+            found = Counter(
                 host
                 for host, note in latest
-                if note.kind == steps.COMMITTED and note.at > since and note.size == len(wanted)
-            }
+                if note.kind == steps.COMMITTED and note.at > since and note.size == wanted.total()
+            )
             return found == wanted
 
-        return self._wait_until(together, f"{sorted(wanted)} to train", timeout)
+        return self._wait_until(together, f"{sorted(wanted.elements())} to train", timeout)
 
     def worker_pid(self, host: str) -> int:
         """Return the process ID of the latest worker on a host."""
