@@ -378,6 +378,7 @@ class HealthOutcome(enum.Enum):
     FAILED = "failed"  # the check exited with an error, or could not be started
     TIMED_OUT = "timed_out"
     WRONG_RESULT = "wrong_result"  # the built-in check computed other bits than expected
+    LOW_BANDWIDTH = "low_bandwidth"  # far below the other hosts; decided by the driver, never reported by an agent
 
 
 class WorkerHealthChecked(Event):
@@ -396,6 +397,26 @@ class WorkerHealthChecked(Event):
     outcome: HealthOutcome
     code: int | None = None
     line: str = ""
+    took_s: Finite = 0.0
+
+
+class BandwidthMeasured(Event):
+    """The agent of a host has measured the bandwidth to another host, as requested by `MeasureBandwidth`.
+
+    Args:
+        host: the measured host.
+        peer: the host at the other end.
+        sent: bytes per second from the host to the peer, or None if the measurement failed.
+        received: bytes per second from the peer to the host, or None if the measurement failed.
+        trouble: reason of a failed measurement, or empty.
+        took_s: seconds from the first connection attempt to the result.
+    """
+
+    host: str
+    peer: str
+    sent: Finite | None = None
+    received: Finite | None = None
+    trouble: str = ""
     took_s: Finite = 0.0
 
 
@@ -557,6 +578,13 @@ class ProbeWorkers(Action):
     """Request the process counters of these workers from their agents. Each answer is a WorkerProbed."""
 
     workers: list[Worker]
+
+
+class MeasureBandwidth(Action):
+    """Measure the bandwidth between the agents of two hosts. The answer is a BandwidthMeasured."""
+
+    host: str
+    peer: str
 
 
 class TellAwaited(Action):

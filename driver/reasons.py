@@ -411,13 +411,29 @@ def _unhealthy(facts: Mapping[str, Any]) -> str:
     Args:
         facts: contains ``outcome``, a value of `HealthOutcome`, and ``code``, the exit code, if there is one.
     """
-    how = {"timed_out": "timed out", "wrong_result": "computed a wrong result"}
+    how = {
+        "timed_out": "timed out",
+        "wrong_result": "computed a wrong result",
+        "low_bandwidth": "measured low bandwidth",
+    }
     text = how.get(str(facts["outcome"]), "failed")
     if facts["outcome"] == "failed" and facts["code"] is not None:
         text = f"{text} with exit code {facts['code']}"
     return f"health check of {facts['slot']} {text}" + (
         f": {facts['line']}" if facts["line"] else ""
     )
+
+
+def describe_bandwidth(facts: Mapping[str, Any]) -> str:
+    """Describe the bandwidth of a host that is far below that of the others.
+
+    Args:
+        facts: contains ``direction`` ("sent" or "received"), ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``.
+    """
+    way = "sends {} to" if facts["direction"] == "sent" else "receives {} from"
+    rate, median = (f"{facts[name] / 1e6:.3g} MB/s" for name in ("bytes_s", "median_bytes_s"))
+    others = counted(facts["others"], "other host")
+    return f"it {way.format(rate)} {facts['peer']}, while the median of {others} is {median}"
 
 
 def _only_slots(slots: int) -> str:

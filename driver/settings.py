@@ -32,12 +32,14 @@ FLAGS = {
     "restarts": "--restarts",
     "health_check": "--health-check",
     "health_check_s": "--health-check-timeout",
+    "bandwidth_factor": "--bandwidth-factor",
     "quarantine": "--quarantine",
     "straggler_factor": "--straggler-factor",
     "replace_stragglers": "--replace-stragglers",
     "timeline": "--timeline-filename",
 }
 
+AUTO = "auto"  # health check that is built in
 # speed below which a worker is a straggler, as a share of the speed of the other workers
 STRAGGLER_FACTOR = 0.5
 QUARANTINES = ("slot", "host", "off")
@@ -112,10 +114,11 @@ class Settings:
     # whether a job that lacks workers at its end because of their script fails
     strict: bool = False
     durable: bool = False  # whether commits are made durable in a checkpoint folder
-    # Command that checks a slot before its worker is admitted. "auto" selects the built-in check, and None disables
-    # checks.
+    # Command that checks a slot before its worker is admitted. AUTO selects the built-in check, None no check.
     health_check: str | None = None
     health_check_s: float = 60.0  # time limit of the health check, in seconds
+    # The built-in check fails on a host with less than this share of the other hosts' median bandwidth. 0 disables it.
+    bandwidth_factor: float = 0.2
     # Unit of quarantine after a worker computed wrong results, "slot", "host" or "off".
     quarantine: str = "slot"
     # A worker slower than this share of the median speed of the others is a straggler. 0 means that none is.
@@ -160,6 +163,11 @@ class Settings:
         if self.health_check is not None and not self.health_check.strip():
             raise Invalid(
                 f"{FLAGS['health_check']} is empty: pass a command or auto, or omit the flag"
+            )
+        if not 0 <= self.bandwidth_factor < 1:
+            raise Invalid(
+                f"{self._shown('bandwidth_factor')}: pass a share of the other hosts' bandwidth below 1, or 0 to admit"
+                " hosts of any bandwidth"
             )
         if self.quarantine not in QUARANTINES:
             raise Invalid(

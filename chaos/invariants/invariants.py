@@ -38,6 +38,8 @@ proportional to the number of resulting actions.
     NOTICES            No worker is started on a machine that has announced its end, before that time.
     UNHEALTHY STAYS OUT No worker is in a world before the health check of its slot has passed, if the job has one, nor
                        after it has failed.
+    SLOW STAYS OUT     One host is measured at a time, and a worker is rejected for low bandwidth only if its host was
+                       measured, and was below the given share of the median of at least two others.
     QUARANTINED STAYS EMPTY A worker is fenced for wrong gradients only if a member has reported it. None is started in
                        its slot, or on its host, until an operator releases it, or a health check decides.
     FENCED STAYS OUT   A worker that was killed, let go, rejected, lost with its host, or that finished is in no later
@@ -64,6 +66,7 @@ from elastic.chaos.invariants.world_sequence import WorldSequence
 from elastic.driver.events import (
     Action,
     AnswerRequest,
+    BandwidthMeasured,
     BreakWorld,
     CallOffChange,
     DrainRequested,
@@ -72,9 +75,11 @@ from elastic.driver.events import (
     EndJob,
     Event,
     FinishWorld,
+    HealthOutcome,
     HostReported,
     KillWorker,
     LetGo,
+    MeasureBandwidth,
     PrepareChange,
     ProbeWorkers,
     PublishWorld,
@@ -90,7 +95,8 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal.entries import Writer, describe
 from elastic.driver.journal.journal import recording
-from elastic.driver.reasons import ReasonKind
+from elastic.driver.membership.bandwidth import OTHERS_MIN, RESULT_S
+from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Worker
@@ -181,6 +187,8 @@ class Invariants:
         if self.job.end is not None:
             self._nothing_after_the_end(answer)
             return
+        if isinstance(event, BandwidthMeasured) and self.job.measuring == (event.host, event.peer):
+            self.job.bandwidth[event.host], self.job.measuring = event, None
         self._workers.heard(event)
         self._shards.heard(event)
         let_go = {a.worker for a in answer if isinstance(a, LetGo | RejectWorker)}
@@ -221,6 +229,8 @@ class Invariants:
             case StartWorker(worker):
                 self._starts(worker)
             case KillWorker(worker, reason):
+                if reason.facts.get("outcome") == HealthOutcome.LOW_BANDWIDTH.value:
+                    self._is_slow(worker, reason)
                 if reason.kind is ReasonKind.MISCOMPUTED:
                     self._quarantines(worker, str(reason.facts.get("quarantine", "off")))
                 self.job.waits.end(("init", worker))
@@ -234,6 +244,11 @@ class Invariants:
                 self._shards.published(action)
             case TellWorld():
                 pass
+            case MeasureBandwidth(host, peer):
+                what = f"{host} is measured while {self.job.measuring} are"
+                late = self.job.now >= self.job.measuring_since + RESULT_S
+                self.job.must(self.job.measuring is None or late, "SLOW STAYS OUT", what)
+                self.job.measuring, self.job.measuring_since = (host, peer), self.job.now
             case ProbeWorkers(workers):
                 for each in filter(self.job.workers.__contains__, workers):
                     self.job.workers[each].silent = True
@@ -333,6 +348,16 @@ class Invariants:
             # The worker must be killed soon, because other workers wait for it.
             return self.job.settings.kill_s
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
+
+    def _is_slow(self, worker: Worker, reason: Reason) -> None:
+        facts = reason.facts
+        what = f"{worker} is rejected for low bandwidth, but {facts}"
+        known = self.job.bandwidth.get(worker.host)
+        rates = () if known is None else (known.sent, known.received)
+        rate, median, others = (facts[name] for name in ("bytes_s", "median_bytes_s", "others"))
+        assert isinstance(rate, float) and isinstance(median, float) and isinstance(others, int)
+        low = rate < self.job.settings.bandwidth_factor * median and others >= OTHERS_MIN
+        self.job.must(rate in rates and low, "SLOW STAYS OUT", what)
 
     def _quarantines(self, worker: Worker, which: str) -> None:
         event, rank = self.job.event, self.job.members.get(worker)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from elastic.chaos.invariants.deadlines import Deadlines
 from elastic.chaos.invariants.sample_history import SampleHistory
-from elastic.driver.events import EndJob, Event
+from elastic.driver.events import BandwidthMeasured, EndJob, Event
 from elastic.driver.journal.entries import describe
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
@@ -76,6 +76,10 @@ class ObservedJob:
         self.going_hosts: dict[str, float] = {}  # announced ends of hosts
         self.drained: set[str] = set()  # hosts that an operator has drained
         self.quarantined: set[tuple[str, int]] = set()  # slots that no worker may be started in
+        # The measurement in progress, its start, and the last result of each host.
+        self.measuring: tuple[str, str] | None = None
+        self.measuring_since = 0.0
+        self.bandwidth: dict[str, BandwidthMeasured] = {}
         self.workers_max = settings.workers_max  # maximum as last set by an operator
         self.shrinks = False  # The size was reduced, so the world may still have more members.
         self.generation = 0

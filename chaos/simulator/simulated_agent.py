@@ -13,6 +13,7 @@ from elastic.chaos.simulator.simulated_network import Connection, SimulatedLink
 from elastic.chaos.simulator.simulated_worker import GIVE_UP_S, SimulatedWorker
 from elastic.driver.agents import messages
 from elastic.driver.events import (
+    BandwidthMeasured,
     HealthOutcome,
     Notice,
     WorkerExited,
@@ -22,9 +23,11 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
-from elastic.protocol.messages import Worker
+from elastic.protocol.messages import Address, Worker
 
 SAMPLE_S = 0.25
+# failures that agents report
+OUTCOMES = (HealthOutcome.FAILED, HealthOutcome.TIMED_OUT, HealthOutcome.WRONG_RESULT)
 
 
 class SimulatedAgent:
@@ -118,6 +121,13 @@ class SimulatedAgent:
                         self.say(
                             messages.Seen(WorkerProbed(worker, found.reports.cpu_s(), 0, state))
                         )
+            case messages.ServeBandwidth(caller):
+                address = None if clock.chance(0.05) else Address("10.0.0.1", 1)
+                trouble = "" if address else "out of ports"
+                self.say(messages.BandwidthServed(caller, address, trouble))
+            case messages.CallForBandwidth(peer):
+                event = BandwidthMeasured(self.host, peer, *self._bandwidth())
+                clock.after(clock.random.choice((0.2, 0.2, 3.0)), self._found_bandwidth, event)
             case messages.Detach() | messages.Reject():
                 self.crash()
             case _:
@@ -132,7 +142,7 @@ class SimulatedAgent:
         code: int | None = 0
         outcome = HealthOutcome.PASSED
         if not self.sim.calmed and clock.chance(0.4):
-            outcome = clock.random.choice([*HealthOutcome][1:])
+            outcome = clock.random.choice([*OUTCOMES])
             code = 3 if outcome is HealthOutcome.WRONG_RESULT else 1
         took_s = clock.random.choice((0.05, 0.5, 3.0))
         if outcome is HealthOutcome.TIMED_OUT:
@@ -147,6 +157,19 @@ class SimulatedAgent:
         elif self.alive and event.worker in self.processes:
             self._checked[event.worker] = event
             self.say(messages.Seen(event))
+
+    def _bandwidth(self) -> tuple[float, float]:
+        """Return the bytes per second sent and received, which are low on some hosts until the faults have ended."""
+        clock = self.sim.clock
+        sent, received = clock.between(5e7, 1e8), clock.between(5e7, 1e8)
+        if not self.sim.calmed and clock.chance(0.3):
+            self.sim.note(f"low bandwidth of {self.host}")
+            return (sent, 1e6) if clock.chance(0.5) else (1e6, received)
+        return sent, received
+
+    def _found_bandwidth(self, event: BandwidthMeasured) -> None:
+        if self.alive and not self.frozen:
+            self.say(messages.BandwidthFound(event))
 
     def kill(self, worker: Worker) -> None:
         """Kill the process with SIGKILL. This also ends frozen processes."""

@@ -158,6 +158,8 @@ class SimulatedDriver:
                 # Other workers would only report a line of the script.
                 asked = self.membership.worlds.signs.asked
                 self._send([each for each in workers if each in asked], messages.Locate())
+            case events.MeasureBandwidth(host, peer):
+                self._meet(pool_events.BandwidthOrdered(host, peer))
             case events.GiveUpHost(host, reason):
                 self._meet(pool_events.GiveUpOrdered(host, str(reason)))
             case events.BreakWorld(generation, members, reason):

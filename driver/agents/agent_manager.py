@@ -158,6 +158,9 @@ class AgentManager:
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
         self.order(worker.host, Dump(worker, all_threads))
 
+    def measure(self, host: str, peer: str) -> None:
+        self._handle(pool_events.BandwidthOrdered(host, peer))
+
     def give_up(self, host: str, why: str) -> None:
         self._handle(pool_events.GiveUpOrdered(host, why))
 

@@ -29,7 +29,10 @@ from elastic.driver.agents.messages import (
     AgentId,
     Announced,
     Attach,
+    BandwidthFound,
+    BandwidthServed,
     Beat,
+    CallForBandwidth,
     Detach,
     Heard,
     Here,
@@ -39,6 +42,7 @@ from elastic.driver.agents.messages import (
     Registered,
     Reject,
     Seen,
+    ServeBandwidth,
     Start,
 )
 from elastic.driver.agents.partition_detector import PartitionDetector
@@ -50,6 +54,7 @@ from elastic.driver.agents.pool_state import (
     PoolDeadlines,
 )
 from elastic.driver.events import (
+    BandwidthMeasured,
     Event,
     HostLeaving,
     HostLost,
@@ -160,6 +165,8 @@ class AgentPool:
                 self._start(self._host(order.worker.host), order)
             case pool_events.KillOrdered(worker):
                 self._kill(self._host(worker.host), worker)
+            case pool_events.BandwidthOrdered(host, peer):
+                self._measure(host, peer)
             case pool_events.GiveUpOrdered(host, why):
                 self._give_up_host(self._host(host), why)
             case pool_events.AgentStarted(host, outlives):
@@ -245,6 +252,14 @@ class AgentPool:
                 self._actions.add(pool_events.PostToDriver(HostLeaving(agent.host, notice)))
             case Announced():
                 self._actions.add(pool_events.PostToDriver(HostStaying(agent.host)))
+            case BandwidthServed(caller, address, trouble):
+                if address is None:
+                    self._not_measured(caller, agent.host, trouble)
+                elif self.agent_of(caller) is not None:
+                    call = CallForBandwidth(agent.host, address)
+                    self._actions.tell(self._host(caller), call)
+            case BandwidthFound(event) if event.host == agent.host:
+                self._actions.add(pool_events.PostToDriver(event))
             case _:
                 self._actions.log("warning", f"{agent} reported a worker of another host")
                 self._actions.add(pool_events.DisconnectAgent(agent))
@@ -474,6 +489,18 @@ class AgentPool:
             self._actions.tell(host, Kill(worker))
         else:
             host.doomed.add(worker)
+
+    def _measure(self, host: str, peer: str) -> None:
+        """Begin a measurement. If an agent is lost afterwards, no result is reported."""
+        absent = [name for name in (host, peer) if self.agent_of(name) is None]
+        if absent:
+            self._not_measured(host, peer, f"the agent of {absent[0]} is not connected")
+        else:
+            self._actions.tell(self._host(peer), ServeBandwidth(host))
+
+    def _not_measured(self, host: str, peer: str, trouble: str) -> None:
+        event = BandwidthMeasured(host, peer, trouble=trouble)
+        self._actions.add(pool_events.PostToDriver(event))
 
     def _on_observation(self, host: AgentRecord, event: Event) -> None:
         if isinstance(event, WorkerExited):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic.driver.agents.agent_state import AgentState
+from elastic.driver.agents.bandwidth_transfer import BandwidthMeter
 from elastic.driver.agents.forwarding import ForwardingSink
 from elastic.driver.agents.host_preemption import HostPreemption
 from elastic.driver.agents.messages import (
@@ -26,6 +27,7 @@ from elastic.driver.agents.messages import (
     Announced,
     Attach,
     Beat,
+    CallForBandwidth,
     Detach,
     Drop,
     Dump,
@@ -37,6 +39,7 @@ from elastic.driver.agents.messages import (
     Registered,
     Reject,
     Seen,
+    ServeBandwidth,
     Start,
     Tell,
 )
@@ -144,6 +147,9 @@ class HostAgent:
             lease_s=self._lease_s,
             tls=contexts[0],
         )
+        self._bandwidth = BandwidthMeter(
+            self.identity, self._secret, contexts, send=self._uplink.send, log=self._log
+        )
         self._sink = ForwardingSink(self._uplink.send, lambda: self._uplink.backlog)
         self._server: ControlServer[Worker] = ControlServer(
             secret=self._workers_secret,
@@ -190,6 +196,7 @@ class HostAgent:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(linking, *self._tasks, return_exceptions=True)
+            await self._bandwidth.close()
             await self._server.close()
 
     def end(self, code: int, why: str) -> None:
@@ -243,6 +250,10 @@ class HostAgent:
                 self._server.broadcast(workers, forwarded)
             case Detach(reason):
                 self._dismissed(reason)
+            case ServeBandwidth(caller):
+                self._in_background(self._bandwidth.serve(self._bind, caller))
+            case CallForBandwidth(peer, address):
+                self._in_background(self._bandwidth.call(peer, address))
             case Beat():
                 self._beaten()
             case Reject(reason):

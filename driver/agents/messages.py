@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from elastic.driver.events import (
+    BandwidthMeasured,
     Notice,
     WorkerDisconnected,
     WorkerExited,
@@ -108,6 +109,26 @@ class Announced(AgentMessage):
     notice: Notice | None
 
 
+class BandwidthServed(AgentMessage):
+    """Message to the driver, in answer to `ServeBandwidth`: the address that the other host's agent may call.
+
+    Args:
+        caller: the host that measures.
+        address: numeric address and port, or None if this host cannot listen.
+        trouble: reason why it cannot listen, or empty.
+    """
+
+    caller: str
+    address: messages.Address | None
+    trouble: str = ""
+
+
+class BandwidthFound(AgentMessage):
+    """Message to the driver, in answer to `CallForBandwidth`."""
+
+    event: BandwidthMeasured
+
+
 class Here(AgentMessage):
     """Message to the driver: answer to `Beat`.
 
@@ -181,6 +202,19 @@ class Tell(AgentMessage):
     message: messages.FromDriver
 
 
+class ServeBandwidth(AgentMessage):
+    """Order to an agent: listen for the agent of another host that measures the bandwidth to this host."""
+
+    caller: str
+
+
+class CallForBandwidth(AgentMessage):
+    """Order to an agent: measure the bandwidth to another host, whose agent listens at this address."""
+
+    peer: str
+    address: messages.Address
+
+
 class Beat(AgentMessage):
     """Heartbeat of the driver to an agent, sent several times per liveness timeout."""
 
@@ -191,7 +225,18 @@ class Detach(AgentMessage, tag="Dismissed"):
     reason: str
 
 
-FromAgent = AgentAnswer | Registered | Heard | Seen | Printed | Logged | Announced | Here
+FromAgent = (
+    AgentAnswer
+    | Registered
+    | Heard
+    | Seen
+    | Printed
+    | Logged
+    | Announced
+    | BandwidthServed
+    | BandwidthFound
+    | Here
+)
 ToAgent = (
     messages.Challenge
     | messages.Accepted
@@ -203,6 +248,8 @@ ToAgent = (
     | Dump
     | Drop
     | Tell
+    | ServeBandwidth
+    | CallForBandwidth
     | Beat
     | Detach
 )

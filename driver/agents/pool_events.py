@@ -76,6 +76,13 @@ class KillOrdered(msgspec.Struct, frozen=True):
     worker: Worker
 
 
+class BandwidthOrdered(msgspec.Struct, frozen=True):
+    """Event: the driver orders a measurement of the bandwidth of a host to a peer."""
+
+    host: str
+    peer: str
+
+
 class GiveUpOrdered(msgspec.Struct, frozen=True):
     """Event: the driver gives up a host whose agent is connected but does not respond."""
 
@@ -99,6 +106,7 @@ PoolEvent = (
     | AgentNotStarted
     | StartOrdered
     | KillOrdered
+    | BandwidthOrdered
     | GiveUpOrdered
     | DriverReady
     | JobEnded

@@ -568,6 +568,9 @@ class Driver:
                 self._launcher.probe(workers)
                 broadcast(workers, protocol.Locate())
                 return ("debug", f"probing {_some(workers)}")
+            case events.MeasureBandwidth(host, peer):
+                self._launcher.measure(host, peer)
+                return ("debug", f"measuring the bandwidth of {host} to {peer}")
             case events.TellAwaited(generation, members, rank, line):
                 broadcast(members, protocol.Awaited(generation, rank, line))
             case events.GiveUpHost(host, reason):

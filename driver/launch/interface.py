@@ -22,7 +22,7 @@ class Launcher(Protocol):
         Args:
             exited: called exactly once for each started worker.
             noticed: called with other observations of processes: WorkerFrozen, WorkerThawed, WorkerProbed,
-                WorkerHealthChecked.
+                WorkerHealthChecked, BandwidthMeasured.
         """
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -48,6 +48,9 @@ class Launcher(Protocol):
             worker: the worker.
             all_threads: whether its other threads write their stacks too.
         """
+
+    def measure(self, host: str, peer: str) -> None:
+        """Measure the bandwidth between two hosts. A BandwidthMeasured is reported, unless a host is lost meanwhile."""
 
     def give_up(self, host: str, why: str) -> None:
         """Declare an unresponsive host lost. `HostLost` is then reported.

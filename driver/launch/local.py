@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from elastic.driver.events import Event, HostLeaving, HostStaying, Notice, WorkerExited
+from elastic.driver.events import (
+    BandwidthMeasured,
+    Event,
+    HostLeaving,
+    HostStaying,
+    Notice,
+    WorkerExited,
+)
 from elastic.driver.launch.environment import without_secrets
 from elastic.driver.launch.standard_input import StandardInput, rank_of
 from elastic.driver.preemption.watch import OFF, Watch
@@ -88,6 +96,12 @@ class LocalLauncher:
 
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
         self.agent.dump(worker, all_threads=all_threads)
+
+    def measure(self, host: str, peer: str) -> None:
+        """Report that nothing was measured, because all workers run on this machine."""
+        trouble = "both hosts are this machine"
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._noticed, BandwidthMeasured(host, peer, trouble=trouble))
 
     def give_up(self, host: str, why: str) -> None:
         """Do nothing, because this machine always responds."""

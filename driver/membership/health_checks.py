@@ -3,47 +3,74 @@
 The check runs while the worker starts (`processes.health_check_run`). Until the check has passed, init() of the worker
 is not answered, so the worker cannot become ready. Only the first world waits for a check, and only briefly. A slot
 with a failed check cools down like any slot with a failed worker, and its next worker is checked again. The slot is
-never given up, because an operator may repair its host.
+never given up, because an operator may repair its host. With the built-in check, `bandwidth` also compares the hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from elastic.driver.events import HealthOutcome, WorkerHealthChecked
+from elastic.driver.events import BandwidthMeasured, Event, HealthOutcome, WorkerHealthChecked
+from elastic.driver.membership.bandwidth import HostBandwidth
 from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
 from elastic.driver.membership.worlds.part import Part
-from elastic.driver.reasons import Reason, ReasonKind, because
+from elastic.driver.membership.worlds.worlds import Worlds
+from elastic.driver.reasons import Fact, Reason, ReasonKind, because, describe_bandwidth
 
 
 class HealthChecks(Part):
     """Handler of the results of health checks."""
 
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
+        self.bandwidth = HostBandwidth(worlds)
+
+    def handle(self, event: Event) -> bool:
+        """Handle an event. Return whether it was one about health."""
+        match event:
+            case WorkerHealthChecked():
+                self.checked(event)
+            case BandwidthMeasured():
+                self.bandwidth.measured(event)
+            case _:
+                return False
+        return True
+
     def checked(self, event: WorkerHealthChecked) -> None:
         record = self.roster.get(event.worker)
         if record is None or not record.unchecked or record.killed_for:
             return  # The worker has exited or is already checked. Agents repeat results.
-        if record.stage is WorkerStage.DISMISSED:
+        if record.stage is WorkerStage.DISMISSED or self.bandwidth.waits(record):
             return
-        if event.outcome is HealthOutcome.PASSED:
+        if event.outcome is not HealthOutcome.PASSED:
+            line = {"outcome": event.outcome.value, "code": event.code, "line": event.line}
+            self._failed(record, line)
+        elif not self.bandwidth.passed(record):
             self._passed(record)
-        else:
-            self._failed(record, event)
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times of the next checks."""
         # The held workers are in the order of their deadlines.
         held = self.roster.first_at(WorkerStage.HELD)
-        yield from (each.check_by for each in held if not each.killed_for)
+        yield from (each.check_by for each in held if self._unanswered(each))
+        yield from self.bandwidth.deadlines()
 
     def overdue(self) -> None:
-        """Handle missing results as checks that timed out."""
+        """Handle missing results as checks that timed out, and admit or reject workers of measured hosts."""
         for record in self.roster.at(WorkerStage.HELD):
-            if self.actions.expired(record.check_by) and not record.killed_for:
-                line = "no result has arrived"
-                self._failed(
-                    record, WorkerHealthChecked(record.worker, HealthOutcome.TIMED_OUT, None, line)
-                )
+            if self.actions.expired(record.check_by) and self._unanswered(record):
+                outcome, line = HealthOutcome.TIMED_OUT.value, "no result has arrived"
+                self._failed(record, {"outcome": outcome, "code": None, "line": line})
+        for record, evidence in self.bandwidth.settled():
+            if evidence is None:
+                self._passed(record)
+            else:
+                self.bandwidth.reject(record.worker.host)
+                outcome, line = HealthOutcome.LOW_BANDWIDTH.value, describe_bandwidth(evidence)
+                self._failed(record, {"outcome": outcome, "code": None, "line": line, **evidence})
+
+    def _unanswered(self, record: WorkerRecord) -> bool:
+        return not record.killed_for and not self.bandwidth.waits(record)
 
     def _passed(self, record: WorkerRecord) -> None:
         record.unchecked = False
@@ -55,26 +82,32 @@ class HealthChecks(Part):
         if record.stage is WorkerStage.HELD:
             self.worlds.welcome(record)
 
-    def _failed(self, record: WorkerRecord, event: WorkerHealthChecked) -> None:
+    def _failed(self, record: WorkerRecord, facts: Mapping[str, Fact]) -> None:
         """Reject the worker, and start the cooldown of its slot.
 
         The result is logged only if it differs from the slot's previous result.
+
+        Args:
+            record: the worker.
+            facts: ``outcome``, ``code``, ``line``, and further evidence.
         """
         slots, worker = self.staff.slots, record.worker
-        reason = because(
-            ReasonKind.UNHEALTHY,
-            slot=f"{worker.host}:{worker.slot}",
-            outcome=event.outcome.value,
-            code=event.code,
-            line=event.line,
-        )
-        before = slots.unhealthy.get(record.slot)
+        reason = because(ReasonKind.UNHEALTHY, slot=f"{worker.host}:{worker.slot}", **facts)
+        before = self._before(record, reason)
         wait = slots.failed_check(record.slot, self.actions.now, reason)
         if not self.settings.elastic:
             self.worlds.end(1, reason)
         level = "debug" if before is not None and _alike(before, reason) else "error"
         self.actions.log(level, f"{reason}; next check in {wait:g} s", reason)
         self.staff.discard(record, reason)
+
+    def _before(self, record: WorkerRecord, reason: Reason) -> Reason | None:
+        """Return the previous result of the slot, or for low bandwidth of the host."""
+        unhealthy = self.staff.slots.unhealthy
+        if reason.facts["outcome"] == HealthOutcome.LOW_BANDWIDTH.value:
+            same = (why for slot, why in unhealthy.items() if slot[0] == record.worker.host)
+            return next((why for why in same if _alike(why, reason)), None)
+        return unhealthy.get(record.slot)
 
 
 def _alike(one: Reason, other: Reason) -> bool:

@@ -163,16 +163,15 @@ class Membership:
     def _dispatch(self, event: events.Event) -> None:
         self.stop.heard(event)
         # The most frequent events first.
-        parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices)
+        parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices, self.health)
         if any(part.handle(event) for part in parts):
             return
         match event:
             case events.WorkerReconnected():
                 self.reconnections.reconnected(event)
-            case events.WorkerHealthChecked():
-                self.health.checked(event)
             case events.HostsChanged(hosts):
                 self.notices.listed(hosts)
+                self.health.bandwidth.listed(hosts)
                 self.worlds.staff.announce(hosts, self.worlds.world.places, fixed=event.fixed)
             case events.HostsQueued(hosts=waiting):
                 self.worlds.staff.slots.queued = waiting

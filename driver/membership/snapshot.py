@@ -32,6 +32,7 @@ from elastic.driver.events import (
     Notice,
     ShardsDivided,
 )
+from elastic.driver.membership.bandwidth import HostBandwidth
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.idle_world import IdleWorld
 from elastic.driver.membership.failure_detection.stragglers import Stragglers
@@ -95,6 +96,7 @@ OBJECTS: tuple[type, ...] = (
         Stop,
         Deadlines,
         HealthChecks,
+        HostBandwidth,
         ActionList,
         WorkerPool,
         GiveUpRules,

@@ -144,6 +144,8 @@ class JobView:
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
         # For each slot, the number of failed health checks, and the last failure.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
+        # Latest measurement of each listed host that succeeded.
+        self.bandwidth: dict[str, events.BandwidthMeasured] = {}
         # Quarantined slots with a worker that computed wrong results, and the reason of its fence.
         self.quarantined: dict[tuple[str, int], Reason] = {}
         self.end: events.EndJob | None = None  # the first decision to end the job
@@ -288,7 +290,10 @@ class JobView:
                 self._exits(gone, None)
             case events.WorkerHealthChecked() if event.worker in self.workers:
                 self._checks(event)
+            case events.BandwidthMeasured(host, trouble=""):
+                self.bandwidth[host] = event
             case events.HostsChanged(hosts):
+                self.bandwidth = {h: e for h, e in self.bandwidth.items() if h in hosts}
                 self.unhealthy = {s: e for s, e in self.unhealthy.items() if s[0] in hosts}
                 self.quarantined = {s: e for s, e in self.quarantined.items() if s[0] in hosts}
             case events.DrainRequested(_, host, True):
@@ -321,8 +326,9 @@ class JobView:
                         self.touched.append(known)
             case events.FinishWorld():
                 self.world = None
-            case events.WelcomeWorker(elastic=elastic):
+            case events.WelcomeWorker(worker, elastic=elastic):
                 self.elastic = elastic
+                self.unhealthy.pop((worker.host, worker.slot), None)  # its bandwidth was low before
             case events.TellStandby(worker) if worker in self.workers:
                 self._move(self.workers[worker], Stage.STANDBY)
             case events.LetGo(worker, reason) if worker in self.workers:
@@ -333,6 +339,10 @@ class JobView:
                 killed = self.workers[worker]
                 killed.removed |= killed.stage is not Stage.KILLED and reason.kind in REMOVALS
                 self._move(killed, Stage.KILLED, reason)
+                if reason.facts.get("outcome") == events.HealthOutcome.LOW_BANDWIDTH.value:
+                    line = str(reason.facts["line"])
+                    low = events.HealthOutcome.LOW_BANDWIDTH
+                    self._checks(events.WorkerHealthChecked(worker, low, None, line))
                 if reason.facts.get("quarantine", "off") != "off":
                     self.quarantined[worker.host, worker.slot] = reason
             case events.EndJob():
@@ -343,7 +353,10 @@ class JobView:
     def _checks(self, event: events.WorkerHealthChecked) -> None:
         slot = event.worker.host, event.worker.slot
         if event.outcome is events.HealthOutcome.PASSED:
-            self.unhealthy.pop(slot, None)
+            before = self.unhealthy.get(slot)
+            # The bandwidth of the host is measured after the check.
+            if before is not None and before.outcome is not events.HealthOutcome.LOW_BANDWIDTH:
+                del self.unhealthy[slot]
             self.quarantined.pop(slot, None)
         elif self.unhealthy.get(slot) != event:  # Agents repeat results, which count once.
             self.unhealthy[slot] = event

@@ -44,6 +44,7 @@ PHASES = 64  # maximum number of recovery phases, over all kinds
 RANKS, NAMES = 64, 64
 # upper bounds of the histograms' buckets, in seconds
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LOW = events.HealthOutcome.LOW_BANDWIDTH.value
 # Kills that are fences, and the label under which they are counted.
 FENCES = {
     ReasonKind.FROZEN: "frozen",
@@ -120,6 +121,8 @@ class JobMetrics(ViewReader):
 
     def decided(self, action: events.Action, now: float) -> None:
         match action:
+            case events.KillWorker(reason=reason) if reason.facts.get("outcome") == LOW:
+                self.health[LOW] += 1
             case events.PublishWorld():
                 size = len(self.view.ranks)
                 self.waited_for.new_world()
@@ -180,6 +183,16 @@ def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
         figures.fenced.items(),
     )
     yield _counter("health_checks", "Health checks by outcome.", "outcome", figures.health.items())
+    bandwidth = GaugeMetricFamily(
+        "elastic_host_bandwidth_bytes_per_second",
+        "Bandwidth of a host to and from its peer, as last measured by the built-in health check.",
+        labels=["host", "peer", "direction"],
+    )
+    for host, each in sorted(view.bandwidth.items()):
+        for direction, rate in (("sent", each.sent), ("received", each.received)):
+            if rate is not None:
+                bandwidth.add_metric([host, each.peer, direction], rate)
+    yield bandwidth
     yield GaugeMetricFamily(
         "elastic_unhealthy_slots",
         "Slots whose last health check failed, so that no worker is admitted there.",

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from elastic.driver.events import HealthOutcome, WorkerHealthChecked
 from elastic.driver.processes import orphan_reaper
 from elastic.driver.processes.spawning import why_not_started
+from elastic.driver.settings import AUTO
 from elastic.errors import shortened
 from elastic.health.exit_codes import WRONG_RESULT
 from elastic.protocol.messages import Worker
 
 COMMAND, TIMEOUT = "ELASTIC_HEALTH_CHECK", "ELASTIC_HEALTH_CHECK_TIMEOUT"
-AUTO = "auto"
 # Runs the module as python -m does, but does not import from the working directory.
 RUN_AUTO = (
     "import sys; sys.path[:] = filter(None, sys.path);"

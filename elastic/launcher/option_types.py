@@ -26,6 +26,7 @@ class RayOptions(TypedDict, total=False):
     islands: str | None
     health_check: str | None
     health_check_timeout: float | None
+    bandwidth_factor: float | None
     quarantine: str | None
     keep_faulty: str | None
     straggler_factor: float | None

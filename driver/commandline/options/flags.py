@@ -346,6 +346,16 @@ class DetectionFlags:
         keys=("health_check.timeout_seconds",),
         use=Use(functions=FUNCTIONS, setting="health_check_s"),
     )
+    bandwidth_factor: float | None = flag(
+        "--bandwidth-factor",
+        "F",
+        "With --health-check auto, reject hosts below F times the median bandwidth of the others (default:"
+        f" {Settings.bandwidth_factor:g}; 0: none).",
+        number,
+        variable="ELASTIC_BANDWIDTH_FACTOR",
+        keys=("health_check.bandwidth_factor",),
+        use=Use(functions=FUNCTIONS, setting="bandwidth_factor"),
+    )
     quarantine: str | None = flag(
         "--quarantine",
         "WHICH",

@@ -363,7 +363,7 @@ class PageModel(ViewReader):
         elif self.view.touched:
             self._grid.show(now)
         match action:
-            case events.KillWorker():
+            case events.KillWorker() | events.WelcomeWorker():
                 self._show_health()
             case events.BreakWorld():
                 self._job(phase="recovering")

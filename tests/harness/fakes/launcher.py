@@ -16,6 +16,7 @@ class FakeLauncher:
         self.killed: list[Worker] = []
         self.probed: list[Worker] = []
         self.dumped: list[Worker] = []
+        self.measured: list[tuple[str, str]] = []
         self.environments: dict[Worker, dict[str, str]] = {}
         self.closed = False
         self._alive: set[Worker] = set()
@@ -57,6 +58,10 @@ class FakeLauncher:
 
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
         self.dumped.append(worker)
+
+    def measure(self, host: str, peer: str) -> None:
+        """Record the measurement; the test reports its result with ``noticed``."""
+        self.measured.append((host, peer))
 
     def give_up(self, host: str, why: str) -> None:
         self.noticed(HostLost(host, why))

@@ -18,7 +18,10 @@ from elastic.driver.agents.agent_pool import (
 from elastic.driver.agents.messages import (
     AgentId,
     Attach,
+    BandwidthFound,
+    BandwidthServed,
     Beat,
+    CallForBandwidth,
     Detach,
     Heard,
     Here,
@@ -26,6 +29,7 @@ from elastic.driver.agents.messages import (
     Registered,
     Reject,
     Seen,
+    ServeBandwidth,
     Start,
 )
 from elastic.driver.agents.pool_events import (
@@ -34,6 +38,7 @@ from elastic.driver.agents.pool_events import (
     AgentMessageReceived,
     AgentNotStarted,
     AgentStarted,
+    BandwidthOrdered,
     DisconnectAgent,
     DriverReady,
     GiveUpOrdered,
@@ -48,6 +53,7 @@ from elastic.driver.agents.pool_events import (
 )
 from elastic.driver.agents.pool_state import AGAIN_S, DeadlineKind, PoolDeadlines
 from elastic.driver.events import (
+    BandwidthMeasured,
     HostLost,
     HostReported,
     HostsChanged,
@@ -56,7 +62,7 @@ from elastic.driver.events import (
     WorkerExited,
 )
 from elastic.protocol import messages as protocol
-from elastic.protocol.messages import Worker
+from elastic.protocol.messages import Address, Worker
 from harness.golden import recorded
 
 ATTACH = Attach("one", 1, 2.0, 60.0)
@@ -480,3 +486,46 @@ def test_agents_that_connect_by_themselves_make_no_list():
     pool.handle(AgentConnected(agent), 1.0)
     registered = Registered(1, "10.0.0.1", [], [], [], "job")
     assert lists(pool.handle(AgentMessageReceived(agent, registered), 1.0)) == []
+
+
+# ---- bandwidth -------------------------------------------------------------------------------------------------------
+
+
+def measuring() -> Talk:
+    """Two hosts with agents, after the order to measure the bandwidth of host a to host b."""
+    talk = Talk()
+    talk.here(FIRST)
+    talk.here(THERE)
+    ordered = talk.hear(BandwidthOrdered(FIRST.host, THERE.host))
+    assert ordered == [sent_to(THERE, ServeBandwidth(FIRST.host))]
+    return talk
+
+
+def test_measured_host_calls_the_address_on_which_its_peer_listens():
+    talk, address = measuring(), Address("10.0.0.2", 7)
+    served = AgentMessageReceived(THERE, BandwidthServed(FIRST.host, address))
+    assert talk.hear(served) == [sent_to(FIRST, CallForBandwidth(THERE.host, address))]
+    event = BandwidthMeasured(FIRST.host, THERE.host, 1e6, 2e6)
+    assert talk.hear(AgentMessageReceived(FIRST, BandwidthFound(event))) == [PostToDriver(event)]
+
+
+def test_measurement_to_a_host_that_cannot_listen_fails():
+    served = AgentMessageReceived(THERE, BandwidthServed(FIRST.host, None, "no port"))
+    failed = BandwidthMeasured(FIRST.host, THERE.host, trouble="no port")
+    assert measuring().hear(served) == [PostToDriver(failed)]
+
+
+@pytest.mark.parametrize("present", [FIRST, THERE])
+def test_measurement_without_both_agents_fails_at_once(present):
+    talk = Talk()
+    talk.here(present)
+    [failed] = talk.hear(BandwidthOrdered(FIRST.host, THERE.host))
+    assert isinstance(failed.event, BandwidthMeasured) and failed.event.trouble
+    assert failed.event.sent is failed.event.received is None
+
+
+def test_agent_cannot_report_the_bandwidth_of_another_host():
+    talk = measuring()
+    found = BandwidthFound(BandwidthMeasured(FIRST.host, THERE.host, 1.0, 1.0))
+    actions = talk.hear(AgentMessageReceived(THERE, found))
+    assert not [each for each in actions if isinstance(each, PostToDriver)]

@@ -104,12 +104,14 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
     known = {each.__name__ for each in (*Event.__subclasses__(), *Action.__subclasses__())}
     # jobs with several hosts or drivers, cancelled changes, health checks, and shards that are verified
     elsewhere = {
+        "BandwidthMeasured",
         "CallOffChange",
         "DriverRestarted",
         "GiveUpHost",
         "HostLost",
         "HostStaying",
         "HostsQueued",
+        "MeasureBandwidth",
         "ReplicasSpoilt",
         "TellWorld",
         "WorkerFoundMistake",

@@ -43,7 +43,13 @@ def checked(name: str, outcome: HealthOutcome = HealthOutcome.PASSED, line: str 
 
 def starting(**settings) -> MembershipConversation:
     """Two hosts of one slot each start a worker."""
-    defaults = {"np": 2, "workers_min": 1, "health_check": "auto", "health_check_s": LIMIT_S}
+    defaults = {
+        "np": 2,
+        "workers_min": 1,
+        "health_check": "auto",
+        "health_check_s": LIMIT_S,
+        "bandwidth_factor": 0.0,
+    }
     talk = MembershipConversation(**{**defaults, **settings})
     talk.tell(hosts(a=1, b=1))
     return talk

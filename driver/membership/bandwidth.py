@@ -1,0 +1,206 @@
+"""Decisions about the bandwidth of hosts: which host is measured when, and whether its workers are admitted.
+
+Pure: no I/O, no clock.
+
+A host is measured when the health check of one of its slots has passed, against the host of rank 0 or, before the first
+world, against the first host of the list, which will have rank 0. Hosts are measured one at a time, because concurrent
+transfers to one host would share its bandwidth. A host is too slow if it sends or receives less than a share of the
+median of the others, measured against the same peer. Its workers wait for the result, unless the job has too few hosts
+for a comparison. Before the first world, all hosts wait for the last measurement. Later, up to REFERENCES members are
+measured first if too few were.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+
+from elastic.driver.events import BandwidthMeasured, MeasureBandwidth
+from elastic.driver.membership.records.roster import WorkerRecord
+from elastic.driver.membership.worlds.part import Part
+from elastic.driver.membership.worlds.worlds import Worlds
+from elastic.driver.settings import AUTO
+from elastic.protocol.messages import Worker
+
+OTHERS_MIN = 2  # number of other hosts for a comparison
+REFERENCES = 3  # maximum number of members that are measured for a comparison
+FRESH_S = 60.0  # a measurement of this age is used for further workers of the host
+TOGETHER_S = (
+    3.0  # seconds that the first measurement waits for the other health checks of the first world
+)
+RESULT_S = 6.0  # seconds for the result of a measurement to arrive
+WAIT_S = 20.0  # a worker without a measurement is admitted after this time
+
+Evidence = str | float | int
+
+
+def too_slow(
+    mine: BandwidthMeasured, others: Iterable[BandwidthMeasured], factor: float
+) -> dict[str, Evidence] | None:
+    """Compare the bandwidth of a host with that of others.
+
+    Args:
+        mine: measurement of the host.
+        others: measurements of other hosts.
+        factor: share of the median below which the host is too slow.
+
+    Returns:
+        The evidence: ``direction``, ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``, the number of compared
+        hosts. None if the host is fast enough, or if fewer than OTHERS_MIN others were measured against the same peer.
+    """
+    comparable = [each for each in others if each.peer == mine.peer and each.host != mine.host]
+    for direction in ("sent", "received"):
+        rate = getattr(mine, direction)
+        rates = [getattr(each, direction) for each in comparable]
+        rates = [each for each in rates if each is not None]
+        if rate is None or len(rates) < OTHERS_MIN:
+            continue
+        # The lower of two medians, so that of three hosts never two are rejected.
+        median = statistics.median_low(rates)
+        if rate < factor * median:
+            return {
+                "direction": direction,
+                "peer": mine.peer,
+                "bytes_s": rate,
+                "median_bytes_s": median,
+                "others": len(rates),
+            }
+    return None
+
+
+class HostBandwidth(Part):
+    """Measurements of the bandwidth of hosts, and the workers that wait for them."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        super().__init__(worlds)
+        # Latest measurement of each host and its time. Rejected hosts are missing, so they are measured again.
+        self._latest: dict[str, tuple[BandwidthMeasured, float]] = {}
+        # Hosts that are to be measured, and the time since which each is.
+        self._wanted: dict[str, float] = {}
+        # Workers with a passed health check, and the time since which each waits for the measurement of its host.
+        self._waiting: dict[Worker, float] = {}
+        self._pending: MeasureBandwidth | None = None  # measurement in progress
+        self._result_by = 0.0  # deadline of the measurement in progress
+        # Host against which the hosts of the first world are measured.
+        self._first_peer: str | None = None
+
+    def waits(self, record: WorkerRecord) -> bool:
+        return record.worker in self._waiting
+
+    def passed(self, record: WorkerRecord) -> bool:
+        """Measure the host of a worker with a passed health check, unless it was measured recently.
+
+        Return whether the worker waits until `settled` yields it.
+        """
+        if self.settings.health_check != AUTO or not self.settings.bandwidth_factor:
+            return False
+        hosts = len(self.staff.slots.hosts)
+        if hosts > 1:
+            self._wanted.setdefault(record.worker.host, self.actions.now)
+        comparable = hosts > 1 + OTHERS_MIN  # besides the peer and the host itself
+        if comparable:
+            self._waiting[record.worker] = self.actions.now
+        return comparable
+
+    def measured(self, event: BandwidthMeasured) -> None:
+        pending = self._pending
+        if pending is not None and (pending.host, pending.peer) == (event.host, event.peer):
+            self._pending = None
+            self._latest[event.host] = event, self.actions.now
+
+    def listed(self, hosts: Iterable[str]) -> None:
+        """Discard the measurements of hosts that left the list."""
+        kept = set(hosts)
+        self._latest = {host: each for host, each in self._latest.items() if host in kept}
+        self._wanted = {host: since for host, since in self._wanted.items() if host in kept}
+
+    def deadlines(self) -> Iterator[float]:
+        """Yield the times at which `settled` may yield other workers."""
+        if self._pending is not None:
+            yield self._result_by
+        elif self._wanted:  # The first measurement waits for other health checks.
+            yield min(self._wanted.values()) + TOGETHER_S
+        yield from (since + WAIT_S for since in self._waiting.values())
+
+    def settled(self) -> Iterator[tuple[WorkerRecord, dict[str, Evidence] | None]]:
+        """Request the next measurement. Yield the workers that no longer wait, with the evidence against their host.
+
+        The evidence, see `too_slow`, is None if the worker is admitted.
+        """
+        if self._pending is not None and self.actions.expired(self._result_by):
+            late = f"no result within {RESULT_S:g} s"
+            self.measured(BandwidthMeasured(self._pending.host, self._pending.peer, trouble=late))
+        if not self._wanted and not self._waiting:
+            return
+        self._drop_lost_workers()
+        peer = self._peer()
+        if self._pending is None and peer is not None:
+            self._measure_next(peer)
+        # Before the first world, a host has no others to be compared with until the last is measured.
+        early = not self.worlds.members and bool(self._wanted)
+        waiting = {worker.host for worker in self._waiting}
+        found = {host: self._evidence(host, peer) for host in waiting if host not in self._wanted}
+        for worker, since in [*self._waiting.items()]:
+            measured = worker.host in found and not early
+            if measured or self.actions.expired(since + WAIT_S):
+                del self._waiting[worker]
+                yield self.roster[worker], found.get(worker.host)
+
+    def reject(self, host: str) -> None:
+        """Discard the measurement of a host that is too slow, so that it is measured again before its next worker."""
+        self._latest.pop(host, None)
+
+    def _drop_lost_workers(self) -> None:
+        for worker in [*self._waiting]:
+            record = self.roster.get(worker)
+            if record is None or record.killed_for or not record.in_plans:
+                del self._waiting[worker]
+
+    def _peer(self) -> str | None:
+        """Return the host against which hosts are measured now, or None if no measurement begins yet."""
+        for member in self.worlds.members:
+            if member in self.roster:
+                return member.host
+        if self._first_peer not in self.staff.slots.hosts:
+            self._first_peer = None
+        if self._first_peer is None and self._wanted and self._all_checked():
+            self._first_peer = next(host for host in self.staff.slots.hosts if host in self._wanted)
+        return self._first_peer
+
+    def _all_checked(self) -> bool:
+        """Return whether the health checks of the first world have ended, or take longer than those that have."""
+        pending = (each for each in self.roster.in_plans() if each.unchecked)
+        late = self.actions.expired(min(self._wanted.values()) + TOGETHER_S)
+        return late or all(self.waits(each) for each in pending)
+
+    def _measure_next(self, peer: str) -> None:
+        for host in [*self._wanted]:
+            if host == peer or self._recent(host, peer):
+                del self._wanted[host]
+                continue
+            self._pending = MeasureBandwidth(next(self._references(host, peer), host), peer)
+            self._result_by = self.actions.now + RESULT_S
+            self.actions.add(self._pending)
+            return
+
+    def _references(self, host: str, peer: str) -> Iterator[str]:
+        """Yield the hosts of members that are measured before ``host``, because too few others were measured."""
+        others = [each for each, _ in self._latest.values() if each.host != host]
+        if sum(each.peer == peer for each in others) < OTHERS_MIN:
+            members = dict.fromkeys(each.host for each in self.worlds.members)
+            candidates = [each for each in members if each not in (host, peer)][:REFERENCES]
+            yield from (each for each in candidates if not self._has(each, peer))
+
+    def _has(self, host: str, peer: str | None) -> bool:
+        known = self._latest.get(host)
+        return known is not None and known[0].peer == peer
+
+    def _recent(self, host: str, peer: str) -> bool:
+        return self._has(host, peer) and self.actions.now < self._latest[host][1] + FRESH_S
+
+    def _evidence(self, host: str, peer: str | None) -> dict[str, Evidence] | None:
+        if not self._has(host, peer):
+            return None
+        mine, _ = self._latest[host]
+        others = (each for each, _ in self._latest.values())
+        return too_slow(mine, others, self.settings.bandwidth_factor)
