@@ -297,6 +297,7 @@ class State:
         *,
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
+        keeps: bool = False,
     ) -> int:
         """Send the state of rank ``root`` of the group to the other ranks, without saving it.
 
@@ -305,6 +306,7 @@ class State:
             root: rank in the group that sends.
             expected_equal: whether the receivers hold the same commit. If so, a warning names parameters that differ.
             group_on: creates a group of the same ranks on a GPU.
+            keeps: whether tensors are not sent if all receivers hold them already.
 
         Returns:
             The number of bytes copied.

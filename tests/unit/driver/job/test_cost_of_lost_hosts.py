@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_host_lost_when_another_was_just_lost_then_its_cost_does_not_depend_on_t
         job = Job(hosts)
         job.note(events.HostLost("h0", "silent"))  # ends the world, and notifies all workers
         assert job.membership.phase is Phase.GATHERING
-        costs.append(steps_of(lambda job=job: job.note(events.HostLost("h1", "silent"))))
+        costs.append(steps_of(partial(job.note, events.HostLost("h1", "silent"))))
         assert not any(worker.host in ("h0", "h1") for worker in job.view.workers)
         assert len(job.decisions.running) == SLOTS * (hosts - 2)
     small, large = costs

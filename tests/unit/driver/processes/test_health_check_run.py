@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from elastic.driver.processes.health_check_run import (
-    AUTO,
     COMMAND,
     TIMEOUT,
     command_of,
     environment_of,
     without_check,
 )
+from elastic.driver.settings import AUTO
 from elastic.protocol.messages import Worker
 
 
