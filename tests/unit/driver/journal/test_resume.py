@@ -71,6 +71,7 @@ def test_every_setting_is_compared():
     """Each difference is named by its flag or its name. The limit of concurrent starts depends on the machine."""
     other = {"elastic": False, "timeline": "/t", "reset_limit": 1, "host_attempts": 9}
     other |= {"health_check": "auto", "quarantine": "host", "straggler_factor": 0.25}
+    other |= {"bandwidth_factor": 0.5}
     for name, value in vars(settings()).items():
         base: dict[str, Any] = {"standbys": 1} if name == "replace_stragglers" else {}
         if name in ("np", "workers_min", "workers_max", "starting_max", "env"):
