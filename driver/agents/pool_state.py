@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import heapq
 from dataclasses import dataclass, field
 
 from elastic.driver.agents.messages import AgentId, AgentMessage, Start
@@ -49,36 +50,38 @@ class PoolDeadlines:
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}
-        self._first: float | None = None
-        self._known = True  # `_first` has its final value
+        # A heap that may contain outdated deadlines: thousands of agents reconnect at once after a failover.
+        self._queue: list[tuple[float, tuple[str, DeadlineKind]]] = []
 
     def __contains__(self, key: tuple[str, DeadlineKind]) -> bool:
         return key in self._at
 
     def put(self, host: str, due: DeadlineKind, at: float) -> None:
         self._at[host, due] = at
-        self._known = False
+        heapq.heappush(self._queue, (at, (host, due)))
 
     def drop(self, host: str, due: DeadlineKind) -> None:
-        if self._at.pop((host, due), None) is not None:
-            self._known = False
+        self._at.pop((host, due), None)
 
     def clear(self) -> None:
         self._at.clear()
-        self._known = False
+        self._queue.clear()
 
     def first(self) -> float | None:
-        if not self._known:
-            self._first, self._known = min(self._at.values(), default=None), True
-        return self._first
+        while self._queue:
+            at, key = self._queue[0]
+            if self._at.get(key) == at:
+                return at
+            heapq.heappop(self._queue)
+        return None
 
     def pop(self, now: float) -> tuple[str, DeadlineKind] | None:
         """Remove and return the earliest expired deadline, or None if none has expired."""
         first = self.first()
         if first is None or first > now:
             return None
-        key = min(key for key, at in self._at.items() if at == first)
-        self.drop(*key)
+        _, key = heapq.heappop(self._queue)
+        del self._at[key]
         return key
 
 

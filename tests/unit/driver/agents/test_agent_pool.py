@@ -438,6 +438,41 @@ def test_earliest_deadline_comes_first_and_once():
     assert table.first() is None and ("b", DeadlineKind.ARRIVAL) not in table
 
 
+def test_deadline_that_was_put_off_comes_at_its_new_time_and_once():
+    table = PoolDeadlines()
+    table.put("a", DeadlineKind.ARRIVAL, 1.0)
+    table.put("a", DeadlineKind.ARRIVAL, 4.0)
+    assert table.first() == 4.0 and table.pop(3.0) is None
+    assert table.pop(4.0) == ("a", DeadlineKind.ARRIVAL)
+    table.put("a", DeadlineKind.ARRIVAL, 6.0)
+    table.drop("a", DeadlineKind.ARRIVAL)
+    table.put("a", DeadlineKind.ARRIVAL, 6.0)
+    assert table.pop(6.0) == ("a", DeadlineKind.ARRIVAL)
+    assert table.pop(6.0) is None and table.first() is None
+
+
+def comparisons_until_all_reconnect(hosts: int) -> int:
+    compared = 0
+
+    class Deadline(float):
+        def __lt__(self, other: float) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__lt__(other)
+
+    table = PoolDeadlines()
+    for host in range(hosts):
+        table.put(f"h{host}", DeadlineKind.ARRIVAL, Deadline(host + 3))
+    for host in range(hosts):
+        table.drop(f"h{host}", DeadlineKind.ARRIVAL)
+        assert (table.first() is None) is (host == hosts - 1)
+    return compared
+
+
+def test_reconnection_of_all_hosts_compares_each_deadline_with_few_others():
+    assert comparisons_until_all_reconnect(256) <= 256 * 16
+
+
 # ---- engines whose tasks hold agents ---------------------------------------------------------------------------------
 
 
