@@ -24,6 +24,7 @@ from elastic.driver.agents.messages import (
     Registered,
     Start,
     Tell,
+    TellPlaces,
     from_agent,
 )
 from elastic.driver.events import (
@@ -37,7 +38,7 @@ from elastic.driver.events import (
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
 from elastic.driver.network.control_server import Callers, ControlServer
 from elastic.driver.sinks import Log, Sink
-from elastic.protocol.messages import Address, Message, Worker
+from elastic.protocol.messages import Address, Message, Place, Worker, World
 
 AGENTS: Callers[AgentId] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
@@ -284,6 +285,14 @@ class RelayedWorkers:
             self._fleet.order(
                 host, *(Tell([worker], cast(Any, message)) for worker, message in group)
             )
+
+    def send_world(self, world: World, places: Iterable[tuple[Worker, Place]]) -> None:
+        """Send a world to its members, with one message for each host."""
+        by_host: dict[str, list[tuple[Worker, Place]]] = {}
+        for member in places:
+            by_host.setdefault(member[0].host, []).append(member)
+        for host, local in by_host.items():
+            self._fleet.order(host, TellPlaces(local, world))
 
     def broadcast(self, workers: Iterable[Worker], message: Message) -> None:
         by_host: dict[str, list[Worker]] = {}

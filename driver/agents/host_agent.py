@@ -42,6 +42,7 @@ from elastic.driver.agents.messages import (
     ServeBandwidth,
     Start,
     Tell,
+    TellPlaces,
 )
 from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import Event, WorkerDisconnected, WorkerExited, WorkerHealthChecked
@@ -248,6 +249,9 @@ class HostAgent:
                 if isinstance(forwarded, messages.World):
                     self._state.told(forwarded.generation)
                 self._server.broadcast(workers, forwarded)
+            case TellPlaces(members, world):
+                self._state.told(world.generation)
+                self._server.send_world(world, members)
             case Detach(reason):
                 self._dismissed(reason)
             case ServeBandwidth(caller):

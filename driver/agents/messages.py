@@ -22,7 +22,7 @@ from elastic.driver.events import (
     WorkerThawed,
 )
 from elastic.protocol import messages
-from elastic.protocol.messages import VERSION, Value, Worker
+from elastic.protocol.messages import VERSION, Place, Value, Worker
 
 
 class AgentId(Value):

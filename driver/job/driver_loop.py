@@ -92,6 +92,7 @@ class WorkerConnections(Protocol):
 
     def send(self, worker: Worker, message: protocol.Message) -> bool: ...
     def send_each(self, messages: Iterable[tuple[Worker, protocol.Message]]) -> None: ...
+    def send_world(self, world: protocol.World, places: Iterable[tuple[Worker, Place]]) -> None: ...
     def broadcast(self, workers: Iterable[Worker], message: protocol.Message) -> None: ...
     def connected(self, worker: Worker) -> bool: ...
     def drain(self, worker: Worker) -> None: ...
@@ -699,23 +700,17 @@ class Driver:
             self._log(level, f"{verb} {number}{_some(workers)}: {reason}{now}")
 
     def _publish(self, world: events.PublishWorld) -> Line:
-        reason = str(world.reason)
-        self._server.send_each(
-            (
-                member.worker,
-                protocol.World(
-                    world.generation,
-                    member.place,
-                    world.store,
-                    world.holders,
-                    world.commit,
-                    reason,
-                    self._checkpoint_run,
-                    world.checkpoint,
-                ),
-            )
-            for member in world.members
+        message = protocol.World(
+            world.generation,
+            world.members[0].place,
+            world.store,
+            world.holders,
+            world.commit,
+            str(world.reason),
+            self._checkpoint_run,
+            world.checkpoint,
         )
+        self._server.send_world(message, ((each.worker, each.place) for each in world.members))
         self.generation = world.generation
         if self._starts is not None:
             self._starts.published(self._now())

@@ -47,9 +47,11 @@ from elastic.protocol.messages import (
     Answer,
     Challenge,
     Hello,
+    Place,
     ProtocolError,
     TurnedAway,
     Worker,
+    World,
     encoded,
     from_worker,
 )
@@ -189,6 +191,10 @@ class ControlServer(Generic[Who]):
         """Send each caller its message. Callers without a connection are skipped."""
         for peer, message in messages:
             self.send(peer, message)
+
+    def send_world(self, world: World, places: Iterable[tuple[Who, Place]]) -> None:
+        """Send each member a world with the member's place."""
+        self.send_each((peer, msgspec.structs.replace(world, place=each)) for peer, each in places)
 
     def broadcast(self, peers: Iterable[Who], message: msgspec.Struct) -> None:
         """Send a message, which is encoded only once, to all of these callers that are connected."""

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from elastic.protocol.calls import Calls
 
-VERSION = 5
+VERSION = 6
 # Maximum size of a frame in bytes. A returned value is the only large message.
 FRAME_LIMIT = 64 * 1024 * 1024
 RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value

@@ -41,8 +41,8 @@ def bytes_to_each(workers: int, folder: Path) -> float:
         together, told = lose(job, "h1")
     survivors = workers - SLOTS
     assert together.size == survivors
-    # One word to each host that its world is over, one to each worker of its place ...
-    assert told.heard == survivors // SLOTS + survivors
+    # One message to each host that its world is over, and one with the places of its workers ...
+    assert told.heard == 2 * (survivors // SLOTS)
     # ... and from each that it is ready, and that it trains.
     assert told.said == 2 * survivors
     return together.bytes_told / survivors

@@ -39,6 +39,7 @@ from elastic.driver.agents.messages import (
     Seen,
     Start,
     Tell,
+    TellPlaces,
 )
 from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import WorkerDisconnected, WorkerExited, WorkerProbed
@@ -163,6 +164,13 @@ class LightAgent:
                     found = self.workers.get(each)
                     if found is not None:
                         self._tell(found, word)
+            case TellPlaces(members, world):
+                self._fleet.told(message)
+                self.state.told(world.generation)
+                for each, place in members:
+                    found = self.workers.get(each)
+                    if found is not None:
+                        self._tell(found, msgspec.structs.replace(world, place=place))
             case Beat():
                 self._beaten()
             case Attach():
@@ -277,10 +285,11 @@ class LightAgents:
         if len(self._terms) == len(self.agents) and set(self._terms.values()) == {term}:
             self._tell(Adopted(term, time.monotonic(), len(self.agents)))
 
-    def told(self, tell: Tell) -> None:
-        if isinstance(tell.message, messages.Broken):
+    def told(self, tell: Tell | TellPlaces) -> None:
+        word = tell.world if isinstance(tell, TellPlaces) else tell.message
+        if isinstance(word, messages.Broken):
             self._broken_at = time.monotonic()
-        if isinstance(tell.message, messages.Broken | messages.World):
+        if isinstance(word, messages.Broken | messages.World):
             self._bytes += HEAD + len(encoded(tell))
 
     def has_its_place(self, recovery: Recovery) -> None:

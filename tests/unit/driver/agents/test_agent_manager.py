@@ -25,6 +25,7 @@ from elastic.driver.agents.messages import (
     Seen,
     Start,
     Tell,
+    TellPlaces,
 )
 from elastic.driver.agents.pool_events import DisconnectAgent
 from elastic.driver.agents.uplink import Uplink
@@ -34,11 +35,13 @@ from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.network import connection
 from elastic.driver.network.control_server import ControlServer
 from elastic.protocol import messages as protocol
-from elastic.protocol.messages import Worker
+from elastic.protocol.messages import Address, Place, Worker
 from harness.golden import recorded
 
 SECRET = b"s" * 32
 A, B = Worker("here", 0), Worker("there", 0)
+STORE = Address("10.0.0.1", 29500)
+PLACES = [Place(0, 3, 0, 2, 0, 2), Place(1, 3, 1, 2, 0, 1), Place(2, 3, 0, 1, 1, 2)]
 DEADLINE_S = 60.0
 
 
@@ -191,6 +194,10 @@ async def test_orders_wait_for_the_agent_and_messages_of_its_workers_arrive(driv
     assert await driver.printed.get() == (A, "stdout", "end")
     driver.fleet.workers.broadcast([A, B], protocol.Finish(1))
     assert await agent.next() == Tell([A], protocol.Finish(1))
+    world = protocol.World(2, PLACES[0], STORE, 0, None, "all are ready")
+    members = [(B, PLACES[2]), (A, PLACES[0]), (Worker("here", 1), PLACES[1])]
+    driver.fleet.workers.send_world(world, members)
+    assert await agent.next() == TellPlaces([members[1], members[2]], world)
     driver.fleet.kill(A)
     assert await agent.next() == Kill(A)
     agent.say(Seen(WorkerExited(A, -9)), Seen(WorkerExited(A, -9)))

@@ -61,6 +61,10 @@ class FakeServer:
         for worker, message in messages:
             self.send(worker, message)
 
+    def send_world(self, world, places) -> None:
+        for worker, place in places:
+            self.send(worker, msgspec.structs.replace(world, place=place))
+
     def broadcast(self, workers, message) -> None:
         for worker in workers:
             self.send(worker, message)
