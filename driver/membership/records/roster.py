@@ -12,7 +12,7 @@ from typing import Any
 from elastic.driver.reasons import Reason
 from elastic.protocol.messages import Address, Commit, KeptCommit, Launches, Place, Worker
 
-INDEXED = ("stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "inside")
+INDEXED = frozenset({"stage", "leaving", "noticed", "exit_by", "killed_for", "frozen", "inside"})
 
 
 class WorkerStage(enum.Enum):

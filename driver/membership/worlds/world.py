@@ -44,7 +44,8 @@ class World:
     # first step that is repeated, if the world begins from an older commit
     back_to: int | None = None
     places: dict[Worker, Place] = field(init=False)
-    _resumed: dict[Worker, WorkerResumed] = field(default_factory=dict)
+    # Reports of the members that resumed; None after all have resumed, so that snapshots do not repeat the reports.
+    _resumed: dict[Worker, WorkerResumed | None] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,8 @@ class World:
         self._resumed[event.worker] = event
         if len(self._resumed) < len(self.members):
             return None
-        reports = self._resumed.values()
+        reports = [report for report in self._resumed.values() if report is not None]
+        self._resumed = dict.fromkeys(self._resumed)
         phases: dict[str, float] = {"gathered": (self.published_at - self.cause_at) * 1e3}
         for report in reports:
             for phase, ms in report.phases_ms.items():
@@ -76,7 +78,7 @@ class World:
             copied_bytes=sum(report.copied_bytes for report in reports),
             from_checkpoint=any(report.from_checkpoint for report in reports),
             back_to=self.back_to,
-            shards=_divided([*reports]),
+            shards=_divided(reports),
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:

@@ -240,3 +240,10 @@ def test_snapshot_cost_grows_at_most_linearly_with_the_workers():
     assert calls_of(lambda: restore_snapshot(many_data, many.settings)) < 11 * calls_of(
         lambda: restore_snapshot(few_data, few.settings)
     )
+
+
+def test_snapshot_when_all_members_have_resumed_then_it_repeats_none_of_their_reports():
+    talk = running(6)
+    assert b"copied_bytes" in take_snapshot(talk.m)  # in the story of the latest events
+    talk.m.story.clear()
+    assert b"copied_bytes" not in take_snapshot(talk.m)
