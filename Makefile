@@ -276,7 +276,7 @@ release: $(STAMP)
 
 bench: $(READY)
 	@for name in allreduce step memory hierarchy elasticity commit commit_every_step recovery join startup notice reinit negotiation timeline \
-	    control_plane; do \
+	    control_plane driver_cost; do \
 	  echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 bench-ray: $(READY)

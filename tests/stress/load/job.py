@@ -46,6 +46,7 @@ class LightJob:
         self.hosts = hosts_of(workers, slots)
         self.workers = workers
         self.lease_s = lease_s
+        self.patience_s = max(PATIENCE_S, workers / 100)
         self.folder = folder
         self.journal = folder / "journal.jsonl"
         self.port = free_port()
@@ -129,7 +130,7 @@ class LightJob:
 
     def wait(self, kind: type[Found], accepted: Callable[[Found], bool] = lambda it: True) -> Found:
         """Return the next answer of this kind that is accepted; earlier answers are dropped."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while True:
             while self._answers:
                 answer = self._answers.pop(0)
@@ -143,7 +144,7 @@ class LightJob:
             selector.register(self._agents.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise RuntimeError(
-                    f"no {what} within {PATIENCE_S:g} s; output of the driver:\n{self._tail('log')}"
+                    f"no {what} within {self.patience_s:g} s; output of the driver:\n{self._tail('log')}"
                 )
         data = os.read(self._agents.stdout.fileno(), 1 << 16)
         if not data:
