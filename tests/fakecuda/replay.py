@@ -8,13 +8,16 @@ from harness.history import History, trained_alone
 
 
 def replayed(history: History, optimizer: str) -> tuple[list[float], torch.Tensor]:
-    """Losses by step, and the final parameters, float32 [parameters]. Each step with as many ranks as it was committed
-    with, whose gradients are added in their order: as the made-up NCCL does.
+    """Losses by step, and the final parameters, float32 [parameters]. Each step with the ranks that it was committed
+    with, whose gradients are added in the order of the communicator: as the made-up NCCL does. That is the order of the
+    shards, which a worker keeps although its rank changes.
     """
-    sizes: dict[int, tuple[int, int]] = {}  # by step: the last generation that has done it
+    last: dict[int, int] = {}  # by step: the last generation that has done it
     for record in history.all("step"):
-        sizes[record["step"]] = max(
-            sizes.get(record["step"], (0, 0)), (record["generation"], record["size"])
-        )
-    assert sorted(sizes) == list(range(len(sizes))), sorted(sizes)
-    return trained_alone([sizes[step][1] for step in range(len(sizes))], optimizer)
+        last[record["step"]] = max(last.get(record["step"], 0), record["generation"])
+    assert sorted(last) == list(range(len(last))), sorted(last)
+    orders = {
+        generation: [each["rank"] for each in sorted(entered, key=lambda each: each["position"])]
+        for generation, entered in history.enters().items()
+    }
+    return trained_alone([orders[last[step]] for step in range(len(last))], optimizer)

@@ -141,22 +141,25 @@ class History:
 @functools.cache
 def undisturbed(steps: int, optimizer: str = "SGD") -> tuple[list[float], torch.Tensor]:
     """Return losses by step and final parameters, float32 [parameters], trained here without any of our code."""
-    return trained_alone([1] * steps, optimizer)
+    return trained_alone([(0,)] * steps, optimizer)
 
 
-def trained_alone(sizes: Sequence[int], optimizer: str) -> tuple[list[float], torch.Tensor]:
-    """The same with this number of ranks in each step, whose gradients are added in their order."""
+def trained_alone(
+    orders: Sequence[Sequence[int]], optimizer: str
+) -> tuple[list[float], torch.Tensor]:
+    """The same with all ranks of each step, in the order in which their gradients are added."""
     problem = training_problem()
     model = problem.model()
     descent = problem.optimizer(optimizer, model)
     losses = []
-    for step, size in enumerate(sizes):
+    for step, order in enumerate(orders):
         inputs, wanted = problem.batch(step)
         sums: list[torch.Tensor] = []
         total = 0.0
-        for rank in range(size):
+        for rank in order:
             descent.zero_grad()
-            difference = model(inputs[rank::size]) - wanted[rank::size]
+            own = slice(rank, None, len(order))
+            difference = model(inputs[own]) - wanted[own]
             loss = difference.square().sum() / problem.SAMPLES
             loss.backward()
             total += float(loss.detach())

@@ -158,6 +158,12 @@ def gathered(tensor: Any) -> torch.Tensor:
     return whole.detach().cpu()
 
 
+def position(model: Any) -> int:
+    """Return the index of this rank's gradients in their sum, which follows the shards if there are any."""
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    return int(elastic.rank() if mesh is None else mesh.get_local_rank())
+
+
 def shard(model: Any) -> None:
     """Gradients are summed up, as `elastic.Sum` does."""
     from torch.distributed.fsdp import fully_shard
@@ -324,7 +330,8 @@ def main() -> None:
         used = resources() if "COUNT" in os.environ else {}
         if SHARDED:  # the commit that this world has restored, or the initial one
             record("save", step=state.step)
-        record("enter", step=state.step, sha=digest(state), **used)
+        place = position(state.model)
+        record("enter", step=state.step, sha=digest(state), position=place, **used)
         print(f"slot {SLOT} enters", flush=True)
         assert state.seen == list(range(state.step)), state.seen
         at("enter", state.step)
