@@ -69,9 +69,17 @@ class DiLoCoStateHandler(Part):
         value = self.value
         if not value.own_steps:
             return set()
-        # After the same merges, outer parameters and outer optimizer are bitwise equal on all workers.
-        same = value.merged == list(structure["merged"])
-        return {name for name in self.pack()[1] if same or name.startswith(OTHER)}
+        # After the same merges of a fragment, its outer parameters and their entries are bitwise equal on all workers.
+        merges = zip(value.parts, value.merged, structure["merged"], strict=True)
+        held = {i for part, ours, theirs in merges if ours == theirs for i in part}
+        stepped = [each for group in value.outer_optimizer.param_groups for each in group["params"]]
+        indices = {id(each): index for index, each in enumerate(value.outer)}
+        origins = self._outer_entries.pack()[0].get("origins", {})
+        return (
+            {OUTER + value.names[index] for index in held}
+            | {ENTRY + n for n, (at, *_) in origins.items() if indices[id(stepped[at])] in held}
+            | {OTHER + name for name in value.others()}
+        )
 
     def own(self) -> Any:
         return self.value.own_state()
@@ -106,8 +114,6 @@ class DiLoCoStateHandler(Part):
     ) -> None:
         value = self.value
         entries = {n[len(ENTRY) :]: each for n, each in fresh.items() if n.startswith(ENTRY)}
-        if not entries and not restoring and self.kept(structure):
-            entries = self._outer_entries.pack()[1]  # not sent, because this worker has them
         self._outer_entries.place(structure["outer"], entries, own, restoring=restoring)
         gained = value.take_shared(structure)
         if restoring and own is not None:
