@@ -314,3 +314,9 @@ def test_misspelled_option_for_random_generators_is_refused(name):
     with raises(Invalid):
         TorchState(**flag)
     assert getattr(TorchState(**number), name) == 3
+
+
+def test_every_state_accepts_what_the_run_loop_passes_to_transfer():
+    alone = fake.world(1)[0]
+    for state in (State(), ObjectState(step=1), TorchState(step=1)):
+        assert state.transfer(alone, root=0, group_on=None, keeps=True) == 0
