@@ -202,6 +202,18 @@ class Tell(AgentMessage):
     message: messages.FromDriver
 
 
+class TellPlaces(AgentMessage):
+    """Order to an agent: forward a new world to its members on this host, each with its own place.
+
+    Args:
+        members: the members on this host, each with its place.
+        world: the message, with the place of any member.
+    """
+
+    members: list[tuple[Worker, Place]]
+    world: messages.World
+
+
 class ServeBandwidth(AgentMessage):
     """Order to an agent: listen for the agent of another host that measures the bandwidth to this host."""
 
@@ -248,6 +260,7 @@ ToAgent = (
     | Dump
     | Drop
     | Tell
+    | TellPlaces
     | ServeBandwidth
     | CallForBandwidth
     | Beat
