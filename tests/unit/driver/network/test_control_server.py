@@ -10,13 +10,14 @@ import time
 from collections.abc import AsyncIterator
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from elastic.driver.network import connection
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.protocol import messages as protocol
 from elastic.protocol.framing import proof
-from elastic.protocol.messages import Address, Commit, Worker
+from elastic.protocol.messages import Address, Commit, Place, Worker
 from harness.golden import recorded
 from stress.fuzz.server import Caller
 
@@ -131,6 +132,16 @@ async def test_authenticated_peer_that_does_not_belong_here_receives_the_reason(
     assert await peer.hear() == protocol.TurnedAway(reason, own)
     assert await peer.hear() is None
     assert reason in driver.log[0]
+
+
+@conversation
+async def test_world_when_it_is_sent_then_each_member_receives_its_own_place(driver):
+    places = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}
+    peers = {worker: await driver.worker(worker) for worker in places}
+    world = protocol.World(3, places[A], Address("h", 1), 0, None, "all are ready")
+    driver.server.send_world(world, [*places.items(), (Worker("elsewhere", 0), places[A])])
+    for worker, peer in peers.items():
+        assert await peer.hear() == msgspec.structs.replace(world, place=places[worker])
 
 
 @conversation
