@@ -413,7 +413,8 @@ class NcclCollectives:
     def close(self, timeout_s: float | None = None) -> None:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         self.abort()
-        self.drain(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # After an error, the device fails every query.
+            self.drain(max(0.0, deadline - time.monotonic()))
         self._free()
         self.freed(max(0.0, deadline - time.monotonic()))
         self._under_way.clear()

@@ -131,6 +131,22 @@ def test_at_exit_groups_have_two_seconds_and_those_that_are_stuck_are_left_behin
     left.assert_called_once_with(2.0)
 
 
+def test_groups_at_exit_when_the_gpu_has_failed_are_all_closed(gpu):
+    """The device's error would otherwise skip the other groups, and the end of the process despite their threads."""
+    gpu.kernel.is_completed.side_effect = RuntimeError
+    other = create_autospec(NcclCollectives, instance=True)
+    gpu.groups._made["named", "cuda", (0, 2)] = other
+    gpu.groups.close()
+    other.close.assert_called_once()
+    assert gpu.group.freed(10.0)
+
+
+def test_survivor_whose_gpu_has_failed_does_not_report_that_it_is_ready(gpu):
+    gpu.kernel.is_completed.side_effect = RuntimeError
+    with pytest.raises(RuntimeError):
+        gpu.groups.drain(1.0)
+
+
 def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
     late = create_autospec(GlooCollectives, instance=True)
     late.drain.return_value = False
