@@ -1,0 +1,33 @@
+"""Reports of merges to the driver: at most one a second, unless other islands are late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from elastic.protocol.messages import Merged
+from elastic.rendezvous import environment
+from elastic.runtime.recovery import Phase, Recovery
+from elastic.runtime.worker_runtime import MERGE_REPORT_S, WorkerRuntime
+
+
+def test_merge_report_when_it_is_due_or_the_late_islands_change_contains_the_wait_since_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, sent = [100.0], list[Merged]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    rt = WorkerRuntime(environment.read({}), None)
+    rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
+    rt.session.send = sent.append  # type: ignore[method-assign, assignment]
+    rt.report_merge(1, 10, ["us", "eu"], [], 0.25)
+    rt.report_merge(2, 20, ["us", "eu"], [], 0.5)  # too soon
+    rt.report_merge(3, 30, ["us", "eu"], ["us"], 1.0)
+    rt.report_merge(4, 40, ["us", "eu"], ["us"], 2.0)  # too soon
+    now[0] += MERGE_REPORT_S
+    rt.report_merge(5, 50, ["eu"], ["us"], 4.0)
+    assert sent == [
+        Merged(2, 1, 10, 2, [], 0.25, ["eu", "us"]),
+        Merged(2, 3, 30, 2, ["us"], 1.5, []),
+        Merged(2, 5, 50, 1, ["us"], 6.0, ["eu"]),
+    ]
