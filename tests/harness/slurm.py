@@ -50,6 +50,7 @@ SlurmctldPort={port}
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SchedulerParameters=permit_job_expansion
 {nodes}
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 State=UP
 PartitionName=high Nodes=ALL PriorityTier=2 State=UP
@@ -86,6 +87,16 @@ class Cluster:
 
     def state(self, job: str) -> str:
         return self.run("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T")
+
+    def grow(self, job: str, *flags: str) -> None:
+        """Add a node to an allocation: allocate it for another job, which then gives up all nodes."""
+        self.run("salloc", "--no-shell", f"--dependency=expand:{job}", "--job-name=more", *flags)
+        more = self.run("squeue", "--noheader", "--name=more", "--format=%A")
+        self.run("scontrol", "update", f"JobId={more}", "NumNodes=0")
+
+    def nodes(self, job: str) -> list[str]:
+        listed = self.run("squeue", "--noheader", "--jobs", job, "--format=%N")
+        return self.run("scontrol", "show", "hostnames", listed).split()
 
     def until(self, job: str, what: str, times: int = 1, within_s: float = 150.0) -> str:
         """Return its output, once this text is in it that often."""

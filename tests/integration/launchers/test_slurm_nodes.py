@@ -29,13 +29,23 @@ class SlurmJob:
 
     def __init__(self, cluster: Cluster, folder: Path, nodes: int, flags: str) -> None:
         self.cluster = cluster
-        self.folder = folder
-        self._files = StepFiles(folder)
+        self._parent = folder
+        self.restarted(0)
+        run = f"{folder}/${{SLURM_RESTART_COUNT:-0}}"
         script = (
-            f"#!/bin/bash\nexec elasticrun --slurm {flags} python {SCRIPTS}/stepping.py {folder}\n"
+            f"#!/bin/bash\nexec elasticrun --slurm {flags} python {SCRIPTS}/stepping.py {run}\n"
         )
         request = (f"--nodes={nodes}", f"--ntasks-per-node={SLOTS}", "--no-kill", "--time=10")
         self.id = cluster.submit(script, *request)
+
+    def restarted(self, count: int) -> None:
+        """Follow the steps after this number of requeues."""
+        self.folder = self._parent / str(count)
+        self.folder.mkdir()
+        self._files = StepFiles(self.folder)
+
+    def steps(self) -> list[Step]:
+        return self._files.steps()
 
     def world(self, nodes: set[str]) -> list[Step]:
         """Wait until the newest world has all slots of these nodes and no other worker; return its last steps."""
@@ -98,7 +108,34 @@ def test_a_job_when_a_node_is_drained_or_released_then_follows(cluster, tmp_path
     job.finish()
 
 
+def test_a_job_when_a_node_is_added_then_uses_it(cluster, tmp_path):
+    job = SlurmJob(cluster, tmp_path, 2, "-np 4 --min-np 2 --max-np 6")
+    before = job.world({"n1", "n2"})
+    cluster.grow(job.id, "--nodes=1", f"--ntasks-per-node={SLOTS}", "--time=10")
+    after = job.world({"n1", "n2", "n3"})
+    assert {step.pid for step in before} < {step.pid for step in after}
+    job.finish()
+
+
+def test_a_job_that_was_resized_when_requeued_then_resumes(cluster, tmp_path):
+    flags = f"-np 4 --min-np 2 --max-np 6 --checkpoint-dir {tmp_path}/checkpoints"
+    job = SlurmJob(cluster, tmp_path, 3, flags)
+    job.world({"n1", "n2", "n3"})
+    cluster.run("scontrol", "update", f"JobId={job.id}", "NumNodes=1")
+    job.world({"n1"})
+    cluster.grow(job.id, "--nodes=1", f"--ntasks-per-node={SLOTS}", "--time=10", "--nodelist=n3")
+    job.world({"n1", "n3"})
+    cluster.run("scontrol", "requeue", job.id)
+    cluster.until_state(job.id, "PENDING")
+    last = max(step.step for step in job.steps())
+    job.restarted(1)
+    cluster.until_state(job.id, "RUNNING")
+    job.world(set(cluster.nodes(job.id)))
+    assert min(step.step for step in job.steps()) >= last
+    job.finish()
+
+
 def test_a_job_of_a_fixed_size_when_the_allocation_is_too_small_then_is_refused(cluster, tmp_path):
     job = SlurmJob(cluster, tmp_path, 1, f"-np {SLOTS + 1}")
     cluster.until_state(job.id, "FAILED")
-    assert not [*tmp_path.glob("*.steps")]
+    assert not [*tmp_path.glob("**/*.steps")]

@@ -46,6 +46,8 @@ def test_valid_settings_are_accepted_and_frozen():
         {"health_check": ""},
         {"health_check": "  "},
         {"health_check_s": 0.0},
+        {"bandwidth_factor": 1.0},
+        {"bandwidth_factor": -0.1},
     ],
 )
 def test_contradictions_are_rejected(changed):

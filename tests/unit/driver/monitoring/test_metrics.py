@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
@@ -17,9 +18,11 @@ from prometheus_client.registry import Collector
 from elastic.driver import events
 from elastic.driver.events import (
     Action,
+    BandwidthMeasured,
     CheckpointMade,
     EndJob,
     Event,
+    HealthOutcome,
     HostLost,
     KillWorker,
     LetGo,
@@ -28,9 +31,11 @@ from elastic.driver.events import (
     ReportRecovery,
     StartWorker,
     TimePassed,
+    WelcomeWorker,
     WorkerConnected,
     WorkerDigested,
     WorkerExited,
+    WorkerHealthChecked,
     WorkerMerged,
     WorkerPaced,
     WorkerProgressed,
@@ -102,6 +107,28 @@ def test_workers_are_counted_by_stage_and_the_world_is_shown():
         "elastic_world_size 3.0",
         "elastic_started_workers_total 3.0",
     } <= lines(figures)
+
+
+def test_host_with_low_bandwidth_is_counted_and_unhealthy_until_its_worker_is_admitted():
+    figures, low = training(A, B), '{outcome="low_bandwidth"}'
+    facts = {"slot": "localhost:2", "outcome": "low_bandwidth", "code": None, "line": "slow"}
+    start = StartWorker(C, PLACE, as_sentence("first start"))
+    note(figures, TimePassed(), [start])
+    measured = BandwidthMeasured("localhost", "other", 1.0, 2.0)
+    note(figures, measured, [KillWorker(C, because(ReasonKind.UNHEALTHY, **facts))])
+    assert {
+        'elastic_host_bandwidth_bytes_per_second{direction="sent",host="localhost",peer="other"} 1.0',
+        'elastic_host_bandwidth_bytes_per_second{direction="received",host="localhost",peer="other"}'
+        " 2.0",
+        f"elastic_health_checks_total{low} 1.0",
+        "elastic_unhealthy_slots 1.0",
+    } <= lines(figures)
+    after = msgspec.structs.replace(C, incarnation=2)
+    note(figures, WorkerExited(C, -9), [StartWorker(after, PLACE, as_sentence("again"))])
+    note(figures, WorkerHealthChecked(after, HealthOutcome.PASSED))
+    assert "elastic_unhealthy_slots 1.0" in lines(figures), "its bandwidth is measured afterwards"
+    note(figures, WorkerConnected(after, 7), [WelcomeWorker(after, PLACE, True, True)])
+    assert "elastic_unhealthy_slots 0.0" in lines(figures)
 
 
 def test_merges_of_diloco_are_shown_with_the_number_of_late_islands():
