@@ -51,7 +51,10 @@ class Cluster(Protocol):
         The value of each node is the time in seconds since the epoch at which Ray ends it, or None without a deadline.
         """
 
-    def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None: ...
+    def make(
+        self, name: str, bundle: Mapping[str, float], labels: Mapping[str, str], *, detached: bool
+    ) -> None:
+        """Create a placement group with one bundle, on a node whose labels match the selector ``labels``."""
 
     def remove(self, id: str) -> None: ...
 
@@ -71,6 +74,7 @@ class ClusterRequest:
         group: placement group whose bundles are used. It is never removed. None means that the job creates groups.
         in_use: resources of each bundle that the caller uses.
         per_bundle: number of slots in each bundle that has room for them.
+        labels: Ray's label selector of the nodes on which the job creates groups.
     """
 
     most: int
@@ -78,6 +82,7 @@ class ClusterRequest:
     group: PlacementGroup | None = None
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     per_bundle: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise Invalid if the number of workers or the resources of a worker are out of range."""

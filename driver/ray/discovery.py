@@ -344,7 +344,12 @@ class RayDiscovery:
         for number in self._decided.make:
             if self._closing:
                 return
-            self._cluster.make(f"{self._prefix}{number}", self._bundle, detached=self._detached)
+            self._cluster.make(
+                f"{self._prefix}{number}",
+                self._bundle,
+                self._wanted.labels,
+                detached=self._detached,
+            )
 
     def _remove(self) -> None:
         gone = set(self._decided.remove)
@@ -373,6 +378,7 @@ class RayDiscovery:
             nodes=0 if look is None else sum(node.alive for node in look.nodes.values()),
             too_large=look is not None and any(group.infeasible for group in look.groups),
             given=self._given is not None,
+            labels=self._wanted.labels,
         )
         trouble = self._trouble or ("" if self._whole else "their GPUs are not known yet")
         return f"{text}; last error: {trouble}" if trouble else text

@@ -7,6 +7,8 @@ supported release, and in 2.60. If it is missing, draining nodes are not recogni
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.driver.ray.cluster import Group, Node, RayUnavailable, prefix_of, present
 from elastic.driver.ray.placement_groups import held
+from elastic.errors import Invalid
 
 _untyped: Any = ray
 
@@ -67,11 +70,14 @@ class RayCalls:
         with _answering():
             return {node: until_ms / 1000 or None for node, until_ms in ask().items()}
 
-    def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None:
+    def make(
+        self, name: str, bundle: Mapping[str, float], labels: Mapping[str, str], *, detached: bool
+    ) -> None:
+        more: Any = {"lifetime": "detached"} if detached else {}
+        if labels:  # Releases of Ray before label selectors do not have the argument.
+            more["bundle_label_selector"] = [dict(labels)]
         with _answering():
-            made = ray.util.placement_group(
-                [dict(bundle)], name=name, lifetime="detached" if detached else None
-            )
+            made = ray.util.placement_group([dict(bundle)], name=name, **more)
         self._ours[made.id.hex()] = True
 
     def remove(self, id: str) -> None:
@@ -95,6 +101,24 @@ class RayCalls:
     def free(self) -> dict[str, float]:
         with _answering():
             return dict(_untyped.available_resources())
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Raise Invalid if the installed Ray has no label selectors, or rejects this one."""
+    if not labels:
+        return
+    if "bundle_label_selector" not in inspect.signature(ray.util.placement_group).parameters:
+        raise Invalid(
+            f"label_selector needs placement groups with label selectors, which Ray {ray.__version__} does not have:"
+            " install a later release of Ray"
+        )
+    check: Any = getattr(ray.util.placement_group, "__module__", "")
+    validate = getattr(sys.modules.get(check), "_validate_bundle_label_selector", None)
+    if validate is not None:  # Otherwise, Ray checks the selector when the first group is created.
+        try:
+            validate([dict(labels)])
+        except ValueError as error:
+            raise Invalid(f"label_selector is {dict(labels)}: {error}") from None
 
 
 def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:

@@ -323,6 +323,7 @@ def shortage(
     nodes: int,
     too_large: bool,
     given: bool,
+    labels: Mapping[str, str],
 ) -> str:
     """Return the reason why a job cannot start, and the remedy.
 
@@ -332,11 +333,14 @@ def shortage(
         within_s: seconds for which the job has waited.
         resources: resources of each slot.
         free: unused resources of all nodes together, in addition to placed claims.
+        labels: label selector of the nodes.
     """
     one = at_least == 1
     each = show(resources)
     asked = f"1 worker of {each} was" if one else f"{at_least} workers of {each} each were"
-    could = f"{asked} asked for, and {placed} could be placed within {within_s:g} s"
+    selector = ", ".join(f"{name}={value}" for name, value in labels.items())
+    where = f" on nodes with {selector}" if labels else ""
+    could = f"{asked} asked for, and {placed} could be placed{where} within {within_s:g} s"
     if given:
         return (
             f"{could}: the placement group has no more suitable bundles in place; wait until it "
@@ -345,7 +349,8 @@ def shortage(
     names: Collection[str] = {*resources, "CPU", "GPU"}
     left = show({name: free.get(name, 0.0) for name in names}) or "nothing"
     noun = "node" if nodes == 1 else "nodes"
-    large = "; no node is large enough for one" if too_large else ""
+    suitable = "large enough for one, or has these labels" if labels else "large enough for one"
+    large = f"; no node is {suitable}" if too_large else ""
     return (
         f"{could}; besides them {left} is free on {nodes} {noun}{large}: add nodes, stop what occupies them, or"
         " request fewer workers (min_workers) or fewer resources for each (resources_per_worker)"

@@ -18,6 +18,10 @@ from elastic.launcher.option_types import RayOptions
 CURRENT = "current"  # the placement group that the caller runs in, if any
 PLACEMENT_S = 100.0
 LEAST_S = 1.0  # minimum of placement_timeout
+BOTH = (
+    "label_selector can't be used in a placement group, which determines the nodes: omit label_selector, or pass"
+    " placement_group=None"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class WorkerRequest:
     # Resources of each bundle of the placement group that the caller uses itself.
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     per_bundle: int = 1  # number of workers in each bundle with room for them
+    labels: Mapping[str, str] = field(default_factory=dict)  # Ray's label selector of the nodes
     hosts: int | None = None  # exact number of nodes, with np / hosts workers on each
     placement_timeout: float = PLACEMENT_S  # seconds to wait for resources
 
@@ -53,6 +58,7 @@ def wanted(
     placement_group: Any = CURRENT,
     num_hosts: int | None = None,
     placement_timeout: float = PLACEMENT_S,
+    label_selector: Mapping[str, str] | None = None,
 ) -> WorkerRequest:
     """Return the checked request for workers.
 
@@ -100,6 +106,7 @@ def wanted(
         resources=resources(resources_per_worker, use_gpu),
         placement_group=placement_group,
         hosts=num_hosts,
+        labels=labels(label_selector, placement_group),
         placement_timeout=placement_timeout,
     )
 
@@ -141,6 +148,28 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
     if not found:
         raise Invalid("resources_per_worker requests nothing: pass at least {'CPU': 1}")
     return found
+
+
+def labels(given: Mapping[str, str] | None, placement_group: Any) -> dict[str, str]:
+    """Return the label selector of the nodes, which is empty by default.
+
+    Raises:
+        Invalid: the selector is no mapping of strings, or a placement group determines the nodes already.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise Invalid(
+            f"label_selector is a {type(given).__name__}: pass a dict such as {{'pool': 'training'}}"
+        )
+    for name, value in given.items():
+        if not isinstance(name, str) or not name or not isinstance(value, str):
+            raise Invalid(
+                f"label_selector[{name!r}] is {value!r}: pass strings as names and values"
+            )
+    if given and placement_group not in (CURRENT, None):
+        raise Invalid(BOTH)
+    return dict(given)
 
 
 def places(wanted: WorkerRequest, options: RayOptions) -> int:

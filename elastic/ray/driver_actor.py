@@ -187,6 +187,7 @@ class DriverActor:
                 wanted.placement_group,
                 wanted.in_use,
                 wanted.per_bundle,
+                wanted.labels,
             ),
             self._log,
             job=self._job_spec.name,

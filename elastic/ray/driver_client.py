@@ -26,6 +26,7 @@ from elastic.driver.job.multi_host_plan import FORWARDED
 from elastic.driver.network.secret import SECRET_BYTES
 from elastic.driver.ray.detached_drivers import NAMESPACE as NAMESPACE
 from elastic.driver.ray.detached_drivers import actor_name, find_actor
+from elastic.driver.ray.discovery_calls import check_labels as check_labels
 from elastic.driver.ray.discovery_calls import held_of as held_of
 from elastic.driver.ray.discovery_calls import remove_claims
 from elastic.driver.ray.journal import RayArchive
@@ -33,7 +34,7 @@ from elastic.errors import Invalid, JobFailed
 from elastic.launcher.launch_function import run_apart, values_of
 from elastic.launcher.option_types import RayOptions
 from elastic.protocol.report_values import Report
-from elastic.ray.arguments import CURRENT, WorkerRequest, check_environ, telemetry
+from elastic.ray.arguments import BOTH, CURRENT, WorkerRequest, check_environ, telemetry
 from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.job_updates import UpdateBatch
 
@@ -61,6 +62,8 @@ def with_group(wanted: WorkerRequest) -> WorkerRequest:
                 f"placement_group is {wanted.placement_group!r}: pass 'current', None or a PlacementGroup"
             )
         group = ray.util.get_current_placement_group()
+        if group is not None and wanted.labels:
+            raise Invalid(BOTH)
         in_use = {} if group is None else held_of(group)
         return replace(wanted, placement_group=group, in_use=in_use)
     if wanted.placement_group is not None and not hasattr(wanted.placement_group, "bundle_specs"):

@@ -47,6 +47,7 @@ def run(
     resources_per_worker: Mapping[str, float] | None = None,
     use_gpu: bool = False,
     placement_group: Any = CURRENT,
+    label_selector: Mapping[str, str] | None = None,
     env: Mapping[str, str] | None = None,
     on_report: Callable[[Report], None] | None = None,
     on_output: Callable[[str, bytes], None] | None = None,
@@ -77,6 +78,8 @@ def run(
         placement_group: placement group for the workers (default: the caller's group without its first bundle, as in a
             trial of Ray Tune; otherwise the job creates groups). ``env`` is added to the workers' environment. Its
             variables of `elasticrun` and OpenTelemetry also apply to the driver.
+        label_selector: labels of the nodes for the workers, in the syntax of Ray's label selectors (default: any node).
+            It needs a release of Ray whose placement groups have label selectors.
     """
     with Executor(
         num_workers,
@@ -85,6 +88,7 @@ def run(
         resources_per_worker=resources_per_worker,
         use_gpu=use_gpu,
         placement_group=placement_group,
+        label_selector=label_selector,
         env=env,
         on_report=on_report,
         on_output=on_output,
@@ -154,6 +158,7 @@ class Executor:
         resources_per_worker: Mapping[str, float] | None = None,
         use_gpu: bool = False,
         placement_group: Any = CURRENT,
+        label_selector: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         on_report: Callable[[Report], None] | None = None,
         on_output: Callable[[str, bytes], None] | None = None,
@@ -177,6 +182,7 @@ class Executor:
             placement_group,
             num_hosts,
             placement_timeout,
+            label_selector,
         )
         arguments.check_options(options, elastic=self._wanted.elastic)
         self._options = options
@@ -241,6 +247,7 @@ class Executor:
         driver_client = _following()
         environ = driver_client.environ_of(self._env)
         driver_client.connect()
+        driver_client.check_labels(self._wanted.labels)
         return driver_client, environ
 
     def _made(self, driver_client: Any, environ: Mapping[str, str], **more: Any) -> Any:

@@ -26,8 +26,13 @@ def spread(wanted: WorkerRequest) -> WorkerRequest:
             f"{each} workers on each host with {wanted.gpus:g} GPU each need {bundle['GPU']:g} GPUs per host,"
             " but Ray grants only whole GPUs: pass a GPU fraction that gives a whole number per host"
         )
-    group: Any = ray.util.placement_group([bundle] * wanted.hosts, strategy="STRICT_SPREAD")
-    return replace(wanted, placement_group=group, per_bundle=each)
+    selectors: Any = {}
+    if wanted.labels:  # Releases of Ray before label selectors do not have the argument.
+        selectors = {"bundle_label_selector": [dict(wanted.labels)] * wanted.hosts}
+    group: Any = ray.util.placement_group(
+        [bundle] * wanted.hosts, strategy="STRICT_SPREAD", **selectors
+    )
+    return replace(wanted, placement_group=group, per_bundle=each, labels={})
 
 
 def give_back(wanted: WorkerRequest) -> None:

@@ -120,10 +120,13 @@ class FakeRay:
         drains = {name: node.ends_at for name, node in table if node.draining and node.alive}
         return drains if self.tells_drains else None
 
-    def make(self, name: str, bundle: Mapping[str, float], *, detached: bool) -> None:
+    def make(
+        self, name: str, bundle: Mapping[str, float], labels: Mapping[str, str], *, detached: bool
+    ) -> None:
         self._answer()
         assert name not in self.live, f"{name} exists"
-        self.said.append(f"make {name.rpartition(':')[2]}{' for ever' if detached else ''}")
+        where = "".join(f" on {key}={value}" for key, value in labels.items())
+        self.said.append(f"make {name.rpartition(':')[2]}{' for ever' if detached else ''}{where}")
         id = f"{len(self.groups):02x}"
         self.groups[id] = FakeGroup(id, name, [dict(bundle)], nodes=[""])
 

@@ -67,6 +67,44 @@ def job(number: int, workers: int = 2) -> list[Json]:
     return values
 
 
+def on_labels(_: str) -> None:
+    """Train on labelled nodes; then ask for labels of no node, for invalid ones, and within a placement group."""
+
+    def train() -> str:
+        import elastic
+
+        elastic.init()
+        return os.environ["HOROVOD_HOSTNAME"]
+
+    pool = {"pool": "training"}
+    for hosts in (None, 1):
+        with elastic.ray.Executor(2, num_hosts=hosts, label_selector=pool) as executor:
+            executor.start()
+            say("values", executor.run(train))
+    for selector in ({"pool": "none"}, {"pool": "in("}):
+        try:
+            elastic.ray.run(train, num_workers=1, label_selector=selector, placement_timeout=3)
+        except Invalid as error:
+            say("refused", str(error))
+
+    def in_group() -> str:
+        try:
+            elastic.ray.run(train, num_workers=1, label_selector=pool)
+        except Invalid as error:
+            return str(error)
+        return ""
+
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"CPU": 1}])
+    ray.get(group.ready())
+    where = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    task = remote(num_cpus=0)(in_group).options(scheduling_strategy=where)
+    say("refused", ray.get(task.remote(), timeout=60))
+    ray.util.remove_placement_group(group)
+
+
 def from_tasks(_: str) -> None:
     """Call in a task and in an actor, concurrently."""
 
@@ -292,6 +330,7 @@ def attached(name: str) -> None:
 
 if __name__ == "__main__":
     where = {
+        "labels": on_labels,
         "tasks": from_tasks,
         "client": by_client,
         "trials": in_trials,

@@ -140,6 +140,22 @@ def test_from_a_script_called_driver_and_from_a_client_at_once(
 
 
 @pytest.mark.nightly
+def test_label_selector_when_given_then_selects_the_nodes_of_the_workers(tmp_path: Path):
+    nodes = ({"num_cpus": 2, "labels": {"pool": name}} for name in ("other", "training"))
+    with ray_nodes(tmp_path, [*nodes]) as cluster:
+        job = RayJob(cluster, SCRIPT, "labels")
+        try:
+            job.succeed(2 * LONG_S)
+        finally:
+            job.end()
+        for hosts in said(job, "values"):
+            assert [host.rpartition("-")[2] for host in hosts] == [cluster.started[1][:8]] * 2
+        assert len(said(job, "values")) == 2
+        assert len(said(job, "refused")) == 3 and all(said(job, "refused"))
+        assert not ours(cluster)
+
+
+@pytest.mark.nightly
 def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluster, tmp_path: Path):
     (tmp_path / "numbers_of_ours.py").write_text("NUMBER = 11\n")
     (tmp_path / "ray_train.py").write_text(

@@ -228,7 +228,7 @@ def on_ray(log: Log) -> RayDiscovery:
     """Claims of an earlier driver are placed, and one waits."""
     ray = FakeRay(aaaa=2, bbbb=1)
     for number in range(4):
-        ray.make(f"hvd-elastic:job:{number}", {"CPU": 1}, detached=True)
+        ray.make(f"hvd-elastic:job:{number}", {"CPU": 1}, {}, detached=True)
     ray.tick()
     return RayDiscovery(ClusterRequest(4, {"CPU": 1}), log, job="job", cluster=ray)
 

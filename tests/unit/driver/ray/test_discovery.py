@@ -92,6 +92,13 @@ def test_wanted_number_of_claims_is_made_and_the_placed_ones_are_listed():
     assert bench.log == []
 
 
+def test_claims_are_made_with_the_label_selector():
+    wanted = ClusterRequest(2, ONE, labels={"pool": "training"})
+    bench = WatchedDiscovery(FakeRay(aaaa=2), wanted)
+    bench.watched(bench.ray.tick, nothing)
+    assert bench.ray.said == ["make 0 on pool=training", "make 1 on pool=training"]
+
+
 def test_new_node_receives_waiting_claims():
     bench = started(aaaa=1)
     lists = bench.watched(lambda: bench.ray.add("bbbb", 5), bench.ray.tick, nothing)
@@ -195,7 +202,7 @@ def test_drained_host_stays_and_replacements_are_requested():
 def test_foreign_claims_are_left_alone():
     ray = FakeRay(aaaa=9)
     for name in ("hvd-elastic:j2:0", "hvd-elastic:j:5:0", "hvd-elastic:j:x", "mine"):
-        ray.make(name, ONE, detached=False)
+        ray.make(name, ONE, {}, detached=False)
     others = set(ray.live)
     bench = WatchedDiscovery(ray, ClusterRequest(2, ONE))
     bench.place(2, 10)
@@ -205,7 +212,7 @@ def test_foreign_claims_are_left_alone():
 
 def test_different_claims_of_an_earlier_job_are_removed():
     ray = FakeRay(aaaa=3)
-    ray.make("hvd-elastic:j:0", {"CPU": 2}, detached=True)
+    ray.make("hvd-elastic:j:0", {"CPU": 2}, {}, detached=True)
     ray.said.clear()
     bench = WatchedDiscovery(ray, ClusterRequest(1, ONE))
     bench.place(1, 10)
@@ -434,10 +441,10 @@ async def test_closing_while_claims_are_made_removes_those_made():
     ray, go_on, begun = bench.ray, threading.Event(), threading.Event()
     make = ray.make
 
-    def hangs(name: str, bundle: Any, *, detached: bool) -> None:
+    def hangs(name: str, bundle: Any, labels: Any, *, detached: bool) -> None:
         begun.set()
         assert go_on.wait(10)
-        make(name, bundle, detached=detached)
+        make(name, bundle, labels, detached=detached)
 
     ray.make = hangs  # type: ignore[method-assign]
     await closed_while_it_places(bench, begun, go_on)

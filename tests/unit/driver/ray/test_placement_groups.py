@@ -302,7 +302,7 @@ class Conversation:
         assert len(present - set(decision.remove)) + len(decision.make) == self.most
         if acts:
             for number in decision.make:
-                self.ray.make(str(number), {"CPU": 1}, detached=False)
+                self.ray.make(str(number), {"CPU": 1}, {}, detached=False)
             for id, group in self.ray.groups.items():
                 if int(group.name) in decision.remove:
                     self.ray.remove(id)
@@ -394,9 +394,12 @@ def test_shortage_names_request_resources_and_remedy():
         "nodes": 2,
         "too_large": False,
         "given": False,
+        "labels": {},
     }
     text = shortage(**facts)
     recorded("log", text)
     recorded("messages", shortage(**facts | {"too_large": True}))
     recorded("messages", shortage(**facts | {"free": {}, "nodes": 1}))
     recorded("messages", shortage(**facts | {"given": True}))
+    labels = {"pool": "training", "ray.io/accelerator-type": "!L4"}
+    recorded("messages", shortage(**facts | {"labels": labels, "too_large": True}))

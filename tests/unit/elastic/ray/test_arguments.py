@@ -119,6 +119,26 @@ def test_a_job_holds_places_for_its_standbys_too():
     assert arguments.places(wanted, {"standbys": 2}) == 6
 
 
+def test_label_selector_is_part_of_the_request():
+    given = {"pool": "training", "zone": "in(a, b)"}
+    wanted = arguments.wanted(2, None, None, None, use_gpu=False, label_selector=given)
+    assert wanted.labels == given
+    assert arguments.wanted(2, None, None, None, use_gpu=False).labels == {}
+
+
+@pytest.mark.parametrize("selector", ["pool=training", ["pool"], {"": "x"}, {1: "x"}, {"x": 1}])
+def test_label_selector_that_is_no_mapping_of_strings_is_refused(selector):
+    with raises(Invalid):
+        arguments.wanted(2, None, None, None, use_gpu=False, label_selector=selector)
+
+
+def test_label_selector_is_refused_with_a_placement_group():
+    with raises(Invalid):
+        arguments.labels({"pool": "training"}, object())
+    assert arguments.labels({"pool": "training"}, None)
+    assert arguments.labels({}, object()) == {}
+
+
 def test_options_may_be_texts_of_numbers():
     wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
     options: Any = {"standbys": "2", "start_timeout": "60"}
