@@ -64,3 +64,22 @@ def test_a_loader_that_accelerate_has_not_prepared_is_refused():
 
     with raises(Invalid):
         deal(DataLoader(TensorDataset(torch.ones(2))))
+
+
+def test_dealt_loader_when_accelerate_takes_a_snapshot_of_its_state_then_nothing_is_read(
+    monkeypatch,
+):
+    """Versions up to 1.12 subtract from an entry of torchdata's state, which is missing here."""
+    import torch
+    from accelerate.data_loader import DataLoaderShard
+    from torch.utils.data import TensorDataset
+
+    from elastic.data import DataLoader
+    from elastic.integrations.accelerate import deal
+
+    prepared = DataLoaderShard(TensorDataset(torch.ones(8)), batch_size=2)
+    deal(prepared)
+    read = create_autospec(DataLoader.state_dict)
+    monkeypatch.setattr(DataLoader, "state_dict", read)
+    prepared._update_state_dict()
+    read.assert_not_called()
