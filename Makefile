@@ -31,6 +31,7 @@ help:
 	@echo "make test      install everything, with TensorFlow, and run all tests"
 	@echo "make test-on-3.12, test-on-torch-2.14.1   run the tests with another Python or torch, in a separate environment"
 	@echo "make versioned-on-torch-2.8.0, versioned-on-3.12   run the tests that depend most on these versions"
+	@echo "make versioned-with-oldest, versioned-with-accelerate-1.4.0   test trainers with other versions of their libraries"
 	@echo "make nightly   run the long tests: more simulations, pairs of the fault matrix, sanitizers"
 	@echo "make mxnet     test horovod.mxnet in a separate environment: Python 3.11 or older"
 	@echo "make fakecuda  test the CUDA build of torch on a fake CUDA and NCCL, without a GPU: a download of 735 MB"
@@ -145,6 +146,14 @@ versioned-on-%:
 test-on-%:
 	$(MAKE) test VENV=.venv-$* PYTHON=python$*
 
+# The tests of trainers with another version of one, a download of 15 MB: make versioned-with-accelerate-1.4.0. The
+# oldest claimed versions of all together: make versioned-with-oldest.
+TRAINERS := tests/unit/elastic/integrations tests/integration/jobs/test_trainers.py
+
+versioned-with-%: $(READY) $(FRAMEWORKS)
+	path=$$($(BIN)/python tests/with_versions.py $*) && PYTHONPATH=$$path $(ENDS) 1800 \
+	  $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -k "not twenty" $(TRAINERS)
+
 # MXNet's last release needs numpy 1.23, which conflicts with most other packages: a separate environment with
 # Python 3.8 to 3.11.
 MXNET := .venv-mxnet
@@ -169,6 +178,7 @@ journals: $(READY)
 nightly: $(READY) $(FRAMEWORKS) sanitize
 	@tests/needs.sh slurmctld:slurm-wlm munged:munge
 	$(ENDS) 21600 $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --nightly -m nightly
+	$(MAKE) versioned-with-oldest
 
 # See tests/harness/fake_cuda/README.md. Tests marked gpu run on fake GPUs.
 fakecuda: $(READY)
