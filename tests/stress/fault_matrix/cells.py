@@ -90,7 +90,7 @@ MEANINGS = {
     RESET: "The world has changed, and the worker runs a reset callback.",
     EVALUATION: "The worker runs a forward pass without gradients.",
     SHUTDOWN: "Training has ended, but the process has not exited.",
-    WRITING: "The background thread has written half of its share of a durable commit.",
+    WRITING: "The background thread of the worker has written half of the worker's share of a durable commit.",
     SHARES: (
         "All shares are written. The background thread of rank 0 has written the index, but not the manifest."
     ),
@@ -147,7 +147,7 @@ def impossible(cell: Cell) -> str:
     if phase == COPY and victim in (MIDDLE, LAST, ALL_BUT_ONE):
         return "only rank 0, which sends the state, and the joining worker take part in the copy"
     if phase == RESET and victim == JOINER:
-        return "no world of a joining worker has changed, so its reset callbacks are not called"
+        return "a joining worker has not been in a world that changed, so its reset callbacks are not called"
     if phase == BEFORE_INIT and fault in (SHUT, DROP):
         return "a worker has no connection before init()"
     if fault == SHUT and phase in (RENDEZVOUS, RESET):

@@ -52,7 +52,7 @@ ENDS = {
     ExpectedEnd.REGROUPS: "No worker is lost. All workers restore the last commit and keep training.",
     ExpectedEnd.RECOVERS: "The victims are lost. The other workers resume from the last commit, and new workers fill"
     " the free slots.",
-    ExpectedEnd.LEAVES: "The victims leave at a commit with exit code 0, and no step is repeated.",
+    ExpectedEnd.LEAVES: "The victims exit with code 0 at a commit, and no step is repeated.",
     ExpectedEnd.JOB_ENDS: "The job ends with exit code 1 and prints the traceback.",
     ExpectedEnd.STOPS: "The driver stops its workers and exits.",
     ExpectedEnd.ALL_GONE: f"No process of the job is left {GONE_S:g} s after the fault.",

@@ -17,18 +17,18 @@ Use this page to look up how a job reacts when a process fails at a given point 
 a real job of 4 workers that commits after every step. A failpoint injects the fault into the victim in the phase of the
 row (see `elastic/failpoints`). A cell passes if all of these conditions are met:
 
-- The job ends as the rule of the cell requires (`tests/stress/fault_matrix/expectations.py`).
+- The job ends as the cell's rule in `tests/stress/fault_matrix/expectations.py` requires.
 - The parameters of all workers are equal at every commit.
-- Every sample of an epoch is trained once.
+- Every sample is used exactly once per epoch.
 - No process is left running.
 - The journal satisfies every invariant in `chaos/invariants/invariants.py`.
 
-The number in a cell is the time in milliseconds from the fault until all survivors trained again, including detection.
+The number in a cell is the time in milliseconds, including detection, from the fault until all survivors train again.
 The timeouts of these jobs are short (`--lease 0.5 --idle-timeout 2`).
 
 In phases with the prefix *shard*, the job runs another script, which trains a small FSDP2 model with one copy
-(`copies=1`) on one host. This script commits checksums of the gathered parameters, and the test compares the checksums
-instead of replicas. The script also counts the samples.
+(`copies=1`) on one host. This script adds checksums of the gathered parameters to its commits, and the test compares
+these checksums instead of the parameters of replicas. The script also counts the samples.
 
 `python -m tests.stress matrix --sharded --jobs 2` ran the shard phases on 2026-11-28, with torch 2.13 (CPU), on a
 virtual machine with 2 cores and other load. Worker processes were forked from a process that had imported torch.
