@@ -19,7 +19,8 @@ row (see `elastic/failpoints`). A cell passes if all of these conditions are met
 
 - The job ends as the cell's rule in `tests/stress/fault_matrix/expectations.py` requires.
 - The parameters of all workers are equal at every commit.
-- Every sample is used exactly once per epoch.
+- Every sample is used in every epoch. In phases without the prefix *shard*, W workers may repeat up to W - 1 samples to
+  fill the last round of an epoch.
 - No process is left running.
 - The journal satisfies every invariant in `chaos/invariants/invariants.py`.
 
@@ -28,7 +29,8 @@ The timeouts of these jobs are short (`--lease 0.5 --idle-timeout 2`).
 
 In phases with the prefix *shard*, the job runs another script, which trains a small FSDP2 model with one copy
 (`copies=1`) on one host. This script adds checksums of the gathered parameters to its commits, and the test compares
-these checksums instead of the parameters of replicas. The script also counts the samples.
+these checksums instead of the parameters of replicas. The script also verifies that every sample is used exactly once
+per epoch.
 
 `python -m tests.stress matrix --sharded --jobs 2` ran the shard phases on 2026-11-28, with torch 2.13 (CPU), on a
 virtual machine with 2 cores and other load. Worker processes were forked from a process that had imported torch.
