@@ -55,7 +55,7 @@ class AgentState:
         """
         if attach.term < self.term and (attach.job == self._last or seated not in (0, attach.term)):
             return AttachOutcome(
-                refused=f"its term is {attach.term}, and this agent serves one of term {self.term}"
+                refused=f"its term is {attach.term}, but this agent serves a driver of term {self.term}"
             )
         if attach.job == self._over:
             return AttachOutcome(refused="this agent has already ended its job")

@@ -224,9 +224,8 @@ class HostAgent:
         """
         if self._state.job == job and self._state.fenced(generation, self._now()):
             self._give_up(
-                f"the job continued with generation {generation} without this host, because no "
-                "driver has reached for"
-                " a lease"
+                f"the job continued without this host (generation {generation}), because no driver"
+                " reached it for one liveness timeout"
             )
 
     # ---- the driver ------------------------------------------------------------------------------------------------

@@ -245,7 +245,10 @@ class Membership:
                 record = self.roster[event.worker]
                 if not record.frozen:
                     named = f"{self.worlds.named(record)}, process {record.pid},"
-                    text = "the job's outcome is known, and it ends once this process exits: continue or kill it"
+                    text = (
+                        "the outcome of the job is decided, and the job ends once this process exits:"
+                        " resume the process or kill it"
+                    )
                     self.worlds.actions.log("warning", f"{named} is frozen ({event.how}); {text}")
                 record.frozen = event.how or "not able to run"
             case events.WorkerThawed() if event.worker in self.roster:

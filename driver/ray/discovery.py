@@ -246,7 +246,7 @@ class RayDiscovery:
                     if ids is None and (ids_of_bundle := self._cluster.gpus(group, index, share)):
                         ids = ",".join(placement_groups.part(ids_of_bundle, number % each, each))
                 except RayUnavailable as error:
-                    problem = f"asked for GPUs: {error}"
+                    problem = f"GPU IDs of a placement group: {error}"
                 if ids is not None:
                     gpus[number, node] = ids
             fits = self._given is not None or placement_groups.same(
@@ -323,7 +323,7 @@ class RayDiscovery:
         if trouble != self._trouble:
             self._trouble = trouble
             kept = f"keeping {show(hosts)}" if (hosts := self._hosts()) else "waiting for hosts"
-            self._log("warning", f"Ray does not answer as it should: {trouble}; {kept}")
+            self._log("warning", f"Ray could not be queried: {trouble}; {kept}")
 
     async def _pause(self) -> None:
         cost_s = 0.0 if self._latest_look is None else self._latest_look.cost_s
@@ -380,7 +380,9 @@ class RayDiscovery:
             given=self._given is not None,
             labels=self._wanted.labels,
         )
-        trouble = self._trouble or ("" if self._whole else "their GPUs are not known yet")
+        trouble = self._trouble or (
+            "" if self._whole else "the GPU IDs of some workers are not known yet"
+        )
         return f"{text}; last error: {trouble}" if trouble else text
 
 

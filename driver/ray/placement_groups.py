@@ -340,18 +340,22 @@ def shortage(
     asked = f"1 worker of {each} was" if one else f"{at_least} workers of {each} each were"
     selector = ", ".join(f"{name}={value}" for name, value in labels.items())
     where = f" on nodes with {selector}" if labels else ""
-    could = f"{asked} asked for, and {placed} could be placed{where} within {within_s:g} s"
+    could = f"{asked} requested, but {placed} could be placed{where} within {within_s:g} s"
     if given:
         return (
-            f"{could}: the placement group has no more suitable bundles in place; wait until it "
-            "is ready, or add bundles"
+            f"{could}: the placement group has no other suitable bundle that is placed; wait "
+            "until the group is ready, or add bundles"
         )
     names: Collection[str] = {*resources, "CPU", "GPU"}
     left = show({name: free.get(name, 0.0) for name in names}) or "nothing"
     noun = "node" if nodes == 1 else "nodes"
-    suitable = "large enough for one, or has these labels" if labels else "large enough for one"
+    suitable = (
+        "large enough for a worker, or none has these labels"
+        if labels
+        else "large enough for a worker"
+    )
     large = f"; no node is {suitable}" if too_large else ""
     return (
-        f"{could}; besides them {left} is free on {nodes} {noun}{large}: add nodes, stop what occupies them, or"
+        f"{could}; {left} is free on {nodes} {noun}{large}: add nodes, stop other workloads on them, or"
         " request fewer workers (min_workers) or fewer resources for each (resources_per_worker)"
     )

@@ -174,8 +174,8 @@ def _export(arguments: Sequence[str]) -> int:
         ) from error
     if left_out:
         names = [f"{each.name}{' except its tensors' * each.but_tensors}" for each in left_out]
-        why = "torch.load would not load them by default"
-        print(f"left out, as {why}: {', '.join(names)}", file=sys.stderr)
+        why = "torch.load does not load them by default"
+        print(f"omitted, because {why}: {', '.join(names)}", file=sys.stderr)
     print(f"{out}: {found} of {storage.url}/{found.name}, {os.path.getsize(out) / 1e6:.1f} MB")
     return 0
 
@@ -215,7 +215,10 @@ def _exported(
                     f"the checkpoint {name} can't be exported: {error}. Export another checkpoint as DIR@COMMIT"
                     " (elasticrun checkpoints DIR lists the commits)"
                 ) from error
-            removed = f"{name} was removed while it was exported, as by a running job, which keeps the newest few"
+            removed = (
+                f"{name} was removed during the export, probably by a running job that keeps only its newest"
+                " checkpoints"
+            )
             if which:
                 raise Invalid(
                     f"{removed} (--checkpoint-keep): export a newer checkpoint"

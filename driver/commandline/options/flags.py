@@ -219,15 +219,19 @@ class CommunicationFlags:
 
     controller: str = choice(  # For two of these, an error is raised.
         "gloo",
-        given("--gloo", "gloo", "Start workers without MPI (always the case)."),
-        given("--mpi", "mpi", "Rejected: workers are not started with MPI."),
-        given("--jsrun", "jsrun", "Rejected: workers are not started with jsrun."),
+        given(
+            "--gloo",
+            "gloo",
+            "Start workers without MPI (accepted for Horovod compatibility; no effect).",
+        ),
+        given("--mpi", "mpi", "Not supported: workers are not started with MPI."),
+        given("--jsrun", "jsrun", "Not supported: workers are not started with jsrun."),
     )
     gloo_timeout_seconds: float | None = flag(
         "--gloo-timeout-seconds",
         "S",
-        "Collective timeout and connection timeout (default: HOROVOD_GLOO_TIMEOUT_SECONDS,"
-        " ELASTIC_COLLECTIVE_TIMEOUT, or --busy-timeout plus 60; 30 to connect).",
+        "Timeout of each collective, and of each connection between workers (default: HOROVOD_GLOO_TIMEOUT_SECONDS;"
+        " otherwise, for collectives ELASTIC_COLLECTIVE_TIMEOUT or --busy-timeout plus 60, for connections 30).",
         seconds,
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         keys=("library_options.gloo_timeout_seconds",),
@@ -236,8 +240,8 @@ class CommunicationFlags:
     islands: str | None = flag(
         "--islands",
         "RULES",
-        "Hosts that elastic.island_group() joins: host, or NAME=HOST,HOST;NAME=HOST with patterns (default:"
-        " ELASTIC_ISLANDS, or host).",
+        "Islands of elastic.island_group(): host (each host is an island), or NAME=HOST,HOST;NAME=HOST with patterns"
+        " (default: ELASTIC_ISLANDS, or host).",
         islands,
         variable="ELASTIC_ISLANDS",
         keys=("islands.rules",),
@@ -280,8 +284,8 @@ class TuningFlags:
     thread_affinity: str | None = flag(
         "--thread-affinity",
         "CORES",
-        "Cores of the background threads, one per worker of a host: 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or"
-        " not pinned).",
+        "Cores to pin background threads to, one core per worker of a host: 0,1,2,3 (default:"
+        " HOROVOD_THREAD_AFFINITY, or not pinned).",
         cores,
         variable="HOROVOD_THREAD_AFFINITY",
         keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
@@ -415,8 +419,8 @@ class DetectionFlags:
         given(
             "--no-stall-check",
             False,
-            "Disable all stall and failure timeouts except --lease; also HOROVOD_STALL_CHECK_DISABLE=1. On:"
-            " --stall-check.",
+            "Disable all stall and failure timeouts except --lease; also HOROVOD_STALL_CHECK_DISABLE=1."
+            " Re-enable with --stall-check.",
             variable="HOROVOD_STALL_CHECK_DISABLE",
             keys=("stall_check.enabled=false",),
         ),
@@ -460,7 +464,7 @@ class OutputFlags:
         given(
             "--timeline-mark-cycles",
             True,
-            "Mark negotiation rounds in the timeline; also HOROVOD_TIMELINE_MARK_CYCLES=1. Off:"
+            "Mark negotiation rounds in the timeline; also HOROVOD_TIMELINE_MARK_CYCLES=1. Disable with"
             " --no-timeline-mark-cycles.",
             variable="HOROVOD_TIMELINE_MARK_CYCLES",
             keys=("timeline.mark_cycles=true",),
@@ -550,7 +554,7 @@ class OutputFlags:
         given(
             "--log-without-timestamp --log-hide-timestamp",
             False,
-            "Omit the time from log lines; also HOROVOD_LOG_HIDE_TIME=1. On: --log-with-timestamp.",
+            "Omit the time from log lines; also HOROVOD_LOG_HIDE_TIME=1. Re-enable with --log-with-timestamp.",
             variable="HOROVOD_LOG_HIDE_TIME",
             keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
         ),
@@ -574,7 +578,9 @@ class GeneralFlags:
     )
     check_build: bool = switch("-cb --check-build", "Print build information and exit.")
     version: bool = switch("-v --version", "Print the version and exit.")
-    disable_cache: bool = switch("--disable-cache", "No effect: checks are not cached.")
+    disable_cache: bool = switch(
+        "--disable-cache", "Do not cache checks (accepted for Horovod compatibility; no effect)."
+    )
 
 
 @dataclass
@@ -724,7 +730,7 @@ def build_parser() -> ArgumentParser:
     _add_without_meaning(
         parser.group(
             "accepted from Horovod, without effect",
-            "A log line at startup lists the given flags, with the reason.",
+            "If you pass one of them, a log line at startup says why it has no effect.",
         )
     )
     return parser
@@ -739,42 +745,42 @@ def _add_without_meaning(add: Group) -> None:
         rest = {"dest": name, "const": True, "variable": variable, "keys": keys}
         add(name, "X", convert, text, action=IgnoredFlag, **rest)
 
-    text = "No effect: file for autotuning trials."
+    text = "File for autotuning trials (no effect)."
     valued("--autotune-log-file", str, text, "autotune.log_file", "HOROVOD_AUTOTUNE_LOG")
-    text = "No effect: number of initial autotuning samples to discard."
+    text = "Number of initial autotuning samples to discard (no effect)."
     valued("--autotune-warmup-samples", whole(0), text, "autotune.warmup_samples")
-    text = "No effect: number of steps per autotuning sample."
+    text = "Number of steps per autotuning sample (no effect)."
     valued("--autotune-steps-per-sample", whole(0), text, "autotune.steps_per_sample")
-    text = "No effect: largest number of autotuning samples."
+    text = "Maximum number of autotuning samples (no effect)."
     valued("--autotune-bayes-opt-max-samples", whole(0), text, "autotune.bayes_opt_max_samples")
-    text = "No effect: noise level assumed by autotuning."
+    text = "Noise level assumed by autotuning (no effect)."
     valued("--autotune-gaussian-process-noise", number, text, "autotune.gaussian_process_noise")
-    text, key = "No effect: number of NCCL streams.", "library_options.num_nccl_streams"
+    text, key = "Number of NCCL streams (no effect).", "library_options.num_nccl_streams"
     valued("--num-nccl-streams", whole(0), text, key, "HOROVOD_NUM_NCCL_STREAMS")
-    valued("--mpi-args", str, "No effect: arguments of mpirun.")
-    valued("--binding-args", str, "No effect: process binding of MPI.")
+    valued("--mpi-args", str, "Arguments of mpirun (no effect).")
+    valued("--binding-args", str, "Arguments for MPI process binding (no effect).")
     for name, text, key in (
         (
             "hierarchical-allreduce",
-            "No effect: two-level allreduce.",
+            "Use a two-level allreduce (no effect).",
             "params.hierarchical_allreduce",
         ),
         (
             "hierarchical-allgather",
-            "No effect: two-level allgather.",
+            "Use a two-level allgather (no effect).",
             "params.hierarchical_allgather",
         ),
-        ("torus-allreduce", "No effect: torus allreduce.", "params.torus_allreduce"),
-        ("autotune", "No effect: tuning of fusion and cycle time.", "autotune.enabled"),
+        ("torus-allreduce", "Use a torus allreduce (no effect).", "params.torus_allreduce"),
+        ("autotune", "Tune fusion and cycle time automatically (no effect).", "autotune.enabled"),
         (
-            *("mpi-threads-disable", "No effect: MPI without threads."),
+            *("mpi-threads-disable", "Use MPI without threads (no effect)."),
             "library_options.mpi_threads_disable",
         ),
     ):
         on, off = f"--{name}", f"--no-{name}"
         variable = f"HOROVOD_{name.upper().replace('-', '_')}"
         rest = {"action": IgnoredFlag, "dest": on, "nargs": 0}
-        shown = f"{text} Off: {off}."
+        shown = f"{text} Opposite: {off}."
         add(on, None, None, shown, const=True, variable=variable, keys=[f"{key}=true"], **rest)
         add(off, None, None, argparse.SUPPRESS, const=False, keys=[f"{key}=false"], **rest)
 

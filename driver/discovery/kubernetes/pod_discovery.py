@@ -137,7 +137,10 @@ class PodDiscovery:
         where = f"of namespace {self._cluster.namespace}"
         if kind is Resource.NODES:
             if error is not None and error.why is ApiErrorKind.FORBIDDEN:
-                text = f"nodes are not watched: {error}; grant {NODES_ROLE}. Deleted pods are detected, taints are not"
+                text = (
+                    f"nodes are not watched: {error}; grant {NODES_ROLE}. Without it, taints of nodes are not"
+                    " detected, only deleted pods"
+                )
                 self._log("info", text)
         elif error is None:
             self._log("info", f"the Kubernetes API answers again about pods {where}")

@@ -63,9 +63,7 @@ class Frozen(Part):
             return  # The report is a repetition.
         record.frozen = event.how or "not able to run"
         if record.stage not in AT_STAKE:
-            text = (
-                f"{self.worlds.named(record)} is frozen ({record.frozen}); no worker trains with it"
-            )
+            text = f"{self.worlds.named(record)} is frozen ({record.frozen}); no other worker trains with it"
             self.actions.log("warning", text)
 
     def thawed(self, event: WorkerThawed) -> None:

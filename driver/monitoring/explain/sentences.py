@@ -341,7 +341,9 @@ def _at(facts: Facts) -> str:
 def _incident(facts: Facts) -> str:
     first = facts.get("first")
     if first is None:
-        lead = f"The world failed: {shown(facts['broke'])}" if facts["broke"] else "The world broke"
+        lead = (
+            f"The world failed: {shown(facts['broke'])}" if facts["broke"] else "The world failed"
+        )
     else:
         lead = _capital(_death(first))
     return f"{_at(facts)} {lead}.{_others(facts)} {_after(facts)}".rstrip()

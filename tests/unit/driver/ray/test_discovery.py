@@ -152,7 +152,7 @@ def test_ray_outage_changes_nothing_and_is_logged_once():
     )
     assert lists == [[(A, 1), (B, 2)], [(A, 1)]]
     assert bench.log == [
-        ("warning", f"Ray does not answer as it should: {down}; keeping {A}:1,{B}:2"),
+        ("warning", f"Ray could not be queried: {down}; keeping {A}:1,{B}:2"),
         ("info", "Ray answers again"),
     ]
 
