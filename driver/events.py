@@ -260,7 +260,7 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """The liveness timeout of a worker expired. Its agent has not observed the worker running.
+    """The liveness timeout of a worker expired: its agent did not observe the worker run within it.
 
     Args:
         how: the cause, as observed from outside.

@@ -8,8 +8,8 @@ Pure: no I/O, no clock.
       |          +--------------------------------> lost: HostLost
       +--gone silently-----------------------------> lost --Registered--> here
       +--the driver gives it up--------------------> lost
-    here   --off the list, its workers gone--> none: its agent is dismissed, if this driver started it, or if an engine
-                                               did, whose hosts are those with agents (``lists_hosts``)
+    here   --off the list, its workers gone--> none: its agent is dismissed, if this driver or an engine started it
+                                               (with an engine, the hosts are those with agents: ``lists_hosts``)
 
 On each new connection, the agent reports the running workers, from which a HostReported event is made, and its workers
 repeat their state. Orders sent on a lost connection are not repeated, since the report shows whether they were carried
@@ -76,7 +76,9 @@ BEATS = 4  # number of heartbeats per liveness timeout
 REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
 # seconds without a message from an agent, since its host's kernel acknowledges data even if the agent is stopped
 STOPPED_S = 10.0
-TOGETHER_S = 0.2  # hosts that become silent for the same reason are noticed within this time
+TOGETHER_S = (
+    0.2  # interval within which all hosts that became silent for the same reason are noticed
+)
 NO_AGENT = 126  # exit code of a worker that could not be started
 
 

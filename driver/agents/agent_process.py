@@ -4,7 +4,7 @@
 
 After validation it writes a line with READY and its release to standard output. It exits when its standard input is
 closed. An agent that is meant to outlive its starter detaches from it instead, and continues in the background. It
-also does so after two minutes, unless its standard output has no reader any more.
+also detaches if standard input is still open after two minutes, but exits if standard output has no reader.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def _await_starter(within_s: float) -> bool:
     """Wait until the starter has read READY and closed standard input.
 
     Returns:
-        False if the starter or the ssh connection has ended this process. True if standard input was closed, or after
-        ``within_s`` seconds, because the starter's host is then considered lost.
+        Whether standard output still has a reader. If not, the starter or the ssh connection has ended, and the agent
+        must exit. After ``within_s`` seconds, the starter's host is considered lost, and the wait ends.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()

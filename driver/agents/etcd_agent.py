@@ -1,4 +1,4 @@
-"""Run an agent that registers in etcd and find its driver there. Uses I/O and clocks."""
+"""Run an agent that registers in etcd and finds its driver there. Uses I/O and clocks."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ _SAYS_NOTHING = {
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # With this value, the script sets the file later.
 }
-# Level of the line about an option whose flag follows a program that may define flags unknown to the driver. Programs
-# may have flags of the last names.
+# For each option, the level of the log line about its flag after a program that may define unknown flags. The level of
+# the last four options is lower, because programs often define flags with these names.
 _MISPLACED = {
     **dict.fromkeys(("num_proc", "min_num_proc", "max_num_proc"), "warning"),
     **dict.fromkeys(
@@ -753,7 +753,9 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
         }
         unused = [flag for flag, value in of_elastic.items() if value is not None]
         if unused:
-            notes.append(("warning", f"no effect without --min-np: {', '.join(unused)}"))
+            notes.append(
+                ("warning", f"these flags have no effect without --min-np: {', '.join(unused)}")
+            )
     return notes
 
 

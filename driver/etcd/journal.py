@@ -10,7 +10,7 @@ succeed only while this driver leads, so a driver that was replaced can neither 
 require a written record.
 
 A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted in
-this and in later transactions, since etcd limits the number of operations of each.
+this and in later transactions, since etcd limits the number of operations in a transaction.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class CheckpointLines:
             "the replicas were equal before, so one worker's memory was corrupted. No majority "
             "identifies it: stop the job and restart it from its newest checkpoint"
             if found.ever_equal
-            else "checkpoints need equal replicas: step all parameters with DistributedOptimizer, or keep values"
-            " that each rank computes for itself out of the state"
+            else "checkpoints need equal replicas: step all parameters with DistributedOptimizer, or remove"
+            " values that differ between ranks from the state"
         )
         self._log("error", f"{what}; {why}")
 

@@ -174,9 +174,7 @@ class Shutdown:
             if awaited:
                 named = ", ".join(f"rank {self._rank(w)} ({w})" for w in awaited[:8])
                 more = f" and {len(awaited) - 8} more" if len(awaited) > 8 else ""
-                text = (
-                    f"training ended; waiting for {named}{more} to exit: code after it still runs"
-                )
+                text = f"training ended; waiting for {named}{more} to exit: their code after training is still running"
                 actions.append(events.Report("info", text))
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None

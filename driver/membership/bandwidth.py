@@ -55,7 +55,7 @@ def too_slow(
         rates = [each for each in rates if each is not None]
         if rate is None or len(rates) < OTHERS_MIN:
             continue
-        # The lower of two medians, so that of three hosts never two are rejected.
+        # The lower median, so that at most one of three hosts is rejected.
         median = statistics.median_low(rates)
         if rate < factor * median:
             return {
@@ -75,7 +75,7 @@ class HostBandwidth(Part):
         super().__init__(worlds)
         # Latest measurement of each host and its time. Rejected hosts are missing, so they are measured again.
         self._latest: dict[str, tuple[BandwidthMeasured, float]] = {}
-        # Hosts that are to be measured, and the time since which each is.
+        # Hosts that wait for their measurement, and the time since which each waits.
         self._wanted: dict[str, float] = {}
         # Workers with a passed health check, and the time since which each waits for the measurement of its host.
         self._waiting: dict[Worker, float] = {}

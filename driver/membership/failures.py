@@ -1,4 +1,4 @@
-"""Decisions about broken collectives, exceptions and exits of workers. Deterministic.
+"""Decisions about failed collectives, exceptions and exits of workers. Deterministic.
 
 Inside elastic.run, a failure makes all workers resume from the last commit. Outside it, or in a job that is not
 elastic, a failure ends the job; `root_cause` then determines the cause.
@@ -90,7 +90,7 @@ class Failures(Part):
             self._record_complaint(record, verdict)
 
     def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
-        """Return the reason why a broken collective ends a job of a fixed size."""
+        """Return the reason why a failed collective ends a job of a fixed size."""
         if event.differs:
             return because(ReasonKind.CALLS_DIFFER, text=event.reason)
         return because(ReasonKind.LOST_PEER, who=self.worlds.named(record), text=event.reason)

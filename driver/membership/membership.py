@@ -1,6 +1,6 @@
 """Decisions about which workers train together. Deterministic: no clock, network or logger. See docs/architecture.md.
 
-    GATHERING --all expected are ready--> TRAINING --worker lost / collective broke--> GATHERING
+    GATHERING --all expected are ready--> TRAINING --worker lost / collective failed--> GATHERING
         ^                                  |  ^
         |                          newcomer ready, or a member leaves
         |                                  v  |  called off
@@ -13,7 +13,7 @@ of older generations. A lost worker is dead before the world shrinks: exits are 
 reaped the process, and a worker that cannot be reached is killed first.
 
 This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
-transitions between phases, `worker_reports` the workers' reports, `failures` broken worlds and dead workers,
+transitions between phases, `worker_reports` the workers' reports, `failures` failed worlds and dead workers,
 `reconnect` repeated reports after a lost connection, `frozen` and `stuck` workers that hold up the others,
 `preemption_notices` preemption, `operator_requests` operator requests, `worker_pool` the processes, and `root_cause`
 the attribution of failures.

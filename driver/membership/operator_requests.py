@@ -1,7 +1,7 @@
 """Decisions about operator requests: scale the job, drain a host, remove a worker. Deterministic.
 
-No progress is lost, because workers leave at a check that all members have agreed on. Each request is answered with its
-effect, or with the reason for refusing it.
+No progress is lost, because workers leave at a safepoint that all members have agreed on. Each request is answered with
+its effect, or with the reason for refusing it.
 
     scale    set the size of the largest world; surplus members leave, highest ranks first
     drain    no workers start on the host; its workers leave if enough others stay, as after a preemption notice;

@@ -1,6 +1,6 @@
 """Decisions about machines that will be reclaimed. Deterministic.
 
-    announced --> its workers leave at the next check if enough others stay; no worker is started there
+    announced --> its workers leave at the next safepoint if enough others stay; no worker is started there
               --> HURRY_S before the end its workers leave, even if too few stay
     withdrawn --> workers that have not left yet stay
 
@@ -111,7 +111,7 @@ class Notices(Part):
             for record in self.roster.hosts.get(host, {}).values():
                 if record.noticed:
                     record.unlisted, record.noticed = True, False
-                    # The machine still ends then, so workers that too few others could replace leave before.
+                    # The machine still ends, so workers without enough replacements leave before its end too.
                     if hurry_at is not None:
                         self._hurry_at[host] = hurry_at
 

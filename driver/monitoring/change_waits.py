@@ -3,7 +3,7 @@
 Pure: no I/O, no clock.
 
     PrepareChange  --WAIT_S-->  wait: workers to join, workers to leave, seconds
-    a member reaches a commit, the world breaks or ends, or the change is called off  -->  over
+    a member reaches a commit, the world fails or ends, or the change is called off  -->  over
 
 The page, ``status``, ``explain`` and the report read the same `ChangeWaits`.
 """

@@ -80,7 +80,7 @@ class WorkerView:
     # the worker is in `JobView.ranks`; true for IN_WORLD until the worker's end is announced
     member: bool = False
     rank: int | None = None  # rank in the worker's last world, or None without one
-    # the worker's world broke, and no other world was published since; implies `member`
+    # the worker's world failed, and no other world was published since; implies `member`
     recovering: bool = False
     running: bool = False  # whether the worker was in elastic.run at its last Ready
     # reason why the worker cannot run, empty if unknown, or None if the worker can run

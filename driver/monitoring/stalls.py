@@ -5,7 +5,7 @@ Pure: no I/O, no clock.
     a member waits inside a collective, or where all are to stop
       --STALL_S, and a usual interval between collectives-->  stall: the members that do not wait are its culprits
       --ALL_WAIT_S, if every member waits-->                  stall without a culprit: the network, or different calls
-    the collective completes, a culprit is killed or exits, the world breaks, the job ends  -->  over
+    the collective completes, a culprit is killed or exits, the world fails, the job ends  -->  over
 
 A stall begins when the first member began to wait, not when the stall was detected. A member in a phase that the script
 marks as long is not a culprit. The page, ``status``, metrics, ``explain`` and the report use the same `Stalls` object,
@@ -41,7 +41,7 @@ class StallEnd(enum.Enum):
     RESUMED = "resumed"
     KILLED = "killed"  # the driver killed a culprit
     LOST = "lost"  # a culprit exited by itself, or its host was lost
-    BROKEN = "broken"  # the world broke for another reason
+    BROKEN = "broken"  # the world failed for another reason
     JOB_ENDED = "job ended"
 
 
@@ -124,7 +124,7 @@ class Stalls(ViewReader):
         self._ranks: Mapping[Worker, int] = {}  # generation of the world with members that may wait
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
-        # whether the world has several members and has not broken, as far as known
+        # whether the world has several members and has not failed, as far as known
         self._whole = False
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}

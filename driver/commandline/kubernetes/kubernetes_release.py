@@ -99,7 +99,7 @@ class ChartRelease:
 
         Args:
             queue: name of a LocalQueue.
-            pods: whether Kueue has to admit each pod of the release by itself, and not a JobSet.
+            pods: whether Kueue admits each pod of the release separately, instead of a JobSet as a whole.
 
         Returns:
             The reason why the queue admits nothing at present, or an empty string.

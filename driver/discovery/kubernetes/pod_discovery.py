@@ -143,7 +143,7 @@ class PodDiscovery:
                 )
                 self._log("info", text)
         elif error is None:
-            self._log("info", f"the Kubernetes API answers again about pods {where}")
+            self._log("info", f"the Kubernetes API answers requests for pods {where} again")
         else:
             forbidden = error.why is ApiErrorKind.FORBIDDEN
             self._refused = forbidden and self._fallback is not None and not self._listed

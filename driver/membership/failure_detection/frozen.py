@@ -5,7 +5,7 @@ No exit of their processes was reported, so no collective fails, but their world
     frozen    its agent has found it unable to run (stopped, or its container is paused): fenced immediately if another
               worker trains with it, is about to, or waits for it; a worker that is alone in its world may have been
               stopped on purpose
-    cut off   its host acknowledges nothing any more: fenced at once; if the kill cannot reach it, it is given up
+    cut off   its host no longer acknowledges packets: fenced at once; if the kill cannot reach it, it is given up
     lost      its whole host is gone, agent included: given up at once, since nothing can be killed there; if all
               members run there, no worker could continue without the host, and it is awaited
 

@@ -5,13 +5,13 @@ have ended. The first collective that has not ended on all ranks is examined:
 
     some rank has not launched it         nothing: that rank works on its host, where `suspicion` judges it
     CUDA returns errors on some ranks     FAILED: these ranks are blamed
-    a minority has not reached it         GPU: theirs hang, once they have had as long again as the others took
-    half have not reached it              GPU: the same, but three times as long
+    a minority has not reached it         GPU: theirs hang, once they are later than the slowest launch so far
+    half have not reached it              GPU: the same, with a time limit three times as long
     most or all have not reached it       UNCLEAR, after ``limit_s``: they may all have much to compute
     all have reached it                   NETWORK: the network, or NCCL
 
-The last two blame no rank: the world is formed again, with new communicators. If that did not help, and a minority has
-not completed what the others have, this minority is blamed.
+The last two blame no rank: the world is formed again, with new communicators. If the next world hangs too, and a
+minority has not completed what the others have, this minority is blamed.
 
 A rank that is slow on its host has not launched the collective. A rank with a slow GPU is behind by less than the time
 of a step. Neither is mistaken for a hang.

@@ -229,7 +229,7 @@ class Stuck(Part):
             self._look_at = since + self._probe_s
         if self._look_at <= self.actions.now:
             self._look()
-            if not self._must_watch():  # The world was broken meanwhile.
+            if not self._must_watch():  # The world has failed meanwhile.
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:

@@ -26,8 +26,8 @@ START_REMIND_S = 30.0
 
 class Kind(enum.Enum):
     START = "start"  # workers call init() or enter elastic.run, so no training is interrupted
-    CHANGE = "change"  # all members have stopped at an agreed check
-    RECOVERY = "recovery"  # the world broke
+    CHANGE = "change"  # all members have stopped at an agreed safepoint
+    RECOVERY = "recovery"  # the world failed
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Gathering:
         what = (
             f"{have} not returned from {'its' if one else 'their'} step"
             if first.running
-            else f"{have} not entered elastic.run, or not called init() again,"
+            else f"{have} neither entered elastic.run nor called init() again"
         )
         end = f"the others continue without {'it' if one else 'them'}"
         if first.running:
@@ -100,7 +100,7 @@ class Gathering:
         self.remind_after_s = START_REMIND_S if self.kind is Kind.START else REMIND_S
 
     def lost(self, reason: Reason) -> None:
-        """Record that a worker was lost. This explains a broken collective better than another worker's report."""
+        """Record that a worker was lost. This explains a failed collective better than another worker's report."""
         if not self.had_loss:
             self.had_loss, self.reason = True, reason
             return

@@ -25,7 +25,7 @@ class GiveUpRules:
         self._settings = settings
         self._staff = staff
         self._actions = actions
-        self._failures = 0  # number of broken worlds, without planned changes
+        self._failures = 0  # number of failed worlds, not counting planned changes
         # generations since the last new commit in which a stuck worker was fenced
         self._stuck_in: set[int] = set()
         # worlds with hung GPUs and no identified worker
@@ -41,7 +41,7 @@ class GiveUpRules:
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """Count a broken world. Return the reason to end the job if --reset-limit is reached."""
+        """Count a failed world. Return the reason to end the job if --reset-limit is reached."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
@@ -130,7 +130,7 @@ class GiveUpRules:
         self._stuck_in.add(generation)
 
     def hung(self, generation: int) -> None:
-        """Record that the world was broken because all GPUs waited for each other."""
+        """Record that the world failed because all GPUs waited for each other."""
         self._hung_in.add(generation)
 
     @property

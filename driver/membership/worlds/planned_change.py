@@ -1,7 +1,7 @@
-"""Decide when a planned change begins, and at which check all members stop. Pure: no I/O, no clock.
+"""Decide when a planned change begins, and at which safepoint all members stop. Pure: no I/O, no clock.
 
-Every member answers with its number of checks and waits at the next check. No member has passed the check after the
-largest answer, so all members continue to that check and stop at the same point.
+Every member answers with the number of safepoints that it has passed, and waits at the next one. No member has passed
+the safepoint after the largest answer, so all members continue to this safepoint and stop at the same point.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PlannedChange:
     settings: Settings
     number: int = 0
     by: float | None = None  # deadline for all answers, then for all stops
-    check: int = 0  # number of the check at which all members stop
+    check: int = 0  # number of the safepoint at which all members stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
     began_at: float = 0.0
@@ -55,7 +55,7 @@ class PlannedChange:
         self._settle_by = None
 
     def prepare(self, now: float, members: Iterable[Worker]) -> None:
-        """Begin a change, in which each member is asked for its number of checks."""
+        """Begin a change, in which each member is asked how many safepoints it has passed."""
         self.number += 1
         self.by = now + self.settings.prepare_s
         self.began_at, self.remind_after_s = now, REMIND_S
@@ -68,7 +68,7 @@ class PlannedChange:
         self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
-        """Return the number of the check at which all members stop. Call this after all members have answered."""
+        """Return the number of the safepoint at which all members stop. Call this after all have answered."""
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check

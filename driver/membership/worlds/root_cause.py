@@ -5,7 +5,7 @@ known. The search therefore waits briefly for an exit, and the first worker that
 is the cause.
 
 `Mismatches`: ranks that call different collectives return to the last commit, because a fault may have caused this. If
-the next world breaks in the same calls, the script is at fault.
+the next world fails in the same calls, the script is at fault.
 
 `Exceptions`: an exception that one worker raised affects that worker only, and the others continue. If it occurs again
 at the same commit, the script is at fault, and the exception would recur forever. Exceptions reported as caused by
@@ -85,13 +85,13 @@ class RootCauseSearch:
 
 @dataclass
 class Mismatches:
-    """Calls of the last world's ranks that did not match and broke the world."""
+    """Calls of the last world's ranks that did not match, so that the world failed."""
 
     _generation: int = 0
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each call
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
-        """Record the calls that broke the world. Return whether the previous world was broken by the same calls.
+        """Record the calls that made the world fail. Return whether the previous world failed in the same calls.
 
         A rank that did not receive the calls of the other ranks has reported only its own call.
         """

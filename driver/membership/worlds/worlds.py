@@ -1,4 +1,4 @@
-"""Transitions between phases: worlds begin, are interrupted, break or finish, and the job ends. Deterministic.
+"""Transitions between phases: worlds begin, are interrupted, fail or finish, and the job ends. Deterministic.
 
 `membership`, which has the diagram, maps events to these transitions. Larger decisions are in their own modules:
 `gathering` decides which workers to wait for, `composition` the next world, `planned_change` when and where to
@@ -36,8 +36,10 @@ class Phase(enum.Enum):
     # waiting for expected workers, and for enough of them; a world of init() may still be in use
     GATHERING = "gathering"
     TRAINING = "training"
-    PREPARING = "preparing"  # a planned change: waiting for every member's number of checks
-    STOPPING = "stopping"  # all members know at which check to stop, and not all have stopped yet
+    PREPARING = "preparing"  # a planned change: waiting for every member's number of safepoints
+    STOPPING = (
+        "stopping"  # all members know at which safepoint to stop, and not all have stopped yet
+    )
     ENDING = "ending"  # some members have returned from elastic.run
     DONE = "done"
 

@@ -24,7 +24,7 @@ STATES = (
     "training",
     "waiting",  # the worker has been inside a collective for a second or longer
     "stalled",  # other workers have waited for this worker for some time; see `stalls`
-    "recovering",  # the worker's world broke
+    "recovering",  # the worker's world failed
     "frozen",
     "standby",
     "leaving",

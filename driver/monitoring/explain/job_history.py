@@ -5,8 +5,8 @@ Pure: no I/O, no clock.
 Each entry is passed once, in order, with its time. The stored data are bounded.
 
 The history is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
-lost host, or a world that breaks. It ends when all members of the next world have completed their first collective,
-when that world breaks too, or with the job. Workers lost in between belong to the incident, and the first of them is
+lost host, or a world that fails. It ends when all members of the next world have completed their first collective,
+when that world fails too, or with the job. Workers lost in between belong to the incident, and the first of them is
 considered its cause.
 """
 

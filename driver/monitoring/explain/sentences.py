@@ -280,7 +280,7 @@ def _then(facts: Facts) -> str:
             return "Every worker ended before training began, so the job ended."
         case ReasonKind.SLOTS_SPENT.value:
             attempts = counted(facts["attempts"], "attempt")
-            return f"Every slot was given up after {attempts}; {counted(facts['needed'], 'worker')} needed."
+            return f"Every slot was given up after {attempts}, but the job needs {counted(facts['needed'], 'worker')}."
         case ReasonKind.RESET_LIMIT.value:
             return f"--reset-limit {facts['limit']} allows no more failures, so the job ended."
         case ReasonKind.RESTARTS_SPENT.value:
