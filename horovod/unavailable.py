@@ -16,10 +16,8 @@ TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "m
 
 _LAUNCHER = "this is part of Horovod's launcher; start jobs with horovodrun or horovod.run"
 _NATIVE = "no extension is compiled; its functions are those of horovod.torch, horovod.tensorflow or horovod.mxnet"
-_PRIVATE = (
-    "this is private to Horovod; use what horovod.tensorflow, horovod.keras or horovod.ray exports"
-)
-_SPARK = "this is private to Horovod; use what horovod.spark, horovod.spark.torch and horovod.spark.keras export"
+_PRIVATE = "this is private to Horovod; use the public names of horovod.tensorflow, horovod.keras or horovod.ray"
+_SPARK = "this is private to Horovod; use the public names of horovod.spark, horovod.spark.torch or horovod.spark.keras"
 _LIGHTNING = "use horovod.spark.torch, or elastic.integrations.lightning in a function under horovod.spark.run_elastic"
 # Modules of Horovod 0.28.1 without a counterpart, and their alternatives. Importing their submodules also fails.
 INTERNALS = {
@@ -132,6 +130,6 @@ def need(package: str, front_end: str) -> None:
     version = str(module.__version__)
     if not any(version.startswith(f"{series}.") for series in TESTED[package]):
         warnings.warn(
-            f"{front_end} was tested with {package} {', '.join(TESTED[package])}, and not with {version}",
+            f"{front_end} was tested with {package} {', '.join(TESTED[package])}, but {version} is installed",
             stacklevel=3,
         )

@@ -652,7 +652,7 @@ def _revocable(backend: Any) -> int:
 @functools.cache
 def _log_once(why: str) -> None:
     print(
-        f"elastic: {why}; after a loss, kernels of slow workers may fail with an illegal memory access",
+        f"elastic: {why}; after a worker is lost, kernels of slow workers may fail with an illegal memory access",
         file=sys.stderr,
     )
 

@@ -370,9 +370,9 @@ class DiLoCo:
         rows = group.rows(torch.cat([counted, digest.reshape(1)]))
         if len({int(row[1]) for row in rows}) > 1 and not rt.env.allow_inexact:
             raise StateMismatch(
-                f"the inner parameters of ranks {list(group.islands.members)} differ, although they are one island"
-                f" ({group.islands.name}): call the DistributedDataParallel model, not its module, and change"
-                " parameters only by the inner optimizer"
+                f"the inner parameters of ranks {list(group.islands.members)} differ, although these ranks form one"
+                f" island ({group.islands.name}): call the DistributedDataParallel model, not its module, and change"
+                " parameters only through the inner optimizer"
             )
         return [float(row[:1].view(torch.float64)) for row in rows]
 
@@ -778,8 +778,8 @@ def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
     if not stepped <= own:
         raise Invalid(
-            f"the inner optimizer has {len(stepped - own)} parameters that are not the model's: they would differ"
-            " between workers. Create it from model.parameters(), after the model is complete"
+            f"the inner optimizer has {len(stepped - own)} parameters that do not belong to the model, and that would"
+            " differ between workers: create the optimizer from model.parameters(), after the model is complete"
         )
 
 

@@ -394,7 +394,7 @@ class Shards:
             return
         if self._balancer[2].committed(self._fetched) and self._step().rank == 0:
             log.info(
-                "from step %d on, the ranks compute %s of %d shards, by their speeds",
+                "from step %d on, ranks 0, 1, ... compute %s of the %d shards, in proportion to their speeds",
                 self.step,
                 ", ".join(map(str, self._balancer[2].division)),
                 self.count,
@@ -595,7 +595,7 @@ class Shards:
         if self.verify and size < 3:
             log.warning(
                 "verify: %s",
-                "with 1 worker, gradients are not compared, and wrong ones are not detected"
+                "with 1 worker, gradients are not compared, so wrong gradients are not detected"
                 if size == 1
                 else "with 2 workers, the faulty one is identified only if a recomputation gives another result",
             )
@@ -603,7 +603,7 @@ class Shards:
         if share < 1.0:
             spare = max(0, size - self.count)
             log.warning(
-                "%d workers compute %d shards, at most %d each: %.0f %% of their time is used%s",
+                "%d workers compute %d shards, at most %d each: workers compute for %.0f %% of the time%s",
                 size,
                 self.count,
                 len(step.held[0]),

@@ -327,14 +327,14 @@ class Verifier:
         changing = [(rank, each) for rank, each in enumerate(found) if each.differs]
         if odd:
             error = Invalid(
-                f"verify compares the bits of gradients, but rank {odd[0]} has another arithmetic than rank 0: other"
-                " threads, instructions or versions; make them the same, or leave out verify"
+                f"verify compares the bits of gradients, but rank {odd[0]} and rank 0 have different numbers of"
+                " threads, CPU instructions or library versions: make them the same, or omit verify"
             )
         elif changing and not any(each.passed for each in found):
             error = Invalid(
                 f"rank {changing[0][0]} computed shard {changing[0][1].shard} twice, and its gradients differ, so"
-                " verify can't compare them: call torch.use_deterministic_algorithms(True), keep what a forward pass"
-                " changes in buffers, let the samples of a shard depend on its number and step only, or leave out"
+                " verify can't compare them: call torch.use_deterministic_algorithms(True), store values that a forward"
+                " pass changes in buffers, choose the samples of a shard only by its number and the step, or omit"
                 " verify"
             )
         if error is not None:

@@ -30,8 +30,8 @@ def check(package: str, *, installed: str | None = None) -> None:
         )
     if _minor(found) > _minor(newest):
         warnings.warn(
-            f"elastic was tested with {package} {oldest} to {newest}, but {found} is installed: its loops may"
-            f" differ; if training does not continue after a worker is lost, install {package}=={newest}",
+            f"elastic was tested with {package} {oldest} to {newest}, but {found} is installed, whose training loops"
+            f" may differ: if training does not continue after a worker is lost, install {package}=={newest}",
             stacklevel=3,
         )
 

@@ -51,8 +51,8 @@ def pickled(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     except Exception as error:  # Pickling the user's objects can raise any exception.
         what = "".join(str(error).splitlines()[:1]) or type(error).__name__
         raise Invalid(
-            f"the function can't be pickled for the workers: {what}; create what can't be pickled inside the"
-            " function, and pass it numbers, strings and paths"
+            f"the function can't be pickled for the workers: {what}; create objects that can't be pickled inside the"
+            " function, and pass only values such as numbers, strings and paths"
         ) from error
     return call
 

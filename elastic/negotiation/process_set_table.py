@@ -227,8 +227,8 @@ class ProcessSetTable:
                 entry = by_number[number]
                 del own[entry.ranks]
                 news.append(
-                    f"process set {number} was registered with ranks {list(entry.ranks)} here; in the world that"
-                    f" this worker joins its ranks are {list(ranks)}, which apply"
+                    f"process set {number} was registered with ranks {list(entry.ranks)} on this worker, but has"
+                    f" ranks {list(ranks)} in the world that this worker joins; those of the world are used"
                 )
             entry = entry or SetEntry(ranks)
             entry.ranks, entry.number = ranks, number

@@ -233,10 +233,11 @@ def _check_shards(
     shards.check_workers(lifecycle.current().env.workers_min)
     refused = {
         f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
-        "a compression other than Compression.fp16 and bf16, which round each shard's gradient by itself": compression
+        # fp16 and bf16 round each shard's gradient by itself.
+        "a compression other than Compression.fp16 and bf16": compression
         not in (Compression.none, Compression.fp16, Compression.bf16),
         "gradient_predivide_factor": predivide_factor != 1.0,
-        "groups, as buckets are the same in every world": bool(groups),
+        "groups": bool(groups),  # Buckets are the same in every world.
         "process_set": process_set is not global_process_set,
     }
     for name, given in refused.items():
@@ -255,9 +256,9 @@ def _check_zero(
 ) -> None:
     """Raise Invalid for arguments that ``zero=1`` does not support."""
     refused = {
-        "op=Adasum, with which every rank steps by itself": reduction is Op.ADASUM,
+        "op=Adasum": reduction is Op.ADASUM,  # Each rank steps with its own gradients.
         "shards": shards is not None,
-        "sparse_as_dense, as only dense gradients are divided": sparse_as_dense,
+        "sparse_as_dense": sparse_as_dense,  # Only dense gradients are divided.
         "process_set": process_set is not global_process_set,
     }
     for name, given in refused.items():

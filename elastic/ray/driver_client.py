@@ -160,7 +160,7 @@ class DriverClient:
         if not ray.is_initialized():
             raise JobFailed(
                 "this process disconnected from Ray (ray.shutdown()), which ended the job's driver and workers:"
-                " call shutdown() and start() of the executor again"
+                " call the executor's shutdown() and start() again"
             )
         return self._actor
 

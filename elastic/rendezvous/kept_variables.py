@@ -43,8 +43,8 @@ class KeptVariables:
         ]
         more = f" and {len(stale) - _SHOWN} more" if len(stale) > _SHOWN else ""
         slot = (
-            f" LOCAL_RANK is the slot, and stays {place.local_rank}, since it selects the GPU: a script that saves"
-            " or prints only if it is 0 does neither while that slot has no worker."
+            f" LOCAL_RANK is the number of the slot and stays {place.local_rank}, because it selects the GPU: a script"
+            " that saves or prints only if LOCAL_RANK is 0 does neither while slot 0 has no worker."
             if any(read.name == rank_variables.SLOT for read in stale)
             else ""
         )

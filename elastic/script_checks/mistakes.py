@@ -282,7 +282,7 @@ _SENTENCES = {
         " wrap it, loader = elastic.data.from_torch(loader), and pass it to the state: TorchState(loader=loader, ...)"
     ),
     Kind.RANK_KEPT: (
-        "{sampler} keeps {kept} of the world in which it was made: after a change some samples are trained on twice and"
-        " others never; {remedy}"
+        "{sampler} keeps {kept} of the world in which it was created: when workers are lost or join, some samples are"
+        " trained on twice and others never; {remedy}"
     ),
 }

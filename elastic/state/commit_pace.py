@@ -83,6 +83,6 @@ class CommitPace:
 def _described(budget: CommitBudget, copy_s: float, step_s: float) -> str:
     return (
         f"commit budget {100 * budget.share:g} %: a copy takes {1000 * copy_s:.3g} ms, a step {1000 * step_s:.3g} ms,"
-        f" so commit() makes a copy at 1 call of {budget.every}; a failure repeats {budget.every} steps at most"
+        f" so 1 in {budget.every} calls of commit() makes a copy; a failure repeats at most {budget.every} steps"
         f" ({budget.every * step_s:.2g} s)"
     )

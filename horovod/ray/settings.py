@@ -80,7 +80,7 @@ def warn_of_ssh(settings: Any) -> None:
     ]
     if given and not getattr(settings, "_warned_of_ssh", False):
         warnings.warn(
-            f"no effect, since Ray reaches the hosts, not ssh: {' and '.join(given)}",
+            f"ignored {' and '.join(given)}: workers are started through Ray, not ssh",
             UserWarning,
             stacklevel=4,
         )

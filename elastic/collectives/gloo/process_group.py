@@ -385,9 +385,7 @@ class GlooCollectives:
             # Its connections remain until `abort`, since other ranks may not yet have read this rank's call.
             if self._failed is None:
                 self._differs = Differing(self._key, self.rank, self.size)
-                self._failed = (
-                    "the ranks of this group called different collectives, or other sizes"
-                )
+                self._failed = "the ranks of this group called different collectives, or passed different sizes"
             return False
         return True
 

@@ -33,8 +33,8 @@ _WHAT_TO_DO = {
     errno.EMFILE: "the limit on open files (`ulimit -n`) is reached: raise it",
     errno.ENFILE: "the system has no more open files: raise fs.file-max",
     errno.ENOSYS: "the system has no memfd_create: Linux 3.17 or later is required, and a sandbox that allows it",
-    errno.EPERM: "a sandbox forbids memfd_create: allow it, as Docker's own seccomp profile does",
-    errno.EACCES: "a sandbox forbids memfd_create: allow it, as Docker's own seccomp profile does",
+    errno.EPERM: "a sandbox forbids memfd_create: allow it, as Docker's default seccomp profile does",
+    errno.EACCES: "a sandbox forbids memfd_create: allow it, as Docker's default seccomp profile does",
 }
 
 

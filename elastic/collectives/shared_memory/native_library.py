@@ -19,7 +19,7 @@ ABI = 11  # Value in native/abi.cc, which changes with every function and struct
 MAX_RANKS = 64  # value of kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # number of hexadecimal digits at the end of the file
-_BUILD = "in a checkout run: make native; elsewhere install g++ and then hvd-elastic again"
+_BUILD = "in a checkout, run make native; otherwise, install g++ and reinstall hvd-elastic"
 
 Library = ctypes.CDLL
 

@@ -39,7 +39,7 @@ _REASONS = {
     _LEFT: "rank {rank} of this group left or aborted it",
     _ENDED: "the process of rank {rank} of this group exited",
     _LATE: "rank {rank} of this group did not arrive within {timeout_s:g} s",
-    _OTHER: "rank {rank} of this group called another collective, or one of another size",
+    _OTHER: "rank {rank} of this group called a different collective, or passed a different size",
 }
 _CHILD = "process groups can't be used in a forked child: run collectives in the worker itself"
 

@@ -66,5 +66,5 @@ class ElasticFabricStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(
-            cls.strategy_name, cls, description="DDP in a world that loses and gains workers"
+            cls.strategy_name, cls, description="DDP that continues when workers are lost or join"
         )

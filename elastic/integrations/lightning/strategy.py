@@ -163,5 +163,5 @@ class ElasticStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(
-            NAME, cls, description="DDP in a world that loses and gains workers"
+            NAME, cls, description="DDP that continues when workers are lost or join"
         )

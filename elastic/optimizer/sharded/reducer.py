@@ -491,7 +491,7 @@ class ShardReducer:
         self._plan.take_order(tuple(order.tolist()))
 
     def _computes_differently(self, world: Context, group: Collectives, who: str) -> None:
-        differs = f"{who} computes differently from rank 0: other threads, instructions or versions"
+        differs = f"{who}: number of threads, CPU instructions or library versions differ from those of rank 0"
         if not world.env.allow_inexact:
             error = StateMismatch(
                 f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them"

@@ -464,17 +464,16 @@ class ShardedCommits:
         other = next((rank for rank, each in enumerate(found) if each[:2] != same), None)
         if other is not None:
             error = StateMismatch(
-                f"this rank commits other sharded tensors than rank {other}, or has made another number of commits:"
-                " step the same optimizers and call commit() equally often on all ranks"
+                "the sharded tensors that this rank commits, or its number of commits, differ from those of rank"
+                f" {other}: step the same optimizers and call commit() equally often on all ranks"
             )
             agreement.raise_together(group, error)
         for shard, column in enumerate(replicas):
             differs = [rank for rank in column if found[rank][4] != found[column[0]][4]]
             if differs:
                 error = StateMismatch(
-                    f"ranks {column[0]} and {differs[0]} hold shard {shard}, and its values differ: one of them"
-                    " computes differently (hardware, versions), or the script changes parameters or learning rates on"
-                    " some ranks only"
+                    f"ranks {column[0]} and {differs[0]} hold different values of shard {shard}: use the same hardware"
+                    " and library versions on all hosts, and change parameters and learning rates on all ranks alike"
                 )
                 agreement.raise_together(group, error)
         return any(each[5] for each in found)

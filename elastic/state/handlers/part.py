@@ -352,7 +352,8 @@ class ShardsStateHandler(DictPart):
         differs = [line for line in self._arithmetic() if before and line not in before]
         if differs:
             self.value.computes_differently(
-                f"this worker's arithmetic differs from that of the checkpoint's writers: {', '.join(differs[:3])}"
+                "this worker computes with other settings or versions than the workers that wrote the checkpoint:"
+                f" {', '.join(differs[:3])}"
             )
 
 

@@ -149,7 +149,7 @@ class TfDataServiceConfig:
                     return config
                 if not silent:
                     silent = (
-                        f"the compute service at {config.compute_client().address} does not answer from here. If its"
+                        f"the compute service at {config.compute_client().address} does not answer this host. If its"
                         " job runs on another host, restart it with --network-interface; otherwise "
                     )
                     log.warning("%s: %s%s", path, silent, start)
