@@ -1,4 +1,4 @@
-"""Horovod's exceptions, and subclasses with which scripts that use Horovod's names catch interruptions.
+"""Horovod's exceptions, and subclasses by which scripts that use Horovod's names catch interruptions.
 
 Pure: no I/O, no clock.
 

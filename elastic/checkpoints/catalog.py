@@ -94,7 +94,7 @@ class RunOwner(msgspec.Struct, frozen=True):
 def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
     """Return another running process of this machine that has claimed a run, or None.
 
-    No claim of a process on another machine is detected.
+    Claims of processes on other machines are not detected.
 
     Args:
         storage: the folder of checkpoints.

@@ -83,7 +83,9 @@ def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
         if isinstance(error, OSError | Invalid) or not isinstance(error, Exception):
             raise
         # torch and safetensors raise their own exceptions if the disk is full.
-        raise OSError(f"cannot write {file}: {type(error).__name__}: {error}") from error
+        raise OSError(
+            f"{file} can't be written ({type(error).__name__}: {error}): check that the disk has enough free space"
+        ) from error
     return state.left_out
 
 

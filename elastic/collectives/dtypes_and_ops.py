@@ -110,8 +110,7 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
     """Return integers in the order of these floats. -0.0 is less than 0.0, and NaN is selected by ``op``, MIN or MAX.
 
-    Without this, Gloo's reduction of floats would lose NaN or not, depending on which rank has it, and NCCL's would
-    always lose it.
+    If floats were reduced directly, NCCL would always lose a NaN, and Gloo would lose it if certain ranks have it.
     """
     wide = floats if floats.dtype in _INTEGERS else floats.float()
     keys = _turned(wide.view(_INTEGERS[wide.dtype]))

@@ -1,9 +1,9 @@
 """Collectives over NCCL: the interface on ``ProcessGroupNCCL``, with nonblocking communicators.
 
 The training thread never waits inside NCCL or CUDA for a peer. It polls whether a collective has completed, and only
-then orders its stream behind it. An abort therefore needs no cooperation of the waiting thread. On a side stream, as
-those on which FSDP2 communicates, it does not wait at all: the stream waits (`NcclWork.follow`), and `settle` polls at
-the next commit.
+then orders its stream behind it. An abort therefore needs no cooperation of the waiting thread. On a side stream, such
+as those on which FSDP2 communicates, the training thread does not wait at all: the stream waits (`NcclWork.follow`),
+and `settle` polls at the next commit.
 
 A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and
 nothing is freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next

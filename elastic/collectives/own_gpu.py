@@ -1,7 +1,7 @@
-"""The GPU on which this process trains, the same in all threads and groups. CUDA starts every thread on device 0.
+"""The GPU on which this process trains, the same in all threads and groups.
 
-It is the GPU of the tensors that the training thread reduces, or, before the first reduction, the device that this
-thread has chosen.
+CUDA starts every thread on device 0, so this module records the GPU for all threads: that of the tensors that the
+training thread reduces or, before the first reduction, the device that the training thread has selected.
 """
 
 from __future__ import annotations

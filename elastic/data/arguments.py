@@ -31,7 +31,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 class Seeds(Enum):
-    """Time at which random generators are seeded while data are loaded."""
+    """Unit of data that is loaded under its own random seeds: a sample or a batch."""
 
     SAMPLE = "sample_seeds"
     BATCH = "batch_seeds"

@@ -1,4 +1,4 @@
-"""Decision which islands take part in a merge: all of them, or a quorum after a grace period.
+"""Decision about the islands that take part in a merge: all of them, or a quorum after a grace period.
 
 Pure: no I/O, no clock.
 

@@ -139,7 +139,7 @@ class DiLoCo:
         _check_quorum(grace_s, quorum, dtype)
         self.grace_s, self.quorum = grace_s, quorum
         self.rounds = Rounds(RoundSchedule(every, fragments, delay), quorum=grace_s is not None)
-        # Of this world, on a leader of several with a quorum; else None.
+        # The exchange of this world on a leader, if a quorum is given and there are several leaders; otherwise None.
         self._exchange: QuorumExchange | None = None
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
         if not 0.0 <= self.mix < 1.0:
@@ -160,7 +160,7 @@ class DiLoCo:
         self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
         self.bytes_sent = 0
-        # In a state, so an interrupted merge can be repeated in the next world.
+        # Whether this object is in a state, so that an interrupted merge can be repeated in the next world.
         self.in_state = False
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
         self._residuals: list[torch.Tensor] = []
@@ -173,11 +173,15 @@ class DiLoCo:
         self._sent_residual: tuple[int, torch.Tensor] | None = None
         # Handle and buffer of the mean, and of the total of tokens if islands are weighted.
         self._in_flight: list[tuple[int, torch.Tensor]] = []
-        self._mean: torch.Tensor | None = None  # once it is complete on the leader
+        self._mean: torch.Tensor | None = (
+            None  # the received mean; None until it is complete on the leader
+        )
         self._absent: list[str] = []  # islands that are absent from that mean
-        self._absent_before: list[str] = []  # islands that were absent from the mean before
+        self._absent_before: list[str] = []  # islands that were absent from the previous mean
         self._waited_s = 0.0  # for the last mean
-        self._outer_before: list[torch.Tensor] = []  # while the state of another rank is received
+        self._outer_before: list[
+            torch.Tensor
+        ] = []  # outer parameters before the state of another rank is received
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if given is None:
@@ -363,7 +367,8 @@ class DiLoCo:
         with torch.no_grad():
             change = self._change(self.parts[fragment])
             if self._format is not None and not group.islands.leads:
-                # Only to keep the errors, in case that this worker leads the island in another world.
+                # The result is not sent. Quantization records the errors, which are sent if this worker leads the
+                # island later.
                 self._quantized(fragment, change, self._format)
         digest = change.view(_INTEGERS[change.element_size()]).sum(dtype=torch.int64).cpu()
         counted = torch.tensor([tokens], dtype=torch.float64, device="cpu").view(torch.int64)
@@ -403,13 +408,14 @@ class DiLoCo:
         if rt is None:
             self._in_flight = [(-1, buffer), (-1, total)]
         elif self._format is not None:
-            # Packed values can't be summed on the way, and would be widened if they were unpacked before.
+            # Packed values can't be summed during the transfer, and unpacking them first would increase the number of
+            # bytes sent.
             handle = submission.start_allgather([buffer], name, members=members, pick=_first)
             self._in_flight = [(handle, buffer)]
         elif weight is None:
             self._in_flight = [(_reduce(buffer, name, Op.AVERAGE, members), buffer)]
         else:
-            # A sum, so that workers of which only some report tokens get an error.
+            # Reduced with SUM instead of AVERAGE, so that the ranks raise an error if only some workers report tokens.
             self._in_flight = [
                 (_reduce(buffer, name, Op.SUM, members), buffer),
                 (_reduce(total, f"{name}.tokens", Op.SUM, members), total),
@@ -443,7 +449,7 @@ class DiLoCo:
                 op=Op.SUM,
                 into=[tensor],
             )
-            reduced.lasting = False  # a name is not used again
+            reduced.lasting = False  # each name is used only once
             made.append(reduced)
         return made
 
@@ -766,7 +772,7 @@ def _first(gathered: tuple[list[torch.Tensor], list[int]]) -> torch.Tensor:
 
 
 def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise Invalid if the inner optimizer averages gradients, or has parameters that are not the model's."""
+    """Raise Invalid if the inner optimizer averages gradients, or has parameters that do not belong to the model."""
     if optimizer is None:
         return
     if hasattr(optimizer, "skip_synchronize"):

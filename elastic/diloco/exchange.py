@@ -51,7 +51,7 @@ class QuorumExchange:
         rt: the runtime.
         leaders: ranks of all leaders.
         attendance: the decisions, beginning with the next merge.
-        grace_s: seconds from the first change of a merge until late islands are not waited for.
+        grace_s: seconds for which a merge waits for late islands, counted from its first change.
         zeros: called with the number of a merge and the leaders. Returns its collectives for an absent island.
 
     Raises:

@@ -28,7 +28,7 @@ class Islands:
     rank: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=1)  # asked for in each step
+    @functools.lru_cache(maxsize=1)  # cached, because each step calls this
     def apart(size: int, rank: int) -> Islands:
         """Return islands of one rank each."""
         return Islands(tuple(map(str, range(size))), rank)

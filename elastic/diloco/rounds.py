@@ -1,4 +1,4 @@
-"""Rounds of one DiLoCo worker: its collectives after each inner step, and its agreement with others after a change.
+"""Rounds of one DiLoCo worker: its collectives after each inner step, and its synchronization with a new world.
 
 Leaders exchange the changes of their islands. A worker without islands is the leader of its own island.
 
@@ -157,7 +157,7 @@ class WorldReport(NamedTuple):
     position: int
     merged: list[int]
     pending: Sent | None
-    origin: tuple[int, int]  # own steps, and merges before the inner parameters were the outer ones
+    origin: tuple[int, int]  # `Rounds.own_steps` and `Rounds.merges_before`
     absent: list[
         tuple[int, tuple[str, ...]]
     ]  # absent islands of the last merges, by number of the merge
@@ -175,7 +175,7 @@ class Rounds:
         pending: fragment that is to be merged, or None.
         tokens: tokens of this worker since the last merge of each fragment.
         weighted: whether the script reports tokens, or None before its first step.
-        quorum: whether merges do not wait for late islands.
+        quorum: whether merges proceed without late islands.
         absent: names of the islands that a merge did not wait for, by the number of the merge. Empty without a quorum.
     """
 
@@ -188,12 +188,14 @@ class Rounds:
         self.tokens = [0.0] * schedule.fragments
         self.weighted: bool | None = None
         self.islands = Islands.apart(1, 0)
-        self._sent_tokens = 0.0  # of the last sent fragment
+        self._sent_tokens = 0.0  # tokens of the last sent fragment
         # The last merge for which this island has sent its change, and the name of the island at that time.
         self._sent_for: tuple[int, str] | None = None
         # Whether this rank has received merges from another rank since it entered a world.
         self._took = False
-        self._started = False  # the collective of the pending fragment, in this world
+        self._started = (
+            False  # whether the collective of the pending fragment was started in this world
+        )
         self._world: Hashable = None  # the world in which reports were compared
 
     def step(
@@ -333,7 +335,8 @@ class Rounds:
             )
             self._take_out_tokens(gained)
             self.merged = theirs
-        # After the merges, which would otherwise be mixed twice into the inner parameters that this rank receives.
+        # Inner parameters are received after the merges. Otherwise this rank would mix the merges into them a second
+        # time.
         origins = [tuple(each.origin) for each in told]
         # Now that all have the same merges, this is the number of changes of the inner parameters, plus a constant.
         changes = [own_steps - before for own_steps, before in origins]
@@ -412,7 +415,7 @@ class Rounds:
                 self.position = max(self.position, sent.step)
                 self.pending = sent
                 if decided:
-                    self._started = True  # without a change of this island
+                    self._started = True  # decided without the change of this island
                 else:
                     yield from self._send()
                     yield from self._merge_due()

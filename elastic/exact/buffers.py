@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes, such as running statistics, of which the values of shard 0 are used.
+"""Buffers that a forward pass changes, such as running statistics: all ranks use the values of shard 0.
 
 Before each shard of a step, every buffer is reset to its value at the start of the step. After the step, it has
 the value computed by shard 0, on every rank. Buffers therefore do not depend on the assignment of shards to

@@ -30,7 +30,7 @@ def save(
         folder: folder of the file. It is created if missing.
         evidence: the report of the wrong gradients.
         rank: the rank of this process: the culprit, or a rank with the right gradients.
-        seed: seed of the shards. With it, the step and the shard, random generators of the pass can be set again.
+        seed: seed of the shards. The seed, the step and the shard together determine the random generators of the pass.
         parts: weights, buffers and digests of gradients, from the listeners of the shards.
     """
     path = Path(folder) / f"step-{evidence.step}-shard-{evidence.shard}-rank-{rank}.pt"

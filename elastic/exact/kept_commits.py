@@ -1,4 +1,4 @@
-"""Choice of the older commits that a worker keeps, for a return to one after a rank has computed wrongly.
+"""Choice of the older commits that a worker keeps, to restore one after a rank has computed wrong gradients.
 
 Pure: no I/O, no clock.
 

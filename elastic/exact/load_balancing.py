@@ -4,7 +4,7 @@ Pure: all ranks compute the same division from the same numbers.
 
 Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th, and all pass these
 numbers to `LoadBalancer.exchanged`. Measurements are noisy, so a division changes only if the new one is faster by
-`GAIN`, in `PATIENCE` exchanges in a row, and after each recent change the next one must gain more.
+`GAIN` in `PATIENCE` consecutive exchanges. Each recent change raises the required gain by `MORE_GAIN`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class LoadBalancer:
 
     @property
     def may_change(self) -> bool:
-        """Return whether this rank has committed in this world, each time before it fetched the next step."""
+        """Return whether this rank has committed in this world, and always before it fetched the next step."""
         return self._fetched_early is False
 
     def exchanged(self, seconds: Sequence[float], may_change: bool = True) -> None:

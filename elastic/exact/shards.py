@@ -203,7 +203,7 @@ class Shards:
 
     @property
     def window(self) -> int:
-        """Number of steps before the detection of a wrong rank whose gradients count as unreliable. 0 means none."""
+        """Number of steps, before a faulty rank is detected, whose gradients count as unreliable. 0 means none."""
         if self.verify_window is not None or not self.verify:
             return self.verify_window or 0
         return verification.window(self._step().held, self.verify)

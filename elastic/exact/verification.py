@@ -3,9 +3,9 @@
 Pure: no I/O, no clock.
 
 All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
-In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for one that
-verifies more than it does. Steps with checks are evenly spaced. Which shard of a rank is checked, and by which other
-rank, is drawn for each of them, so every pair of a worker and a shard of another one occurs.
+In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for another that
+verifies more shards. Steps with checks are evenly spaced. Which shard of a rank is checked, and by which
+other rank, is drawn for each of them, so in the long run every worker checks every shard of every other worker.
 
 A shard with an infinite or NaN gradient, or a much larger one than usual, is checked in any step, before the gradients
 are used.
@@ -69,7 +69,7 @@ def steps_between(held: Held, share: float) -> float:
 
 
 def window(held: Held, share: float) -> int:
-    """Return the number of steps for which the gradients of a rank are unreliable before the rank is found to be wrong.
+    """Return the number of steps, before a faulty rank is detected, whose gradients are unreliable.
 
     0 means that all gradients were compared.
     """

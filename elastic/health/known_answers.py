@@ -14,7 +14,7 @@ import numpy as np
 from elastic import failpoints
 from elastic.failpoints import actions, failpoint
 
-SIZE, ROUNDS = 384, 4  # number of rows of the matrices, and of multiplications
+SIZE, ROUNDS = 384, 4  # number of rows of each matrix, and number of multiplications
 SUMMED = 1 << 20
 PATTERN_BYTES = 8 << 20
 PATTERNS = (0x55555555, 0xAAAAAAAA, 0x00000000, 0xFFFFFFFF)
@@ -74,7 +74,7 @@ def _product_differs(product: Any) -> str:
     found = zlib.crc32(np.ascontiguousarray(product).tobytes())
     if found == PRODUCT_CRC:
         return ""
-    return f"the matrix product has other bits: CRC {found:08x}, expected {PRODUCT_CRC:08x}"
+    return f"the matrix product has wrong bits: CRC {found:08x}, expected {PRODUCT_CRC:08x}"
 
 
 def _may_flip(product: Any) -> Any:

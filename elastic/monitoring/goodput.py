@@ -39,8 +39,8 @@ class Goodput:
 def goodput() -> Goodput:
     """Return the times that this worker has spent on training, recoveries and other activities.
 
-    ``elastic.goodput().goodput`` is the share spent on training that was not lost. The call needs microseconds and no
-    communication. ``elasticrun --summary`` prints the same for all workers when the job ends.
+    ``elastic.goodput().goodput`` is the share spent on training that was not lost. The call takes microseconds and does
+    not communicate. ``elasticrun --summary`` prints the same for all workers when the job ends.
 
     Raises:
         NotInitialized: ``init()`` was not called.

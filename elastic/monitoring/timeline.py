@@ -119,7 +119,7 @@ def _wake() -> None:
 
 
 def record(into: TraceBuffer, poke: Callable[[], None], *, cycles: bool) -> None:
-    """Start recording into this buffer. ``poke`` is called, from any thread, when many records wait."""
+    """Start recording into this buffer. ``poke`` is called, in any thread, when the buffer holds `POKE_AT` records."""
     global on, mark_cycles, _buffer, _poke
     _buffer, _poke, mark_cycles = into, poke, cycles
     on = True

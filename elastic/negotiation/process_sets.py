@@ -323,7 +323,7 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
 
 def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
     if rt.provisional:
-        return [wish]  # The wish is not negotiated before the new worker joins.
+        return [wish]  # A new worker negotiates no request before it joins.
     # All changes share one name, so that ranks with different requests are compared.
     texts = submission.agree("process sets", "change", wish.text())
     return [TableProposal.parse(text) for text in texts]

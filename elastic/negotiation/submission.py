@@ -1,5 +1,4 @@
-"""Submit collectives and wait for them: checks arguments, claim a handle, and pass them to the engine under the
-guard.
+"""Submit collectives and wait for them: check arguments, claim a handle, and call the engine under the guard.
 
 All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.

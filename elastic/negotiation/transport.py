@@ -183,7 +183,7 @@ class ControllerClient:
     def _failure(self, error: object) -> CollectiveFailed:
         if self._aborted:
             return CollectiveFailed("aborted", aborted=True)
-        return CollectiveFailed(f"rank 0, which negotiates collectives: {error}", rank=0)
+        return CollectiveFailed(f"negotiation with rank 0 failed: {error}", rank=0)
 
     def abort(self) -> None:
         self._aborted = True

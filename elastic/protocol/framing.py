@@ -8,9 +8,9 @@ The tag is an HMAC-SHA256, cut to 16 bytes, over the frame's number in its direc
 each connection has its own key, derived from a secret and the nonces of both ends. Without the secret, a frame cannot
 be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
 
-Control connections are sealed after a challenge. Between ranks (the store of a generation, the negotiation of named
-collectives) the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of the first one proves that it
-knows the secret. Each use has its own secret, see `derived`.
+Control connections are sealed after a challenge. On connections between ranks, for the store of a generation and for
+the negotiation of named collectives, the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of the
+first one proves that it knows the secret. Each use has its own secret, see `derived`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolErro
 
 
 class ClientHandshake:
-    """Handshake at the connecting end, which is named ``who`` and of kind ``role``.
+    """Handshake at the connecting end, which has the name ``who`` and the role ``role``.
 
     Args:
         nonce: NONCE_BYTES random bytes, new for this connection.

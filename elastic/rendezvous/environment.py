@@ -183,8 +183,8 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
     """Turn off torch's flight recorder unless TORCH_FR_BUFFER_SIZE is set.
 
     It keeps the last 2000 collectives of the process with their Python stacks, and some data of every group forever: 8
-    MB with three workers, fragmented so that memory between them cannot be freed. Torch reads the variable when it
-    makes its first group.
+    MB with three workers. These data fragment the heap, so the memory between them cannot be freed. Torch reads the
+    variable when it makes its first group.
     """
     env = os.environ if environ is None else environ
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the old name of the variable
@@ -212,7 +212,7 @@ def keep_tensors(
 def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -> None:
     """Set the variables of torch and NCCL that elasticrun would set. Call at init(), before torch starts threads.
 
-    Variables that are already right are not written, because setenv is not safe while other threads read.
+    Variables that already have the correct value are not written, because setenv is not safe while other threads read.
     """
     environ = os.environ if environ is None else environ
     for name, value in nccl_settings.needed(env.timeout_s).items():

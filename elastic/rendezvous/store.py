@@ -1,10 +1,10 @@
 """Store through which the ranks of one generation exchange addresses: one exchange per group, one connection each.
 
 Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only.
-Every rank sends (key, rank, size, blob). When all have, each receives all blobs. Frames are sealed
-(`elastic.protocol.framing`) and carry the generation, which excludes unauthenticated peers and ranks of other
-generations. torch's TCPStore is unsuitable: it cannot be aborted while it connects, accepts writes from anyone,
-and needs 2 round trips per rank.
+Every rank sends (key, rank, size, blob). Once all ranks have sent theirs, each rank receives all blobs. Frames are
+sealed (`elastic.protocol.framing`) and carry the generation, which excludes unauthenticated peers and ranks of other
+generations. torch's TCPStore is unsuitable: it cannot be aborted while it connects, accepts writes from anyone, and
+needs 2 round trips per rank.
 """
 
 from __future__ import annotations

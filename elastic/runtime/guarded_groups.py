@@ -86,7 +86,7 @@ class GuardedGroups:
                     session.groups.want(key, generation, place)
                 group = session.groups.form(key, generation, place)
         except CollectiveFailed as error:
-            session.mark_broken(generation, f"no {purpose} group: {error}")
+            session.mark_broken(generation, f"the {purpose} group could not be formed: {error}")
             session.told(generation)
             if not session.recovers:
                 raise CollectiveFailed(session.why(error)) from error

@@ -106,7 +106,7 @@ class Recovery:
     _checks: int = 0
     _stopped: bool = False  # the agreed safepoint was reached, and the next commit belongs to it
     _change: int = 0
-    _passed: int = 0  # the change with an expired wait
+    _passed: int = 0  # the change whose wait has expired, see `release`
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False

@@ -76,7 +76,7 @@ class Session:
         self.lost_driver = False  # whether only this worker can report why it ends
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
-        self._told_in = 0  # generation with an end that was raised in user code
+        self._told_in = 0  # last generation whose end was raised in user code
 
     # ---- the machine ---------------------------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ class Training:
             False if the code is an error message, as in ``sys.exit("no data")``, which counts as an exception.
         """
         if not self._session.recovers:
-            return True  # in a static job, the exit code itself decides
+            return True  # in a static job, the exit code alone determines success or failure
         if code is not None and not isinstance(code, int):
             return False
         self._session.update(lambda recovery: recovery.quit((code or 0) & 0xFF))

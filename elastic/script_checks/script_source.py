@@ -1,4 +1,4 @@
-"""Source of a script, if it is that of the running code: its calls of ``commit()``, and loops that start again."""
+"""Source of a script, if it matches the running code: its calls of ``commit()``, and loops that start again."""
 
 from __future__ import annotations
 

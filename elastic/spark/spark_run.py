@@ -57,9 +57,10 @@ def run(
     """Call ``fn(*args, **kwargs)`` on workers in the tasks of the active SparkContext; return the values by rank.
 
     ``num_proc`` workers (default: spark.default.parallelism) run in a barrier stage, and the first failure ends the
-    job. ``min_num_proc`` or ``max_num_proc`` make the job elastic: its tasks are ordinary ones, it begins with
-    ``num_proc`` workers, or with fewer once no more executors join, continues with ``min_num_proc`` when executors are
-    lost, and grows to ``max_num_proc``. The options are those of `elastic.ray.run`, with times in seconds.
+    job. ``min_num_proc`` or ``max_num_proc`` make the job elastic and run it in ordinary tasks instead of a barrier
+    stage. It begins with ``num_proc`` workers, or with fewer once no more executors join. It continues with as few as
+    ``min_num_proc`` workers when executors are lost, and grows to ``max_num_proc``. The options are those of
+    `elastic.ray.run`, with times in seconds.
 
     ``env`` is added to the workers' environment. ``stdout``, ``stderr``: text streams that receive the workers' output.
     ``executable``: the workers' Python (default: that of Spark's tasks). ``prefix_timestamps``: prefix each line of

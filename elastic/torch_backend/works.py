@@ -136,7 +136,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
     def may_follow(self) -> bool:
         """Return whether the stream may wait in place of the host.
 
-        Integers may be indices: a kernel that reads beyond a tensor spoils the GPU for the whole process.
+        Integers may be indices. If an index is invalid, a kernel reads beyond a tensor, and every later CUDA call of
+        the process fails.
         """
         if _on_side_stream():
             return True

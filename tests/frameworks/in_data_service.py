@@ -181,7 +181,7 @@ def test_a_waiter_ignores_the_file_of_an_earlier_compute_job(rank, size):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")
         left.write(file)
-        said = r"answers by .* does not answer this host\. .* --network-interface; otherwise start"
+        said = r"responded through .* does not answer this host\. .* --network-interface; otherwise start"
         with pytest.raises(TimeoutException, match=said):
             TfDataServiceConfig.read(file, wait_for_file_creation=True, timeout=0.0)
         patch.setattr(time, "sleep", lambda _: runs.write(file))  # while it waits

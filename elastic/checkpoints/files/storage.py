@@ -259,7 +259,9 @@ class Storage:
             self.write(name, bytes(PROOF_BYTES))
             self.remove_file(name)
         except (FileExistsError, NotADirectoryError) as error:
-            raise Invalid(f"{self.url} is a file, or is below one: pass a folder or URL") from error
+            raise Invalid(
+                f"{self.url} or one of its parents is a file: pass a folder or URL"
+            ) from error
         except OSError as error:
             # The operating system's reason, without its number and the path.
             why = error.strerror or error

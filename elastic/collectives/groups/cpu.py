@@ -1,4 +1,4 @@
-"""Group of CPU ranks, from before its ranks know each other, which are connected in a way that all ranks support.
+"""Group of CPU ranks, which choose a way to connect that all of them support.
 
 First every rank publishes its host and the memory it can share; `backend_selection` decides. If ranks can share memory,
 each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is used only if all ranks

@@ -4,11 +4,12 @@ A large allreduce proceeds chunk by chunk. The ranks of a host reduce a chunk in
 share of it. Each rank reduces its share with the ranks of the same index on the other hosts (an *inter-node group*),
 and the ranks of the host read each other's shares. Every byte crosses the network once per host instead of once per
 rank, all ranks of a host send in parallel, and some chunks are on the network while others are in memory. If hosts have
-unequally many ranks, one rank of each, its leader, sends for all.
+different numbers of ranks, one rank of each host, its leader, sends for all.
 
 There is no group of all ranks, only that of this host and the inter-node group, so a rank has as many connections as
-there are other hosts, not other ranks. The ranks of its host and of its inter-node group detect a lost rank. Each of
-them aborts both its groups and so wakes the ranks that wait for it, until every rank has failed.
+there are other hosts, not other ranks. The ranks of its host and of its inter-node group detect a lost rank. Each rank
+that detects the loss aborts both of its groups, which wakes the ranks that wait for it. In this way the failure reaches
+every rank.
 
 All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own
 type for the network, and summed by Gloo in that type. A half-precision sum is scaled before it crosses the

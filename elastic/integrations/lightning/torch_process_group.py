@@ -18,7 +18,7 @@ from elastic.runtime import lifecycle
 BACKEND = "elastic"
 REFUSED = {
     "start_method": "elasticrun starts the workers",
-    "process_group_backend": "the process group is elastic's own",
+    "process_group_backend": "elastic creates the process group",
     "cluster_environment": "elasticrun assigns the ranks",
     "model_averaging_period": (
         "ranks that average their parameters only periodically differ in between, so no rank could replace a lost"

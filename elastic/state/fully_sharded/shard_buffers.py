@@ -160,7 +160,7 @@ class ShardBuffers:
         return sum(each.nbytes for each in tensors)
 
     def _pin(self, devices: set[torch.device]) -> bool:
-        """Return whether the memory is pinned for the only one of these GPUs."""
+        """Pin the memory if all tensors are on one GPU. Return whether it is pinned."""
         if len(devices) != 1:
             return False
         if self._pinned is None:

@@ -30,8 +30,8 @@ class KerasEstimator(HorovodEstimator):
     Args:
         num_proc: number of workers. Default: spark.default.parallelism.
         model: a built model; its inputs are the feature columns in order.
-        backend: runs the training instead of ``num_proc`` workers that survive losses.
-        store: where the rows and checkpoints are kept meanwhile.
+        backend: runs the training. Default: ``num_proc`` workers that continue when some of them are lost.
+        store: where the rows and checkpoints are kept during the training.
         custom_objects: classes and functions of the model, by name.
         optimizer: default: that of the compiled model. The learning rate is multiplied by the number of workers.
         loss, loss_weights, metrics: as of ``model.compile``.

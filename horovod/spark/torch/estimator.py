@@ -29,8 +29,8 @@ class TorchEstimator(HorovodEstimator):
     Args:
         num_proc: number of workers. Default: spark.default.parallelism.
         model: the model; its ``forward`` takes the feature columns in order.
-        backend: runs the training instead of ``num_proc`` workers that survive losses.
-        store: where the rows and checkpoints are kept meanwhile.
+        backend: runs the training. Default: ``num_proc`` workers that continue when some of them are lost.
+        store: where the rows and checkpoints are kept during the training.
         optimizer: an optimizer of the model's parameters. The learning rate is multiplied by the number of workers.
         loss: a function or module, or a list with one for each label.
         loss_constructors: functions that return losses; they take the model and the optimizer as keywords.

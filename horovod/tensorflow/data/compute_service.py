@@ -134,7 +134,7 @@ class TfDataServiceConfig:
         """
         path = Path(filename)
         deadline = Timeout(
-            timeout, f"no compute job answers by {path} after {{timeout}}: {{activity}}"
+            timeout, f"no compute job responded through {path} after {{timeout}}: {{activity}}"
         )
         start = f"start python -m horovod.tensorflow.data.compute_worker {path}"
         silent = ""
@@ -306,7 +306,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
         finally:
             worker.stop()
             worker.join()
-        compute.leave(index)  # a worker would call its dispatcher forever if that ended first
+        compute.leave(index)  # if the dispatcher ended first, a worker would call it forever
 
 
 @contextlib.contextmanager
@@ -315,7 +315,7 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
     server = tf.data.experimental.service.DispatchServer()
     try:
         protocol, _, where = server.target.partition("://")
-        port = where.rpartition(":")[2]  # the host in it is always "localhost"
+        port = where.rpartition(":")[2]  # the host in the target is always "localhost"
         compute.register_dispatcher(dispatcher_id, f"{protocol}://{_host(compute)}:{port}")
         yield
     finally:

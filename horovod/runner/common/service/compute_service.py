@@ -1,4 +1,4 @@
-"""Service through which a compute job and the training jobs that use it exchange addresses, registrations and the end.
+"""Service of a compute job for its training jobs: exchanges addresses, registers workers, and announces the end.
 
 The service uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
 """
