@@ -80,7 +80,7 @@ def warn_of_ssh(settings: Any) -> None:
     ]
     if given and not getattr(settings, "_warned_of_ssh", False):
         warnings.warn(
-            f"ignored {' and '.join(given)}: workers are started through Ray, not ssh",
+            f"{' and '.join(given)}: no effect, because Ray starts the workers, not ssh",
             UserWarning,
             stacklevel=4,
         )
