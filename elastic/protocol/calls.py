@@ -48,7 +48,7 @@ def sentence(calls: Sequence[Called]) -> str:
     ]
     what = "ranks called different collectives"
     if len({name for name, *_ in by_call}) == 1:
-        what += ", or one with other sizes, dtypes, reductions or roots"
+        what += ", or passed different sizes, dtypes, reductions or roots"
     return f"{what}: {'; '.join(parts)}; all ranks must make the same calls, in the same order"
 
 

@@ -54,7 +54,8 @@ class LinkThread:
         self._leave_asked = False
         self._end_at = math.inf  # deadline after SIGTERM in a job of fixed size
         self._spent_told_at = time.monotonic()
-        self._training_told = (0, False)  # generation, and whether it was a second training
+        # last reported training: generation, and whether it was a later one
+        self._training_told = (0, False)
         self._reported = (0, 0)  # planned change of which listeners were notified
 
     # ---- starting ------------------------------------------------------------------------------------------------
