@@ -392,7 +392,7 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
     group_on = functools.partial(rt.group, "state", ranks=(0, *lacking))
     group = group_on(torch.device("cpu"))
     with rt.guard(COPY), timeline.during("state", COPY):
-        copied = state.transfer(group, root=0, group_on=group_on, keeps=True)
+        copied = state.transfer(group, root=0, group_on=group_on, keeps=world.holders > 0)
     if rank != 0:
         state.save()
         state.reset()  # samplers divide the remaining samples among the ranks of this world

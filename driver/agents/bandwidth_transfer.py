@@ -177,6 +177,8 @@ def measure(
         for number in range(2 * ROUNDS):
             request = Fetch() if number % 2 else Chunk(bytes(CHUNK_BYTES))
             rate, complete = _transfer(client, encoded(request), deadline)
+            if not complete and rate == 0.0:
+                raise TimeoutError("the other host did not answer")  # not a property of this host
             best[type(request)] = max(rate, best.get(type(request), 0.0))
             if not complete:
                 break

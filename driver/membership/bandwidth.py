@@ -6,7 +6,8 @@ A host is measured when the health check of one of its slots has passed, against
 world, against the first host of the list, which will have rank 0. Hosts are measured one at a time, because concurrent
 transfers to one host would share its bandwidth. A host is too slow if it sends or receives less than a share of the
 median of the others, measured against the same peer. Its workers wait for the result, unless the job has too few hosts
-for a comparison. Before the first world, all hosts wait for the last measurement. Later, up to REFERENCES members are
+for a comparison. Before the first world, all hosts wait for the last measurement, so the hosts of the first world are
+not measured if they are more than HOSTS_MOST. Later, up to REFERENCES members are
 measured first if too few were.
 """
 
@@ -24,6 +25,7 @@ from elastic.protocol.messages import Worker
 
 OTHERS_MIN = 2  # number of other hosts for a comparison
 REFERENCES = 3  # maximum number of members that are measured for a comparison
+HOSTS_MOST = 32  # hosts that wait for a measurement at once; further hosts are not measured
 FRESH_S = 60.0  # a measurement of this age is used for further workers of the host
 TOGETHER_S = (
     3.0  # seconds that the first measurement waits for the other health checks of the first world
@@ -95,12 +97,20 @@ class HostBandwidth(Part):
         if self.settings.health_check != AUTO or not self.settings.bandwidth_factor:
             return False
         hosts = len(self.staff.slots.hosts)
+        if not self._can_be_measured(record.worker.host, hosts):
+            return False
         if hosts > 1:
             self._wanted.setdefault(record.worker.host, self.actions.now)
         comparable = hosts > 1 + OTHERS_MIN  # besides the peer and the host itself
         if comparable:
             self._waiting[record.worker] = self.actions.now
         return comparable
+
+    def _can_be_measured(self, host: str, hosts: int) -> bool:
+        """Return whether the host can be measured soon, as hosts are measured one at a time."""
+        if not self.worlds.members and hosts > HOSTS_MOST:
+            return False  # all hosts of the first world would wait for the last one
+        return host in self._wanted or len(self._wanted) < HOSTS_MOST
 
     def measured(self, event: BandwidthMeasured) -> None:
         pending = self._pending

@@ -494,8 +494,8 @@ class Merged(Message):
         islands: number of islands in the world.
         absent: names of the islands that the merge did not wait for, at most `ABSENT_LIMIT`.
         waited_s: seconds that this rank has waited for merges in inner steps since its previous message.
-        names: names of the islands in the world, at most `ABSENT_LIMIT`. Empty if the previous message of this rank
-            had the same names.
+        names: names of the islands in the world, at most `ABSENT_LIMIT`. Empty if this rank has sent the same names in
+            this generation, less than a minute ago.
     """
 
     generation: int

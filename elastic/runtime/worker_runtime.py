@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 
 MERGE_REPORT_S = 1.0  # seconds between two reports of merges with the same islands
+NAMES_S = 60.0  # seconds between two reports of the names of islands
 
 
 @dataclass
@@ -51,7 +52,12 @@ class MergeReports:
 
     due_at: float = 0.0  # time of the next report
     absent: list[str] = field(default_factory=list)  # islands in the last report
-    names: list[str] = field(default_factory=list)
+    names: tuple[int, list[str]] = field(
+        default_factory=lambda: (0, [])
+    )  # generation and islands of the last report that named them
+    names_due_at: float = (
+        0.0  # time at which they are sent again, since another driver may lack them
+    )
     waited_s: float = 0.0  # since the last report
 
 
@@ -213,7 +219,9 @@ class WorkerRuntime:
         reports, now, late = self._merge_reports, time.monotonic(), sorted(absent)[:ABSENT_LIMIT]
         reports.waited_s += waited_s
         if now >= reports.due_at or late != reports.absent:
-            names = sorted(islands)[:ABSENT_LIMIT]
+            names = self.generation, sorted(islands)[:ABSENT_LIMIT]
+            named = names != reports.names or now >= reports.names_due_at
+            names_due_at = now + NAMES_S if named else reports.names_due_at
             self.session.send(
                 Merged(
                     self.generation,
@@ -222,10 +230,10 @@ class WorkerRuntime:
                     len(islands),
                     late,
                     reports.waited_s,
-                    [] if names == reports.names else names,
+                    names[1] if named else [],
                 )
             )
-            self._merge_reports = MergeReports(now + MERGE_REPORT_S, late, names)
+            self._merge_reports = MergeReports(now + MERGE_REPORT_S, late, names, names_due_at)
 
     # ---- from init() to the end ----------------------------------------------------------------------------------
 

@@ -109,7 +109,9 @@ class _Query:
             self._placements = placements
         if placements != self._placements:
             raise _NotReusable
-        return placements, meta, tuple(self._enough_rows(meta.shape, placements))
+        if sum(not each.is_replicate() for each in placements) > 1:
+            raise _NotReusable  # the number of shards is a product of sizes
+        return placements, spec.shard_order, meta, tuple(self._enough_rows(meta.shape, placements))
 
     def _enough_rows(self, shape: Any, placements: Any) -> Iterator[bool]:
         from torch.distributed.tensor import Shard
@@ -137,7 +139,9 @@ class _Query:
             return type(spec)(map(self.moved, spec))
         if spec is None:
             return None
-        return type(spec)(self._mesh, spec.placements, tensor_meta=spec.tensor_meta)
+        return type(spec)(
+            self._mesh, spec.placements, tensor_meta=spec.tensor_meta, shard_order=spec.shard_order
+        )
 
 
 class _NotReusable(Exception):

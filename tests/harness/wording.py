@@ -188,7 +188,7 @@ PAGE_JOB = r"page of this job: (\S+)"
 PROCESS_CANT_RUN_CANT = "its process is not running"
 PROCESS_NUMBER_WRITES = "process ID %s writes"
 PROCESS_SET_REGISTERED_RANKS = (
-    r"process set 3 was registered with ranks \[1\] here; in the world .* its ranks are \[1, 3\]"
+    r"process set 3 was registered with ranks \[1\] on this worker, but has ranks \[1, 3\]"
 )
 RAISED_SAME_EXCEPTION = "raised the same exception"
 RANK_LOCALHOST_LOCALHOST_EXIT = r"rank 1 \(localhost:1#1 .*exit code 0"

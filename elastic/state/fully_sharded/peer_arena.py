@@ -19,6 +19,9 @@ from elastic.sharding.shard_inventory import CommitId
 
 HEADER = 64  # bytes: 8 int64
 _RESERVE = 1.5  # reserved address space of a bank, as a multiple of its size
+_RESERVE_MOST = (
+    1 / 16
+)  # of the arena; larger banks reserve nothing, because the arena has other users
 # first int64 of the header, followed by generation, number, shard; 0 means incomplete
 _WHOLE = 0x7E1A5710C0331701
 
@@ -65,9 +68,9 @@ def allocate(size: int, bank: int) -> torch.Tensor:
     _kept.pop(bank, None)
     mine, reserved = arena.mine(), int(size * _RESERVE)
     if mine is not None:
+        if reserved > mine.bytes * _RESERVE_MOST:
+            reserved = size
         found = mine.tensor(reserved, torch.uint8)
-        if found is None:
-            found = mine.tensor(size, torch.uint8)
         if found is not None:
             return keep(found[:size], bank)
     return torch.frombuffer(mmap.mmap(-1, reserved), dtype=torch.uint8)[:size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.bandwidth import (
     FRESH_S,
+    HOSTS_MOST,
     RESULT_S,
     TOGETHER_S,
     WAIT_S,
@@ -269,6 +271,15 @@ def test_failed_measurement_admits_the_worker():
     talk.connect("e:0")
     talk.tell(checked("e:0"))
     assert has(WelcomeWorker, talk.tell(measured("e", None, None, trouble="refused")))
+
+
+@pytest.mark.parametrize("count", [HOSTS_MOST, HOSTS_MOST + 1])
+def test_first_world_of_many_hosts_does_not_wait_for_measurements(count):
+    names = string.ascii_letters[:count]
+    talk = starting(names=names)
+    welcomed = [*talk.connect(*(f"{host}:0" for host in names))]
+    welcomed += pass_checks(talk, *(f"{host}:0" for host in names))
+    assert has(WelcomeWorker, welcomed) is (count > HOSTS_MOST)
 
 
 def test_worker_does_not_wait_longer_than_the_limit():

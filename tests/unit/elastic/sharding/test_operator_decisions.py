@@ -67,6 +67,9 @@ def other_operators(mesh: Any) -> None:
     weight.mul(torch.tensor(2.0)).mul(3).mul(3.5)
     weight.mean(0) + bias
     weight.t() + weight
+    if mesh.ndim == 2:
+        for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)]):
+            DTensor.from_local(torch.ones(2, 2), mesh, placements, run_check=False).mul_(2).exp()
 
 
 NOT_ELEMENTWISE = {"aten::ones_like", "aten::zeros_like", "aten::detach", "aten::alias"}
