@@ -45,7 +45,7 @@ class HostsChanged(Event):
 
 
 class HostsQueued(Event):
-    """The number of hosts changed that are requested, but not admitted yet by a queue of the cluster.
+    """The number of requested hosts that a queue of the cluster has not admitted yet changed.
 
     Args:
         hosts: number of hosts that wait for admission. While it is not 0, the job waits for workers without a deadline,

@@ -77,7 +77,7 @@ class Settings:
     reset_limit: int | None = None  # maximum number of failures, without planned changes
     # seconds before a failed slot is used again, doubled after each failure
     cooldown_min_s: float = 1.0
-    cooldown_max_s: float = 60.0  # maximum of these seconds
+    cooldown_max_s: float = 60.0  # longest cooldown of a failed slot, in seconds
     # A slot is given up after this many consecutive incarnations that exited before training.
     slot_attempts: int = 5
     # Number of given-up slots after which a host is given up. None means never.
@@ -111,7 +111,7 @@ class Settings:
     restarts: int | None = None
     # End the job if its script fails again in the same way. The log names the workers that are missing because of this.
     judge_scripts: bool = False
-    # whether a job that lacks workers at its end because of their script fails
+    # whether the job fails if workers are missing at its end because their script failed
     strict: bool = False
     durable: bool = False  # whether commits are made durable in a checkpoint folder
     # Command that checks a slot before its worker is admitted. AUTO selects the built-in check, None no check.

@@ -75,10 +75,10 @@ class BitFlips:
         return None
 
     def verdict(self, spoilt: CorruptedFile) -> str:
-        """Return whether the corruption of the checkpoint was detected, as a sentence.
+        """Return a sentence that states whether the corruption of the checkpoint was detected.
 
         Raises:
-            OSError: the checkpoint cannot be read for another reason than the corruption.
+            OSError: the checkpoint cannot be read, for a reason other than the corruption.
         """
         name = spoilt.checkpoint
         try:

@@ -60,7 +60,7 @@ The exit code is that of the job. If that is 0, it is 1 if a committed step was 
 is broken, or nothing was trained. `elasticrun docs chaos` shows a plan to start from."""
 
 DRAWN_SHOWN = 10  # number of drawn faults shown by --dry-run
-PAUSE_SHARE = 0.7  # share of the lease: longest pause of a slowed worker
+PAUSE_SHARE = 0.7  # longest pause of a slowed worker, as a share of the lease
 PROGRAMS = ("elasticrun", "horovodrun")
 
 
@@ -121,7 +121,7 @@ def main(options: argparse.Namespace) -> int:
     return found.exit_code
 
 
-# ---- before anything is started --------------------------------------------------------------------------------------
+# ---- checks before the start -----------------------------------------------------------------------------------------
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -189,7 +189,7 @@ def _chance_of(options: argparse.Namespace) -> Chance:
 
 
 def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
-    """Return the command with a journal, checked like elasticrun does.
+    """Check the command as elasticrun does, and return it with a journal.
 
     Args:
         folder: folder for the journal if the command does not specify one. None means a new folder, created when the
@@ -300,7 +300,7 @@ def dry_run(plan: Plan, job: Job) -> list[str]:
     return lines
 
 
-# ---- afterwards ------------------------------------------------------------------------------------------------------
+# ---- report ----------------------------------------------------------------------------------------------------------
 
 
 def report_of(faulty_job: FaultyJob) -> Report:

@@ -30,7 +30,9 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 LOOK_S = 0.02  # seconds between two checks of the journal
-HEED_S = 2.0  # seconds for the job to react to a Ctrl-C that the terminal has sent to it too
+HEED_S = (
+    2.0  # seconds for the job to react to a Ctrl-C, which the terminal sends to the job as well
+)
 END_S = 60.0  # seconds for the job to end after a request, in addition to --leave-timeout
 
 Turn = Callable[[JobProgress, int, float], None]

@@ -31,7 +31,7 @@ REFRESH_S = 0.1  # interval at which a partition checks for new sockets of its v
 
 
 class NotOurs(Exception):
-    """The process does not exist, or is not a worker of this job."""
+    """Error raised when a process does not exist, or is not a worker of this job."""
 
 
 @dataclass

@@ -164,7 +164,7 @@ class PacketFilter:
             raise
 
     def drop(self, sockets: Iterable[Socket]) -> None:
-        """Also drop the packets of these sockets. Sockets that are already selected have no effect."""
+        """Also drop the packets of these sockets. Sockets that are already selected are ignored."""
         elements = {text for socket in sockets for text in _elements(socket)}
         new = sorted(elements - self._known)
         self._known |= elements

@@ -30,7 +30,7 @@ LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}
 FACTOR = 3.0
 MEAN_LEAST_S = 0.05  # minimum mean time between drawn faults, since the journal is checked only fifty times a second
 SECONDS_MAX = 1e6
-DRAWN_PER_LOOK = 20  # limits the time of one check of the journal
+DRAWN_PER_LOOK = 20  # maximum number of random faults that one check of the journal returns
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 Terms:
 
-- A commit is *lost* if a world continued from an older one although one of its own members held it. This must never
-  happen.
+- A commit is *lost* if a world continued from an older commit although a member of that world held the newer one. This
+  must never happen.
 - A commit is *gone with its holders* if only workers that died had made it. No worker could continue from it, so its
   steps were repeated, as was all work since the last commit (*done again*, in seconds).
 - *Training* is the time in which a whole world trained and its work was kept: from the moment when every member had
-  completed its first collective to the last commit before the world broke, or to a planned change, or to the end.
+  completed its first collective to the last commit before the world failed, to a planned change, or to the end of
+  training.
 - *Goodput* is the training time divided by the time from the first such moment to the end of training.
 """
 
@@ -117,7 +118,7 @@ class Report:
 
     Args:
         code: the job's exit code.
-        broken: broken invariants, one sentence each.
+        broken: violated invariants, one sentence each.
         trained: whether a worker of elastic.run completed a collective. If not, nothing was tested.
         planned: number of faults in the plan.
         missed: planned faults that were not injected, one sentence each.
@@ -138,7 +139,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return the job's exit code, or 1 if the job succeeded but broke an invariant or tested nothing."""
+        """Return the job's exit code, or 1 if the job succeeded but violated an invariant or tested nothing."""
         promises = self.broken or self.steps.lost or self.digests.differing
         return self.code or (1 if promises or not self.trained else 0)
 

@@ -1,4 +1,4 @@
-"""Continue a stopped process if this process exits without doing so, even after SIGKILL.
+"""Resume a stopped process if this process exits without resuming it, even if this process is killed by SIGKILL.
 
 A small separate process waits at a pipe that the kernel closes when this process exits. It refers to the victim by the
 given pidfd, so that it can never continue another process.
@@ -37,7 +37,7 @@ class Guard:
 
     def close(self) -> None:
         """End the child process."""
-        # The guard is killed before the pipe is closed, because the end of the pipe would make the guard act.
+        # The guard is killed before the pipe is closed, because a closed pipe would make the guard resume the victim.
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:

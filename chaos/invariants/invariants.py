@@ -7,7 +7,7 @@ simulation, and raise BrokenInvariant at the first impossible entry. The state i
 proportional to the number of resulting actions.
 
     ONE GENERATION     Worlds are numbered without a gap. Each worker that trained in the last world is in the next, or
-                       was let go, fenced or lost before. Orders about a world go to its live members and carry its
+                       was released, fenced or lost before. Orders about a world go to its live members and carry its
                        generation. Not visible: whether a process obeyed before it answered.
     NO OLDER COMMIT    No worker outside the current world, unless fenced or leaving, reports a commit that is newer
                        than the one this world began from. Not visible: unreported commits.
@@ -18,35 +18,35 @@ proportional to the number of resulting actions.
     EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
     EACH SAMPLE ONCE   See `sample_history`. Only if workers report samples, which they do in tests.
     SIZE               min <= members <= max, one more while a worker leaves; a reason is logged for a slow gathering.
-                       No world of elastic.run has a free place while a worker waits for one; and no more than max and
-                       the standbys are started.
+                       No world of elastic.run has a free place while a worker waits for one. No more workers are
+                       started than max plus the standbys.
     NO MIXING          A worker reports only on generations in which it has a place, never on an older one after a
                        newer, and resumes once in each. Not visible: which bytes a collective moved.
     RANK 0 IS NO OTHER Old members keep their order behind the holders, new ones come last, ranks count from 0. The job
                        does not end for lack of a holder while one lives.
     EVERY WAIT ENDS    Starts, exits, answers, stops, gatherings and the end happen within their timeouts; the job
                        ends. Not visible: waits that a worker does not report.
-    SEALED IS KEPT     A sharded state does not go back behind a commit that a worker reported as sealed, while members
-                       hold all shards of it, or workers on no more than `copies` hosts are missing. Not visible:
-                       seals that no worker reported before it was lost.
+    SEALED IS KEPT     A sharded state is not restored from a commit older than one that a worker reported as sealed,
+                       while members hold all shards of it, or workers on no more than `copies` hosts are missing. Not
+                       visible: seals that no worker reported before it was lost.
     SEALED IS MIRRORED Each member of the world that sealed a commit holds its shard and the copies that it keeps.
     EVERY SHARD HELD   Members hold every shard of the commit that a world restores. Then each shard is trained by a
                        member, and kept on 1 + `copies` hosts, or all.
     ONE COMMIT RESTORED All members of a world restore the same commit of a sharded state.
     ONE PER SLOT       No worker is started in a slot whose last worker was not seen to exit; incarnations grow. Only
                        started workers report.
-    NOTICES            No worker is started on a machine that has announced its end, before that time.
+    NOTICES            No worker is started on a machine with a preemption notice before the announced end.
     UNHEALTHY STAYS OUT No worker is in a world before the health check of its slot has passed, if the job has one, nor
                        after it has failed.
     SLOW STAYS OUT     One host is measured at a time, and a worker is rejected for low bandwidth only if its host was
                        measured, and was below the given share of the median of at least two others.
     QUARANTINED STAYS EMPTY A worker is fenced for wrong gradients only if a member has reported it. None is started in
                        its slot, or on its host, until an operator releases it, or a health check decides.
-    FENCED STAYS OUT   A worker that was killed, let go, rejected, lost with its host, or that finished is in no later
-                       world.
-    THE END            After EndJob nothing is started or published, and it comes once; the driver never raises. Its
-                       code and reason match the observed returns and exits. See `job_end`.
-    TIME               Time does not go back, not even when another driver continues.
+    FENCED STAYS OUT   A worker that was killed, released, rejected or lost with its host, or that finished, is in no
+                       later world.
+    THE END            EndJob occurs once, and nothing is started or published after it. The driver never raises. The
+                       code and reason of EndJob match the observed returns and exits. See `job_end`.
+    TIME               Time never goes backwards, not even when another driver continues the job.
     ONE DRIVER         Each driver that continues the job has a greater term than the one before, and first reports
                        that it was restarted. Not visible: what a replaced driver does; it cannot write.
 """

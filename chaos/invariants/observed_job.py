@@ -49,7 +49,7 @@ class LiveWorker:
     trained_in: int = 0  # first world of elastic.run of which the worker was a member
     holds: Commit | None = None  # oldest commit that the worker may hold
     going: str = ""  # why the worker must not be in a later world; empty if it may be
-    stranded: bool = False  # the worker's world broke outside elastic.run
+    stranded: bool = False  # the worker's world failed outside elastic.run
     asked_to_leave: bool = False
     # the preemption of the worker's machine was announced while the worker lived
     noticed: bool = False

@@ -11,7 +11,9 @@ from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
-UNKNOWN_S = 600.0  # seconds that are assumed until the end of a machine that announced no time
+UNKNOWN_S = (
+    600.0  # assumed seconds until the end of a machine whose preemption notice states no time
+)
 
 
 class WorkerRecords:
@@ -20,7 +22,7 @@ class WorkerRecords:
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
 
-    # ---- lives -----------------------------------------------------------------------------------------------------
+    # ---- starts and exits ------------------------------------------------------------------------------------------
 
     def heard(self, event: events.Event) -> None:
         match event:
@@ -242,7 +244,9 @@ class WorkerRecords:
         self, worker: Worker, known: LiveWorker, commit: Commit | None, agreed: Commit
     ) -> None:
         if known.reconnected and commit != agreed:
-            self.job.stop_at = None  # a collective broke at this worker, and its report was lost
+            self.job.stop_at = (
+                None  # a collective failed at this worker, and the report of the failure was lost
+            )
         elif commit is not None and commit != agreed:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
             self.job.broken("NEVER BACK", what)

@@ -32,7 +32,7 @@ examples:
   python -m elastic.chaos simulate --sharded --seeds 1000       the same with a state in shards
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
   python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
-LARGE = 200  # number of workers from which on all members make a step in one event, to save time
+LARGE = 200  # number of workers from which one event is one step of all members, which saves time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -52,7 +52,8 @@ class SimulatedJob(Protocol):
     seed: int
     verify: float  # share of the shards of a step that two workers compute
     named: set[Worker]  # workers that the driver found to compute wrongly
-    excused: set[Worker]  # ... whose first steps no worker had a copy of
+    # of `named`, workers whose wrong gradients may remain, since no copy of an older commit existed
+    excused: set[Worker]
     throttled: set[Worker]  # workers that a fault has made slow
 
     def note(self, fault: str) -> None:

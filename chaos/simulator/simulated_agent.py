@@ -41,7 +41,7 @@ class SimulatedAgent:
         self.alive = not sim.weather.starts_agents
         self.frozen = False
         self.lost = False  # the machine does not return
-        # end of a short freeze or cut, of which a single one is harmless
+        # end of the latest short freeze or cut, which is harmless unless another one follows immediately
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
         self._notice: Notice | None = None  # current preemption notice, with the time of the end

@@ -144,7 +144,7 @@ def stick(sim: SimulatedJob) -> None:
 
 
 def miscompute(sim: SimulatedJob) -> None:
-    """Let a worker compute wrong gradients from now on, in each pass or in some."""
+    """Make a worker compute wrong gradients from now on, in every backward pass or in some of them."""
     sound = [each for each in _sound(sim) if each.recovery.place.size > 2]
     victims = [each for each in sound if _spared(sim, [each])]
     spare = sum(sim.hosts.values()) - sum(

@@ -124,8 +124,8 @@ class Connection:
         self.over = False
         self.worker: Worker | None = None  # worker at the other end, once the driver knows it
         self._lost = lost
-        # Per direction: numbers of messages sent, arrived and to be delivered at most, and the time of the last
-        # arrival.
+        # For each direction: the number of messages sent, the number that arrived, the maximum number to deliver, and
+        # the time of the last arrival.
         self._sent = [0, 0]
         self._arrived = [0, 0]
         self._limit: list[float] = [float("inf"), float("inf")]

@@ -1,9 +1,9 @@
 """A worker on the virtual clock whose state is sharded: the real decisions of `elastic.sharding` on simulated rows.
 
-A commit is a collective: each rank copies its shard into a bank, and receives the copies that it keeps in the
-background. The next commit, or a planned change of the world, seals it. In another world, the ranks choose the newest
-complete commit, and its rows move to their new owners. Each row contains the history of its state, so that a row of
-another commit is detected.
+A commit is a collective: each rank copies its shard into a snapshot buffer, and in the background receives the copies
+that it keeps. The next commit, or a planned change of the world, seals it. In another world, the ranks choose the
+newest complete commit, and its rows move to their new owners. Each row contains the history of its state, so that a row
+of another commit is detected.
 
 Invariant: if workers on no more than ``copies`` hosts were lost since the newest seal, that commit or a newer one is
 restored.
@@ -48,7 +48,7 @@ class Mirroring(NamedTuple):
 
     Attributes:
         sent: exchange in which all ranks take part.
-        bank: the buffer that receives the copies.
+        bank: number of the snapshot buffer that receives the copies.
         senders: for each shard of which this rank keeps a copy, the rank that sends the shard.
         steps: number of steps of the commit.
     """
@@ -116,9 +116,9 @@ class ShardedWorker(SimulatedWorker):
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
         self._cycle = DoubleBuffer()
-        # rows of each shard, in each of the two banks
+        # rows of each shard, in each of the two snapshot buffers
         self._memory: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})
-        # replicated values, in each of the two banks
+        # replicated values, in each of the two snapshot buffers
         self._kept: list[State] = [self.state, self.state]
         self._live: Rows = {}
         self._order: list[int] = []

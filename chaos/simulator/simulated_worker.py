@@ -72,9 +72,9 @@ class SimulatedWorker:
         self.innocent = False
         # The process is killed, or frozen for some seconds, at the n-th place of yielding or at the place of this name.
         self.strike: tuple[int | str, float] | None = None
-        self.wrong = 0.0  # fraction of passes with wrong gradients
-        self.wrong_passes = 0  # number of passes with wrong gradients
-        # number of steps of this world in which all of the worker's passes were wrong
+        self.wrong = 0.0  # fraction of backward passes with wrong gradients
+        self.wrong_passes = 0  # number of backward passes with wrong gradients
+        # number of steps of this world in which all backward passes of the worker were wrong
         self.wrong_steps = 0
         # this worker's shards of the current step with wrong gradients
         self.wrong_shards: set[int] = set()
@@ -162,7 +162,7 @@ class SimulatedWorker:
 
     @property
     def leaves(self) -> bool:
-        """Return whether the worker is about to leave without an order of the driver."""
+        """Return whether the worker is about to leave although the driver has not requested it."""
         listed = self.worker.slot < self.sim.listed.get(self.worker.host, 0)
         return not listed or self.recovery.leaving or self.recovery.phase is Phase.OVER
 
@@ -416,7 +416,7 @@ class SimulatedWorker:
         return bool(self.wrong) and self.sim.clock.random.random() < self.wrong
 
     def _digest(self, shard: int, *, own: bool) -> int:
-        """Return the digest of the gradients of one pass.
+        """Return the digest of the gradients of one backward pass.
 
         Args:
             shard: the shard of the batch.

@@ -145,8 +145,8 @@ class Simulation:
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)
-        # This report is not repeated on a new connection. A commit of a sharded state that was complete before any rank
-        # reported it may be restored.
+        # Samples are not reported in two cases. A lost report is not repeated on a new connection. And a commit of a
+        # sharded state may be restored although no rank has reported it.
         self.reports_samples = not self.weather.loses_messages and sharded is None
         self.settings = settings_for(
             workers,

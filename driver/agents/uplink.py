@@ -30,7 +30,7 @@ REJECTED = "the driver rejected this agent: see its log (another secret, another
 
 
 class NoDriver(Exception):
-    """No driver could be reached, or another driver than the expected one answered. The text gives the reason."""
+    """Error raised when no driver, or one other than the expected driver, responds. The text gives the reason."""
 
 
 class Uplink:

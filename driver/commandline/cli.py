@@ -622,7 +622,7 @@ def _dashboard(text: str | None) -> tuple[str, int] | None:
     """Parse the value of ``--dashboard`` and return address and port. An address without brackets is IPv4 or a name.
 
     Raises:
-        Invalid: the text has not the form [ADDRESS]:PORT.
+        Invalid: the text does not have the form [ADDRESS]:PORT.
     """
     if text is None:
         return None

@@ -31,19 +31,19 @@ NOBODY_THERE = "connection refused"
 
 
 class Unavailable(ElasticError):
-    """etcd did not respond. The request may have been carried out."""
+    """Error raised when etcd does not respond. The request may have been carried out."""
 
 
 class AccessDenied(Unavailable):
-    """etcd denied access. At startup, this is reported to the user. Later, the request is retried."""
+    """Error raised when etcd denies access. At startup, it is reported to the user. Later, the request is retried."""
 
 
 class Rejected(ElasticError):
-    """etcd rejected the request, and a retry would fail too."""
+    """Error raised when etcd rejects a request. A retry would fail too."""
 
 
 class LeaseExpired(Rejected):
-    """The lease has expired, or never existed."""
+    """Error raised when a lease has expired or never existed."""
 
 
 def load() -> Any:

@@ -27,9 +27,9 @@ Log = Callable[[str, str], None]
 Method = Callable[[EtcdConnection], Callable[..., Awaitable[Any]]]
 
 CALL_S = 2.0  # seconds for one request to one member
-PULSE_S = 2.0  # silence after which a request is sent to test etcd
-GRACE_S = 3.0  # silence after which etcd is reported as unavailable
-GAP_S = 2.5  # silence after which leases may have expired because they could not be renewed
+PULSE_S = 2.0  # seconds without a response after which a request is sent to test etcd
+GRACE_S = 3.0  # seconds without a response after which etcd is reported as unavailable
+GAP_S = 2.5  # seconds without a response after which leases may have expired, because they could not be renewed
 OPEN_S = 5.0
 
 

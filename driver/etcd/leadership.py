@@ -1,9 +1,9 @@
 """Leader election between drivers of a job, by a key in etcd.
 
-The seat is a key under a lease. A driver that takes the seat increments the term of the job in the same transaction.
-Its later writes are conditional on this term. A driver that was stopped or disconnected and then replaced therefore
-cannot write when it continues. A driver that has lost the seat but was not replaced takes the seat again with the same
-term, because no other driver has acted in between.
+The leader key is written under a lease. A driver that acquires the key increments the term of the job in the same
+transaction. Its later writes are conditional on this term. A driver that was stopped or disconnected and then replaced
+therefore cannot write when it continues. A driver that has lost the key but was not replaced acquires the key again
+with the same term, because no other driver has acted in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETAKE_S = 1.0  # seconds for which the previous leader may lead again once etcd
 
 
 class LeadershipLost(ElasticError):
-    """Another driver leads this job, or this driver has resigned. The write failed, and later writes will fail too."""
+    """Error raised when another driver leads this job, or this driver has resigned. All later writes fail too."""
 
 
 class Leadership:
@@ -119,7 +119,7 @@ class Leadership:
         if self._guard is not None:
             self._guard.close()
 
-    # ---- the seat
+    # ---- the leader key
 
     async def _campaign(self) -> None:
         async with contextlib.aclosing(self._etcd.watch(self._seat)) as changes:

@@ -70,7 +70,7 @@ AT_ONCE = 1000  # maximum number of events decided and written together
 LINE = 79  # columns of a text after the log's prefix of 21 columns
 WAIT_SLACK_S = 60.0  # Workers wait for a world for this much longer than the driver does.
 Line = tuple[str, str]  # level and text for the log
-LAST_CHECKPOINT_S = 6.0  # seconds after SIGTERM; `docker stop` sends SIGKILL after 10 s
+LAST_CHECKPOINT_S = 6.0  # seconds for the last checkpoint after SIGTERM, since `docker stop` sends SIGKILL after 10 s
 # A process manager may signal all processes of a job, and a wrapper may forward its SIGTERM. Such signals are one
 # request.
 REPEATED_S = 1.0

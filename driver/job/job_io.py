@@ -137,8 +137,7 @@ class JobIO:
 
         Args:
             last: whether no worker is left. If so, exceptions without a traceback are logged too, because a worker may
-                have
-                been killed after it reported an exception and before it wrote the traceback to stderr.
+                have been killed after it reported an exception and before it wrote the traceback to stderr.
         """
         # A worker that reports why the job cannot continue has no traceback.
         unsent = [

@@ -14,7 +14,8 @@ from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 
 AWAY_S = 600.0  # seconds for which workers train without a driver if another driver may take over
-# seconds for which they train if none will, in case only the connection was lost
+# seconds for which workers train without a driver if no other driver will take over, since only the connection may have
+# been lost
 BOUND_AWAY_S = 30.0
 
 # The driver's variables that are forwarded to all hosts. They concern training, not the driver's machine.

@@ -169,6 +169,7 @@ async def _alone(
         job.begun(driver)
     code = await driver.run()
     if code:
-        # reported by workers with a state that does not fit the checkpoint, before their own first checkpoint
+        # The job may have failed before it wrote a checkpoint, for example because the workers' state does not fit the
+        # start checkpoint.
         job.refused()
     return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

@@ -292,7 +292,7 @@ class _Run:
             code = driver_loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
         if code:
-            # for example if no agent could be started, or by workers before they wrote a checkpoint
+            # The job may have failed before it wrote a checkpoint, for example because no agent could be started.
             job.refused()
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 

@@ -59,7 +59,7 @@ Rebuilt = TypeVar("Rebuilt", bound=Machine)
 
 
 class ReplayDiffers(ElasticError):
-    """A replay with the same events produced other actions. Either the code changed, or it is not deterministic."""
+    """Error raised when a replay produces other actions: the code has changed, or is not deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)

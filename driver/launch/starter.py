@@ -52,7 +52,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
 
 
 class StartFailed(ElasticError):
-    """An agent could not be started. The message contains the reason and a remedy."""
+    """Error raised when an agent cannot be started. The message contains the reason and a remedy."""
 
 
 class Starter(Protocol):

@@ -146,7 +146,7 @@ class HostBandwidth(Part):
         peer = self._peer()
         if self._pending is None and peer is not None:
             self._measure_next(peer)
-        # Before the first world, a host has no others to be compared with until the last is measured.
+        # Before the first world, no host is compared with others until all hosts have been measured.
         early = not self.worlds.members and bool(self._wanted)
         waiting = {worker.host for worker in self._waiting}
         found = {host: self._evidence(host, peer) for host in waiting if host not in self._wanted}

@@ -157,7 +157,7 @@ Part = str | int | float | bool | list[Any] | None
 
 
 class SnapshotError(ElasticError, TypeError):
-    """The state contains an object of an unknown type. This is a bug, but the job continues without the snapshot."""
+    """Error raised when the state contains an object of an unknown type. The job continues without the snapshot."""
 
 
 class _Snapshot(msgspec.Struct):

@@ -123,7 +123,7 @@ class JobView:
         self.before: Mapping[Worker, int] = {}  # members of the previous world by rank
         self.generation = 0  # generation of the newest world, or 0 if there was none
         self.world: events.PublishWorld | None = None  # None after the end of the newest world
-        self.broken = False  # the newest world broke
+        self.broken = False  # the newest world failed
         self.trains = False  # a member of the newest world has entered elastic.run
         self.elastic = False  # the job is elastic, so its training begins in elastic.run
         self.newest: Commit | None = None  # newest commit that any worker has reported

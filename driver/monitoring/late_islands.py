@@ -7,17 +7,17 @@ from typing import Any
 
 from elastic.driver.events import WorkerMerged
 
-ISLANDS = 64  # number of islands by name
+ISLANDS = 64  # maximum number of islands whose names are kept
 
 
 @dataclass
 class LateIsland:
-    """Times are seconds on the caller's clock."""
+    """An island that was late for some merges. Times are seconds on the caller's clock."""
 
     merges: int  # number of merges that did not wait for the island
     first_at: float
     last_at: float
-    late: bool  # in the last merge
+    late: bool  # whether the island was late for the last merge
 
 
 class LateIslands:
@@ -60,8 +60,9 @@ class LateIslands:
                 self.more = True
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the islands of the last reported world and those that were late: the number of merges that did not
-        wait for each of them, and whether the last merge did not."""
+        """Return a row for each island of the last reported world and for each late island: the number of merges that
+        did not wait for it, and whether the last merge did not.
+        """
         rows = []
         for name in dict.fromkeys([*self.names, *self.islands]):
             known = self.islands.get(name)

@@ -175,7 +175,7 @@ class ControlServer(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        # asyncio uses one number for this and for the connections accepted at once.
+        # asyncio uses one number for the length of this queue and for the connections accepted at once.
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SourceError(Exception):
-    """A source did not answer, or its answer is not as documented. The source is queried again later."""
+    """Error raised when a source does not respond as documented. The source is queried again later."""
 
 
 @dataclass(frozen=True)

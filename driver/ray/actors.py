@@ -13,7 +13,7 @@ MAX_CALLS = 10_000
 
 
 class Taken(Exception):
-    """The name belongs to another live actor."""
+    """Error raised when a name belongs to another live actor."""
 
 
 class Actors(Protocol):

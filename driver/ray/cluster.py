@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RayUnavailable(Exception):
-    """Ray did not answer, or answered with an error. The text is the reason."""
+    """Error raised when Ray does not respond, or responds with an error. The text is the reason."""
 
 
 class Group(NamedTuple):

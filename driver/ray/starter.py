@@ -49,7 +49,7 @@ class _Held:
 
 
 class RayStarter:
-    """Start agents through actors. Must be created in the event loop.
+    """Starter of agents through actors. Must be created in the event loop.
 
     Args:
         node_of: called with a host. Returns its node, or raises KeyError.

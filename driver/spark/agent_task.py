@@ -41,7 +41,7 @@ LINES_KEPT = 20
 
 
 class AgentEnded(ElasticError, RuntimeError):
-    """The agent of a Spark task failed. The message contains the agent's last line of output."""
+    """Error raised when the agent of a Spark task fails. The message contains the agent's last line of output."""
 
 
 @dataclass(frozen=True)

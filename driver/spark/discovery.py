@@ -21,7 +21,7 @@ QUIET_S = 5.0  # waiting for tasks is logged after this time
 
 
 class SparkDiscovery:
-    """Yield ``{host: slots}`` of the connected agents.
+    """Discovery of the connected agents and their slots, as ``{host: slots}``.
 
     Args:
         wanted: number of slots with which the job begins.

@@ -19,7 +19,7 @@ FAILED_S = 3.0  # seconds for the job to find the cause itself if a stage has fa
 
 
 class SparkProvider:
-    """Start agents in the tasks of a Spark application.
+    """Provider of hosts whose agents run in the tasks of a Spark application.
 
     Args:
         context: the SparkContext.

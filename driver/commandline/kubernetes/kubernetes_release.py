@@ -392,15 +392,15 @@ class ChartRelease:
 
 
 class ObjectMissing(Invalid):
-    """The API server has no object of this name."""
+    """Error raised when the API server has no object of this name."""
 
 
 class NameTaken(Invalid):
-    """A release of this name was installed by another process."""
+    """Error raised when another process has installed a release of this name."""
 
 
 class ApiSilent(Exception):
-    """The API server did not respond.
+    """Error raised when the API server does not respond.
 
     Args:
         unasked: whether the connection failed during a response instead of before it.

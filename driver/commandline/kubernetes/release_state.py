@@ -39,14 +39,14 @@ class PodState:
 
 @dataclass(frozen=True)
 class Follow:
-    """Next step of `elasticrun k8s run`: follow the log of this driver."""
+    """Decision that `elasticrun k8s run` follows the log of this driver."""
 
     pod: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Next step of `elasticrun k8s run`: wait for a running driver.
+    """Decision that `elasticrun k8s run` waits for a running driver.
 
     Args:
         why: reason to log.
@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class JobOver:
-    """No next step of `elasticrun k8s run`: the job has ended with this exit code."""
+    """Decision that `elasticrun k8s run` exits, because the job has ended with this exit code."""
 
     code: int
 

@@ -150,7 +150,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result of ``work``, or None if the storage does not respond, which the start of the job reports."""
+    """Return the result of ``work``, or None if the storage does not respond: the job's start reports this."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None

@@ -202,7 +202,7 @@ def _progress(state: State) -> list[str]:
 
 
 def _with_ages(figures: Sequence[tuple[str, float | None]], now: float) -> list[str]:
-    """Return figures as texts with the ages of their reports. Figures of one age are one text."""
+    """Return one text for all figures whose reports have the same age, followed by that age."""
     groups: dict[str, list[str]] = {}
     for text, at in figures:
         age = "" if at is None else f", reported {span(now - at)} ago"

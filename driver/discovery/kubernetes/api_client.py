@@ -34,7 +34,7 @@ class ApiErrorKind(enum.Enum):
 
 
 class ApiError(Exception):
-    """A call of the API failed. ``detail`` is the message of the server or the network."""
+    """Error raised when a call of the API fails. ``detail`` is the message of the server or the network."""
 
     def __init__(self, why: ApiErrorKind, detail: str = "") -> None:
         super().__init__(f"{why.value}{f' ({detail})' if detail else ''}")

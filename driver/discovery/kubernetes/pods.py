@@ -65,7 +65,7 @@ class Pods:
         self._pods = {pod.uid: pod for pod in found}
 
     def changed(self, object: Json, *, deleted: bool) -> None:
-        """Update one pod that was added, changed or deleted."""
+        """Apply the addition, modification or deletion of one pod."""
         pod = pod_of(object)
         if pod is None:
             return
@@ -82,7 +82,7 @@ class Pods:
         self._date_taints(now)
 
     def node_changed(self, object: Json, now: float, *, deleted: bool) -> None:
-        """Update one node that was added, changed or deleted."""
+        """Apply the addition, modification or deletion of one node."""
         node = node_of(object, self._notices)
         if node is None:
             return

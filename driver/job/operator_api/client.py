@@ -38,7 +38,7 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 class JobUnreachable(ElasticError):
-    """The driver of a job cannot be reached.
+    """Error raised when the driver of a job cannot be reached.
 
     It has exited, another driver has taken over, or the key belongs to another job.
     """

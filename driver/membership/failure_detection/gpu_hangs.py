@@ -5,7 +5,7 @@ have ended. The first collective that has not ended on all ranks is examined:
 
     some rank has not launched it         nothing: that rank works on its host, where `suspicion` judges it
     CUDA returns errors on some ranks     FAILED: these ranks are blamed
-    a minority has not reached it         GPU: theirs hang, once they are later than the slowest launch so far
+    a minority has not reached it         GPU: their GPUs hang, once they are later than the slowest launch so far
     half have not reached it              GPU: the same, with a time limit three times as long
     most or all have not reached it       UNCLEAR, after ``limit_s``: they may all have much to compute
     all have reached it                   NETWORK: the network, or NCCL

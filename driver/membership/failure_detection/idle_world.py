@@ -21,7 +21,7 @@ NAMED = 8
 
 @dataclass
 class IdleWorld:
-    """Detect that the world of a job makes no progress.
+    """Detector of a lack of progress in the world of a job.
 
     Attributes:
         due: time of the next check, or None until a report arrives.

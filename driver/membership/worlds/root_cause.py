@@ -46,8 +46,7 @@ class RootCauseSearch:
     """Search for the root cause of a failure.
 
     ``verdict`` is the reason if no cause is found before the time ``by``. A worker that has not reported the failure is
-    a
-    suspect. It may only be slow to exit, so the search waits for it until the time ``latest``.
+    a suspect. It may only be slow to exit, so the search waits for it until the time ``latest``.
     """
 
     by: float

@@ -45,7 +45,7 @@ class Phase(enum.Enum):
 
 
 class JobFinished(Exception):
-    """The outcome of the job is decided. This exception unwinds to `handle`, so that no action can follow EndJob."""
+    """Exception raised when the job's outcome is decided. It unwinds to `handle`, so no action follows EndJob."""
 
 
 class Worlds:

@@ -30,8 +30,8 @@ The whole state is the patch that creates it from nothing (`full`). The sections
           unhealthy   [{slot, outcome, code, line, took_s}]: slots whose last health check failed
           quarantined [{place, slot, step, shard, digest, right, witnesses, agreed}]: slots or hosts not used any more
                       since the worker of a slot computed wrong gradients, with the evidence
-          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers that are waited for
-                      now; workers that wait less than the others, the worst first
+          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers for which others wait
+                      now, and workers that wait less than the others, the worst first
           slowest     null, or the rank whose own part of a step is longest: worker, rank, own_s, step_s, and
                       median_s: the median of own_s
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note

@@ -36,7 +36,7 @@ MUCH_SLOW_S = 60.0  # shortest slow time of a straggler that is worth an advice
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 NAMED_SLOTS = 8
-NAMED_ISLANDS = 8  # number of late islands by name
+NAMED_ISLANDS = 8  # maximum number of late islands that are named
 REPEATS = 3  # number of losses from which a cause is considered recurring
 
 

@@ -1,4 +1,4 @@
-"""Reads the journal of a job, whatever the state of the job and of the file. Acts.
+"""Reader of the journal of a job in any state, including incomplete files. Performs I/O.
 
 A file that is not a journal is rejected with an error. Everything else is read as far as possible, including an
 incomplete last line, invalid lines, an older format, and a file that is still being written.

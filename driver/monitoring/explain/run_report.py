@@ -1,4 +1,4 @@
-"""Follows a running job, and writes a report page at its end. Acts: writes a file."""
+"""Report on a running job, written as a page at the end of the job. Performs I/O."""
 
 from __future__ import annotations
 

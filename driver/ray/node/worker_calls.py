@@ -23,7 +23,7 @@ HELLO_S = 30.0  # seconds from a worker's connection to its first line
 
 
 class CallFailed(ElasticError, RuntimeError):
-    """A worker was not available for a call, or ended before its answer. The message names its rank."""
+    """Error raised when a worker is unavailable for a call, or exits before its answer. The text has its rank."""
 
 
 class _Caller:
