@@ -33,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostsChanged(Event):
-    """Discovery yielded a new list of hosts: the slots of each host, in order of preference.
+    """Event: discovery yielded a new list of hosts: the slots of each host, in order of preference.
 
     Args:
         fixed: whether discovery can list no additional hosts or slots later. An operator can still add slots to this
@@ -45,7 +45,7 @@ class HostsChanged(Event):
 
 
 class HostsQueued(Event):
-    """The number of requested hosts that a queue of the cluster has not admitted yet changed.
+    """Event: the number of requested hosts that a queue of the cluster has not admitted yet changed.
 
     Args:
         hosts: number of hosts that wait for admission. While it is not 0, the job waits for workers without a deadline,
@@ -56,7 +56,7 @@ class HostsQueued(Event):
 
 
 class WorkerConnected(Event):
-    """A worker process called ``init()``."""
+    """Event: a worker process called ``init()``."""
 
     worker: Worker
     pid: int
@@ -64,7 +64,7 @@ class WorkerConnected(Event):
 
 
 class WorkerReconnected(Event):
-    """A worker replaced a lost connection. See `protocol.messages.Reconnected`."""
+    """Event: a worker replaced a lost connection. See `protocol.messages.Reconnected`."""
 
     worker: Worker
     generation: int
@@ -72,7 +72,7 @@ class WorkerReconnected(Event):
 
 
 class WorkerReady(Event):
-    """A worker waits for a world. See `protocol.messages.Ready`."""
+    """Event: a worker waits for a world. See `protocol.messages.Ready`."""
 
     worker: Worker
     generation: int
@@ -88,7 +88,7 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """A collective failed at a worker.
+    """Event: a collective failed at a worker.
 
     Args:
         differs: whether the ranks called different collectives, which ``calls`` lists.
@@ -102,7 +102,7 @@ class WorkerFailed(Event):
 
 
 class WorkerStranded(Event):
-    """A collective failed at a worker that cannot recover because it is outside ``elastic.run``.
+    """Event: a collective failed at a worker that cannot recover because it is outside ``elastic.run``.
 
     The fields ``differs`` and ``calls`` are those of `WorkerFailed`.
     """
@@ -115,7 +115,7 @@ class WorkerStranded(Event):
 
 
 class WorkerChecked(Event):
-    """A worker answered the driver's `PrepareChange`."""
+    """Event: a worker answered the driver's `PrepareChange`."""
 
     worker: Worker
     generation: int
@@ -124,14 +124,14 @@ class WorkerChecked(Event):
 
 
 class WorkerLeaving(Event):
-    """A worker received SIGTERM and will leave at its next commit."""
+    """Event: a worker received SIGTERM and will leave at its next commit."""
 
     worker: Worker
     reason: str
 
 
 class WorkerResumed(Event):
-    """A worker completed its first collective of a generation.
+    """Event: a worker completed its first collective of a generation.
 
     Args:
         from_checkpoint: see `protocol.messages.Resumed`.
@@ -146,7 +146,7 @@ class WorkerResumed(Event):
 
 
 class WorkerDigested(Event):
-    """A worker reported the digest of its parameters at a commit."""
+    """Event: a worker reported the digest of its parameters at a commit."""
 
     worker: Worker
     generation: int
@@ -161,7 +161,7 @@ class WorkerDigested(Event):
 
 
 class WorkerMiscomputed(Event):
-    """A worker reported the result of a vote: ``rank`` computed wrong gradients of a shard.
+    """Event: a worker reported the result of a vote: ``rank`` computed wrong gradients of a shard.
 
     See `protocol.messages.Miscomputed`.
     """
@@ -179,7 +179,7 @@ class WorkerMiscomputed(Event):
 
 
 class WorkerFoundMistake(Event):
-    """The checks of the script found a mistake. See `protocol.messages.MistakeFound`."""
+    """Event: the checks of the script found a mistake. See `protocol.messages.MistakeFound`."""
 
     worker: Worker
     kind: str
@@ -187,7 +187,7 @@ class WorkerFoundMistake(Event):
 
 
 class WorkerMerged(Event):
-    """The islands of `elastic.DiLoCo` have merged. See `protocol.messages.Merged`."""
+    """Event: the islands of `elastic.DiLoCo` have merged. See `protocol.messages.Merged`."""
 
     worker: Worker
     generation: int
@@ -200,7 +200,7 @@ class WorkerMerged(Event):
 
 
 class WorkerProgressed(Event):
-    """A worker started or stopped waiting in a collective, or is in a phase marked as long.
+    """Event: a worker started or stopped waiting in a collective, or is in a phase marked as long.
 
     See `protocol.messages.Progress`.
     """
@@ -216,7 +216,7 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """A worker that holds up other workers reported the line of the script that it executes.
+    """Event: a worker that holds up other workers reported the line of the script that it executes.
 
     See `protocol.messages.Located`.
     """
@@ -227,7 +227,7 @@ class WorkerLocated(Event):
 
 
 class WorkerPaced(Event):
-    """A worker reported the share of the last seconds that it spent inside collectives.
+    """Event: a worker reported the share of the last seconds that it spent inside collectives.
 
     See `protocol.messages.Pace`.
     """
@@ -242,7 +242,7 @@ class WorkerPaced(Event):
 
 
 class WorkerSpent(Event):
-    """A worker reported the activities on which it has spent its time since ``init()``. No decision depends on this.
+    """Event: a worker reported how it has spent its time since ``init()``. No decision depends on this.
 
     See `protocol.messages.TimeSpent`.
     """
@@ -260,7 +260,7 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """The liveness timeout of a worker expired: its agent did not observe the worker run within it.
+    """Event: the liveness timeout of a worker expired: its agent did not observe the worker run within it.
 
     Args:
         how: the cause, as observed from outside.
@@ -271,13 +271,13 @@ class WorkerFrozen(Event):
 
 
 class WorkerThawed(Event):
-    """A frozen worker is running again."""
+    """Event: a frozen worker is running again."""
 
     worker: Worker
 
 
 class WorkerProbed(Event):
-    """A host's kernel reported the counters of a worker's process, as requested by `ProbeWorkers`.
+    """Event: a host's kernel reported the counters of a worker's process, as requested by `ProbeWorkers`.
 
     Args:
         cpu_s: processor time of the process and its children, in seconds.
@@ -294,7 +294,7 @@ class WorkerProbed(Event):
 
 
 class WorkerRaised(Event):
-    """User code raised an exception. The process is about to exit."""
+    """Event: user code raised an exception. The process is about to exit."""
 
     worker: Worker
     generation: int
@@ -311,7 +311,7 @@ class WorkerRaised(Event):
 
 
 class WorkerQuit(Event):
-    """User code called ``sys.exit`` under ``elastic.run``. The process is about to exit with this code.
+    """Event: user code called ``sys.exit`` under ``elastic.run``. The process is about to exit with this code.
 
     ``call`` is the call as text, for example ``sys.exit(3)``.
     """
@@ -323,14 +323,14 @@ class WorkerQuit(Event):
 
 
 class WorkerReturned(Event):
-    """The function under ``elastic.run`` returned at a worker."""
+    """Event: the function under ``elastic.run`` returned at a worker."""
 
     worker: Worker
     generation: int
 
 
 class WorkerDisconnected(Event):
-    """The control connection of a worker closed.
+    """Event: the control connection of a worker closed.
 
     The exit of the worker usually follows immediately. If it does not, the worker must be fenced.
 
@@ -353,7 +353,7 @@ class ExitCause(enum.Enum):
 
 
 class WorkerExited(Event):
-    """A worker's process exited and was reaped.
+    """Event: a worker's process exited and was reaped.
 
     Args:
         code: exit status, or minus the signal, as in subprocess.
@@ -382,7 +382,7 @@ class HealthOutcome(enum.Enum):
 
 
 class WorkerHealthChecked(Event):
-    """The health check that accompanies a worker's start has ended. See `Settings.health_check`.
+    """Event: the health check that accompanies a worker's start has ended. See `Settings.health_check`.
 
     Args:
         worker: the worker, which is admitted if the check passed. Its slot is the one that was checked.
@@ -401,7 +401,7 @@ class WorkerHealthChecked(Event):
 
 
 class BandwidthMeasured(Event):
-    """The agent of a host has measured the bandwidth to another host, as requested by `MeasureBandwidth`.
+    """Event: the agent of a host has measured the bandwidth to another host, as requested by `MeasureBandwidth`.
 
     Args:
         host: the measured host.
@@ -421,7 +421,7 @@ class BandwidthMeasured(Event):
 
 
 class HostLost(Event):
-    """The liveness timeout of a host's agent expired. The driver can neither kill nor notify processes on the host."""
+    """Event: the liveness timeout of a host's agent expired. No process on the host can be killed or notified."""
 
     host: str
     reason: str
@@ -440,7 +440,7 @@ class Notice(Value):
 
 
 class HostReported(Event):
-    """The agent of a host connected again and reported the workers that run there.
+    """Event: the agent of a host connected again and reported the workers that run there.
 
     Args:
         running: workers that run on the host.
@@ -456,7 +456,7 @@ class HostReported(Event):
 
 
 class HostLeaving(Event):
-    """A host will be reclaimed.
+    """Event: a host will be reclaimed.
 
     Args:
         alone: whether the driver also runs on the host and ends with it.
@@ -468,20 +468,20 @@ class HostLeaving(Event):
 
 
 class HostStaying(Event):
-    """A host's preemption notice was withdrawn."""
+    """Event: a host's preemption notice was withdrawn."""
 
     host: str
 
 
 class DriverRestarted(Event):
-    """A driver was restarted, after it had read the previous events from the journal.
+    """Event: a driver was restarted, after it had read the previous events from the journal.
 
     No worker is connected yet, and the last decided actions may not have been performed.
     """
 
 
 class StopRequested(Event):
-    """A stop was requested by Ctrl-C or SIGTERM at the driver, or by a caller.
+    """Event: a stop was requested by Ctrl-C or SIGTERM at the driver, or by a caller.
 
     Args:
         code: the requested exit code.
@@ -494,14 +494,14 @@ class StopRequested(Event):
 
 
 class ScaleRequested(Event):
-    """An operator requests a number of workers. ``request`` identifies the request in its answer."""
+    """Event: an operator requests a number of workers. ``request`` identifies the request in its answer."""
 
     request: int
     workers: int
 
 
 class DrainRequested(Event):
-    """An operator requests that no worker runs on a host. If ``off`` is True, this cancels an earlier request."""
+    """Event: an operator requests that no worker runs on a host, or cancels such a request if ``off`` is True."""
 
     request: int
     host: str
@@ -509,23 +509,23 @@ class DrainRequested(Event):
 
 
 class RemoveRequested(Event):
-    """An operator requests that a worker leaves the job."""
+    """Event: an operator requests that a worker leaves the job."""
 
     request: int
     worker: Worker
 
 
 class CheckpointMade(Event):
-    """A commit was stored completely. It survives any failure."""
+    """Event: a commit was stored completely. It survives any failure."""
 
     commit: Commit
     step: int | None = None  # step counter of the state, or None
 
 
 class WorkerDiffers(Event):
-    """The ``parts`` of a worker's commit differ from those of ``equal`` other workers, although all were equal before.
+    """Event: the ``parts`` of a worker's commit differ from those of ``equal`` other workers.
 
-    This means that the memory of this worker was damaged.
+    All were equal before, so the memory of this worker was damaged.
     """
 
     worker: Worker
@@ -536,7 +536,7 @@ class WorkerDiffers(Event):
 
 
 class ReplicasSpoilt(Event):
-    """Infinite or NaN gradients corrupted all replicas because the memory of one worker was damaged.
+    """Event: infinite or NaN gradients corrupted all replicas because the memory of one worker was damaged.
 
     The commit ``commit`` and all other commits in memory are lost.
 
@@ -552,7 +552,7 @@ class ReplicasSpoilt(Event):
 
 
 class TimePassed(Event):
-    """A deadline returned by ``next_deadline()`` was reached."""
+    """Event: a deadline returned by ``next_deadline()`` was reached."""
 
 
 class Action(msgspec.Struct, frozen=True, tag=True):

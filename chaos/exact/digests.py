@@ -99,13 +99,14 @@ def held(events: Iterable[Event]) -> list[HeldCommit]:
 
 
 def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[HeldCommit]:
-    """Return the commits of the other run at steps at which the undisturbed run also committed."""
+    """Return the commits of the run under faults at steps at which the undisturbed run also committed."""
     steps = {each.step for each in undisturbed}
     return [each for each in other if each.step in steps]
 
 
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
-    """Compare the states of all workers of the other run after each step, including repetitions of a step.
+    """Compare the states of all workers under faults with the undisturbed run after each step, including repeated
+    steps.
 
     Return the first difference, or None if all steps that are in both runs are equal.
     """

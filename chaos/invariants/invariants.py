@@ -121,7 +121,7 @@ class Summary:
 
 
 class Invariants:
-    """Checks the invariants of one job.
+    """Checker of the invariants of one job.
 
     Args:
         samples: size of the dataset, if the job is known to train whole epochs. 0 means unknown.

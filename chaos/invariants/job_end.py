@@ -28,7 +28,7 @@ VANISHED = exit_code(-9)  # exit code of a worker unknown to its host's agent
 
 
 class JobEnd:
-    """Checks of the journal's last entries, with which the job ends."""
+    """Checker of the journal's last entries, with which the job ends."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job

@@ -38,7 +38,7 @@ class Epoch:
 
 
 class SampleHistory:
-    """Checks the samples of each world and report, in the order of the journal.
+    """Checker of the samples of each world and report, in the order of the journal.
 
     Each method returns a description of a violation, or an empty string.
     """

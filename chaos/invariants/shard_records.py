@@ -60,7 +60,7 @@ class ShardedWorld:
 
 
 class ShardRecords:
-    """Checks the workers' reports about shards in one journal.
+    """Checker of the workers' reports about shards in one journal.
 
     Attributes:
         restored: number of worlds that restored a commit.

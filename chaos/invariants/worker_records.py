@@ -17,7 +17,7 @@ UNKNOWN_S = (
 
 
 class WorkerRecords:
-    """Checks the events of one journal, in order."""
+    """Checker of the events of one journal, in order."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job

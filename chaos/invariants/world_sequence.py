@@ -9,7 +9,7 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class WorldSequence:
-    """Checks the sequence of worlds in one journal."""
+    """Checker of the sequence of worlds in one journal."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job

@@ -79,15 +79,17 @@ _SAYS_NOTHING = {
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # With this value, the script sets the file later.
 }
-# For each option, the level of the log line about its flag after a program that may define unknown flags. The level of
-# the last four options is lower, because programs often define flags with these names.
+# Level of the log line that reports an option's flag after the program, if the program may define flags unknown here.
+# The level of the last four options is lower, because programs often define flags with these names.
 _MISPLACED = {
     **dict.fromkeys(("num_proc", "min_num_proc", "max_num_proc"), "warning"),
     **dict.fromkeys(
         ("checkpoint_dir", "host_discovery_script", "journal", "output_filename"), "info"
     ),
 }
-PROGRAM_ALIKE = 0.75  # similarity from which a program may be a misspelt command; at most 1
+PROGRAM_ALIKE = (
+    0.75  # minimum similarity, of at most 1, at which a program may be a misspelt command
+)
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")

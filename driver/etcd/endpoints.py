@@ -220,7 +220,9 @@ class Endpoints:
     def _explain(self, error: Exception) -> str:
         if isinstance(error, AccessDenied):
             return str(error)
-        subject = f"user {self._access.user!r}" if self._access.user else "we"
+        subject = (
+            f"user {self._access.user!r}" if self._access.user else "a client without --etcd-user"
+        )
         return f"{subject} may not read {self._root.decode()} ({error}): grant readwrite on this prefix"
 
     def _now(self) -> float:

@@ -163,7 +163,8 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def exited(self, event: WorkerExited) -> None:
-        self.worlds.signs.heard(event.worker)  # No worker waits for the answer of this one now.
+        # A gathering no longer waits for this worker's answer to a liveness probe.
+        self.worlds.signs.heard(event.worker)
         record = self.roster.remove(event.worker)
         if record is None:
             return

@@ -1,4 +1,4 @@
-"""Extracts the script's frames and the blocking call from the stacks of a worker. Pure: no I/O, no clock.
+"""Extraction of the script's frames and the blocking call from the stacks of a worker. Pure: no I/O, no clock.
 
 The frames are written by Python's faulthandler, and the header by `header_of`:
 

@@ -9,9 +9,9 @@ decisions.
 Each host's kernel acknowledges a small packet every second, independently of its processes. If nothing is acknowledged
 for ``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
 
-The callers are workers or agents: `Callers` describes their identification. The caller proves ``proof(secret, role,
-challenge.nonce, answer.nonce, name)``, the server ``proof(secret, "driver", answer.nonce, challenge.nonce, name)``. A
-caller sends nothing between its Answer and Accepted.
+The callers are workers or agents: `Callers` describes their identification. The caller's proof is ``proof(secret, role,
+challenge.nonce, answer.nonce, name)``, and the server's proof is ``proof(secret, "driver", answer.nonce,
+challenge.nonce, name)``. A caller sends nothing between its Answer and Accepted.
 
 The number of unauthenticated connections is limited by `elastic.protocol.pending_handshakes`: the newest replaces the
 oldest, and at most ACCEPTED_AT_ONCE are accepted before authenticated ones are served again.

@@ -1,5 +1,4 @@
-"""Liveness timeouts, which detect keys that were not renewed in time. Pure: the caller passes the time and its
-observations.
+"""Liveness timeouts, which detect keys that were not renewed in time. Pure: the caller passes times and observations.
 
     leases.grant(key, now)             start: from now on it must be renewed
     leases.renew(key, now)             it was observed able to run; True: it had expired and runs again

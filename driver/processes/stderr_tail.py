@@ -26,7 +26,7 @@ Raiser = tuple[
 
 
 class DiagnosticLines:
-    """Assembles the lines of workers' diagnostic streams from chunks."""
+    """Assembler of the lines of workers' diagnostic streams from chunks."""
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
@@ -126,7 +126,7 @@ def _cause_of(report: Uncaught | LostDriver) -> ExitCause:
 
 
 class TracebackLedger:
-    """Shows each exception once, and counts the other workers that raised the same exception or only lost a peer.
+    """Record of exceptions, which shows each once and counts other workers that raised it or only lost a peer.
 
     Args:
         verbose: whether to show every frame, and also exceptions about lost peers.

@@ -1,6 +1,6 @@
-"""Starts, monitors and kills the workers of this host.
+"""Supervisor of the worker processes of this host, which it starts, monitors and kills.
 
-Decides nothing: it carries out orders and reports events.
+Makes no decisions: it carries out orders and reports events.
 
 A worker's exit is detected by its pidfd, not by the end of its output, because its children may hold the pipes longer.
 The steps are, in order: read the exit status without reaping, kill the rest of the worker's process group, read its

@@ -1,4 +1,4 @@
-"""Makes threads of a worker write their Python stacks, one after another. Decides only their order, in a pure function.
+"""Signals that make a worker's threads write their Python stacks, one after another. `in_order` is pure.
 
 The worker's handler writes the stack of the thread that receives the signal. A thread that runs no Python code writes
 nothing. The handler blocks the signal while it runs. Therefore a thread has finished when the signal is neither

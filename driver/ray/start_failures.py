@@ -1,4 +1,4 @@
-"""Explains, from Ray's error, why Ray could not start an agent on a node. Pure: no I/O, no clock."""
+"""Explanation, from Ray's error, of a failed start of an agent on a node. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

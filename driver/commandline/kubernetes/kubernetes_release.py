@@ -322,7 +322,7 @@ class ChartRelease:
         return f"app.kubernetes.io/name=hvd-elastic,app.kubernetes.io/instance={self.name}"
 
     def _ours(self, found: Json) -> Json:
-        """Return the object.
+        """Return the object if it belongs to the chart.
 
         Raises:
             Invalid: the object belongs to another chart, since other objects may have the same name.

@@ -72,7 +72,10 @@ def find_program(
         if pods:
             return program_of(pods[0])
         if clock() >= deadline:
-            raise Invalid(f"{why}, for {WAIT_S:g} s") from None
+            raise Invalid(
+                f"{why}, for {WAIT_S:g} s: check that the worker pods were created, and that the API server"
+                " responds"
+            ) from None
         if why != last:
             last = why
             log(f"waiting for the program: {why}")

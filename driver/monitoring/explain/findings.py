@@ -25,13 +25,13 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
 FIRST, LAST = 12, 12  # number of incidents described individually, at the beginning and at the end
-MUCH_LOST = 0.1  # smallest share of the workers' time for which lost time is mentioned
+MUCH_LOST = 0.1  # minimum lost share of the workers' time that is mentioned
 # Seconds between commits. More frequent commits would not reduce the loss noticeably.
 OFTEN_S = 1.0
 NO_COMMIT = "no-commit"  # kind of a mistake that the script checks find
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
-MUCH_SLOW_S = 60.0  # shortest slow time of a straggler that is worth an advice
+MUCH_SLOW_S = 60.0  # minimum slow time of a straggler for which advice is given
 # Causes in which time is lost by waiting.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)

@@ -53,7 +53,7 @@ class _Now:
 
 
 class WorkerRows(ViewReader):
-    """Records what each slot of one job did over time."""
+    """Recorder of the activity of each slot of one job over time."""
 
     def __init__(self, view: JobView) -> None:
         self.rows: dict[str, list[Span]] = {}  # spans of each slot, by ``host:slot``
