@@ -94,7 +94,7 @@ class CommandLine:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when a signal requests the end."""
+    """Exception raised when a signal requests the end of the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ import msgspec
 from elastic.driver.events import ExitCause
 from elastic.protocol.messages import Worker
 
-# "diagnostics": messages of a worker beside its output, see `elastic.protocol.uncaught`. "usage": each chunk is one
-# Usage as JSON, measured by the worker's host.
+# "diagnostics": messages of a worker in addition to its output (see `elastic.protocol.uncaught`). "usage": one Usage as
+# JSON per chunk, measured by the worker's host.
 Stream = Literal["stdout", "stderr", "diagnostics", "usage"]
 Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
 

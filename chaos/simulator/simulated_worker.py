@@ -44,7 +44,7 @@ QUITTING_S = 8.0  # maximum time for an interpreter to exit
 
 
 class UserError(Exception):
-    """Raised by simulated user code."""
+    """Exception raised by simulated user code."""
 
 
 class SimulatedWorker:

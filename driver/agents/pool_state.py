@@ -37,16 +37,16 @@ class AgentRecord:
 
 
 class DeadlineKind(enum.IntEnum):
-    """Purpose of a deadline."""
+    """Kind of a deadline: what must have happened by then, or is to be done then."""
 
-    ARRIVAL = 1  # the host's agent must be connected
-    RETRY = 2  # another agent must be started on the host
+    ARRIVAL = 1  # the host's agent must have connected
+    RETRY = 2  # the start of an agent on the host is retried
     RESIGNATION = 3  # no host was reachable for so long that all hosts are lost
     BEAT = 4
 
 
 class PoolDeadlines:
-    """Deadlines of an `AgentPool`, one for each host and purpose. The host ``""`` stands for all hosts."""
+    """Deadlines of an `AgentPool`, one for each host and kind. The host ``""`` stands for all hosts."""
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}

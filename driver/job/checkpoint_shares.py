@@ -36,7 +36,7 @@ from elastic.protocol.messages import (
 
 @dataclass(frozen=True)
 class SendToRanks:
-    """Action that sends a message to these workers."""
+    """Action: send a message to these workers."""
 
     workers: list[Worker]
     message: Message
@@ -44,7 +44,7 @@ class SendToRanks:
 
 @dataclass(frozen=True)
 class CheckpointCompleted:
-    """A commit became durable."""
+    """Action: report that a commit became durable."""
 
     commit: Commit
     place: str
@@ -55,7 +55,7 @@ class CheckpointCompleted:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A commit will not be stored.
+    """Action: report that a commit will not be stored.
 
     Args:
         reason: why the commit is dropped.
@@ -70,7 +70,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class ReplicaCorrupted:
-    """A worker's replica differs from those of ``equal`` other workers, although all were equal before."""
+    """Action: report that a worker's replica differs from ``equal`` other replicas, although all were equal before."""
 
     worker: Worker
     generation: int
@@ -81,7 +81,7 @@ class ReplicaCorrupted:
 
 @dataclass(frozen=True)
 class ReplicasDiffer:
-    """The replicas differ, and the correct one is unknown.
+    """Action: report that the replicas differ, and that the correct one is unknown.
 
     Either no majority agrees, or the replicas were never equal.
     """
@@ -94,7 +94,7 @@ class ReplicasDiffer:
 
 @dataclass(frozen=True)
 class ReplicasCorrupted:
-    """Damaged memory of one worker corrupted all replicas through the gradients.
+    """Action: report that damaged memory of one worker corrupted all replicas through the gradients.
 
     Args:
         damaged: workers that differed from ``equal`` other workers before. Empty if they are unknown.

@@ -27,7 +27,7 @@ class Stoppable(Protocol):
     """Interface of a driver whose job can be stopped."""
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code. On the second call, kill it. Thread-safe."""
+        """End the job with this exit code. On the second call, kill its workers immediately. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)

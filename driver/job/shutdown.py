@@ -5,8 +5,8 @@ Outcome 0: members continue by themselves without a limit. The job ends when all
 - The exit code is 0, or 1 if a member failed. With --strict, it is 1 from the start if fewer scripts returned than
   began.
 - Workers that are not members are asked to leave, and have ``leave_s``.
-- Members that train again wait for each other. A frozen one is killed after ``idle_s``. Once one has failed, the others
-  have ``leave_s``.
+- Members that train again after the outcome is known wait for each other. A frozen one is killed after ``idle_s``.
+  Once one has failed, the others have ``leave_s``.
 
 Any other outcome: all workers are notified, and killed after GRACE_S. The job ends with the outcome's code when all
 workers have exited, or when another DEATH_S have passed.

@@ -26,7 +26,7 @@ class HealthChecks(Part):
         self.bandwidth = HostBandwidth(worlds)
 
     def handle(self, event: Event) -> bool:
-        """Handle an event. Return whether it was one about health."""
+        """Handle the result of a health check. Return False for other events."""
         match event:
             case WorkerHealthChecked():
                 self.checked(event)

@@ -1,4 +1,4 @@
-"""Checks that Kueue can admit the pods of a job, before the job is installed. Pure: no I/O, no clock."""
+"""Validation, before a job is installed, that Kueue can admit its pods. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from elastic.protocol.messages import Address, Worker
 ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
 STACKS_S = 3.0  # seconds for stacks to be written
 QUIET_S = 0.25  # seconds without further lines after which stacks are complete
-# the same number of seconds if all threads of a worker write their stacks, one after another
+# The same two limits if all threads of a worker write their stacks, one after another.
 STACKS_ALL_S, QUIET_ALL_S = 5.0, 1.0
 AT_ONCE = 64  # maximum number of concurrent requests
 STOP_CODE = 143  # exit code of a job that was stopped, as after SIGTERM

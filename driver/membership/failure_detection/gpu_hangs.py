@@ -11,7 +11,7 @@ have ended. The first collective that has not ended on all ranks is examined:
     all have reached it                   NETWORK: the network, or NCCL
 
 The last two blame no rank: the world is formed again, with new communicators. If the next world hangs too, and a
-minority has not completed what the others have, this minority is blamed.
+minority has not completed a collective that the others have completed, this minority is blamed.
 
 A rank that is slow on its host has not launched the collective. A rank with a slow GPU is behind by less than the time
 of a step. Neither is mistaken for a hang.

@@ -65,8 +65,8 @@ class WorkerPool:
             if room <= 0:
                 # The slots are checked again when one of these workers calls init() or exits.
                 return
-        # Checking every slot after each event would take too long. A check that found a free slot has started a worker
-        # there, which changes the version, so with the same versions none is free, however many workers are wanted.
+        # Checking every slot after each event would take too long. A check that finds a free slot starts a worker
+        # there, which changes the roster's version. With unchanged versions, therefore, no slot is free.
         state = (self.roster.version, self.slots.version, self._short())
         if state == self._looked_at and self.actions.now < self._look_again_at:
             return
