@@ -26,7 +26,7 @@ class HealthChecks(Part):
         self.bandwidth = HostBandwidth(worlds)
 
     def handle(self, event: Event) -> bool:
-        """Handle the result of a health check. Return False for other events."""
+        """Handle the result of a health check or of a bandwidth measurement. Return False for other events."""
         match event:
             case WorkerHealthChecked():
                 self.checked(event)
