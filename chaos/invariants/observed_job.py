@@ -17,7 +17,9 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class BrokenInvariant(AssertionError):
-    """A broken invariant. The message names the violation, the line of the journal, and the expected state."""
+    """Error raised when an invariant is violated. The message names the violation, the line of the journal, and the
+    expected state.
+    """
 
 
 @dataclass(eq=False)

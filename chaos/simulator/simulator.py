@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Violation(AssertionError):
-    """A broken invariant, with the seed and the latest events."""
+    """Error raised when an invariant is violated. It contains the seed and the latest events."""
 
 
 def settings_for(

@@ -349,8 +349,9 @@ def _asked_to_end() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_it() -> Iterator[None]:
-    """Make Ctrl-C end a blocking wait in this thread. asyncio's handler would only cancel a task, and no event loop
-    runs during the wait.
+    """Make Ctrl-C end a blocking wait in this thread.
+
+    asyncio's handler would only cancel a task, and no event loop runs during the wait.
     """
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()

@@ -19,7 +19,7 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """An event that is neither outdated nor possible in the current state, which indicates a bug.
+    """Error raised for an event that is neither outdated nor possible in the current state, which indicates a bug.
 
     The message contains the preceding events.
     """

@@ -137,7 +137,7 @@ def show(hosts: dict[str, int]) -> str:
 
 
 class _Unresolved(Exception):
-    """A name that currently cannot be resolved."""
+    """Error raised when a name cannot be resolved at present."""
 
 
 class ThisHost:
