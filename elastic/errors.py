@@ -25,22 +25,23 @@ class Interrupted(BaseException):
 
 
 class PeerLost(Interrupted):
-    """A collective failed. ``elastic.run`` restores the last commit and rejoins."""
+    """Interruption by a failed collective. ``elastic.run`` restores the last commit and rejoins."""
 
 
 class WorldChanging(Interrupted):
-    """A planned change of the world.
-
-    ``commit()`` and ``check_host_updates()`` raise this exception, so no work is lost.
+    """Interruption by a planned change of the world. Only ``commit()`` and ``check_host_updates()`` raise it, so no
+    work is lost.
     """
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed. Raise it under ``elastic.run`` to restore the last commit and rejoin."""
+    """Error of a failed collective. A script can raise it under ``elastic.run`` to restore the last commit and
+    rejoin."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts changed. Raise it under ``elastic.run`` to rejoin with the current state.
+    """Interruption by a change of the hosts. A script can raise it under ``elastic.run`` to rejoin with the current
+    state.
 
     Args:
         skip_sync: kept because scripts set and read it. Commits decide whether state is copied.
@@ -55,7 +56,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class LeaveRequested(Interrupted):
-    """This worker was asked to leave and has stopped at a safepoint. ``elastic.run`` ends the process."""
+    """Interruption of a worker that was asked to leave and has stopped at a safepoint. ``elastic.run`` ends the
+    process."""
 
 
 class ElasticError(Exception):
@@ -63,15 +65,17 @@ class ElasticError(Exception):
 
 
 class NotInitialized(ElasticError, ValueError):
-    """A function that needs the world was called before ``init()``."""
+    """Error raised when a function that needs the world is called before ``init()``."""
 
 
 class StateMismatch(ElasticError):
-    """This worker's model, optimizer or state differs from that of the running world."""
+    """Error raised when this worker's model, optimizer or state differs from that of the running world."""
 
 
 class ShardLost(ElasticError):
-    """Shards of a sharded state are lost, because no worker holds them. The job ends unless a checkpoint exists.
+    """Error raised when shards of a sharded state are lost, because no worker holds them.
+
+    The job ends unless a checkpoint exists.
 
     Args:
         lost: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
@@ -94,7 +98,7 @@ class ShardLost(ElasticError):
 
 
 class GradientsDiffer(ElasticError):
-    """Ranks computed different gradients of one shard, and a vote cannot identify the correct ones.
+    """Error raised when ranks computed different gradients of one shard, and a vote cannot identify the correct ones.
 
     See `elastic.Shards`.
 
@@ -118,37 +122,37 @@ class GradientsDiffer(ElasticError):
 
 
 class JobFailed(ElasticError, RuntimeError):
-    """A launched job failed. The message names rank, host and exit code.
+    """Error raised when a launched job failed. The message names rank, host and exit code.
 
     This is also a RuntimeError, which callers of ``horovod.run`` catch.
     """
 
 
 class ScriptMistakes(ElasticError):
-    """With ``--strict``: the first steps of the script showed a mistake. The job ends with exit code 2."""
+    """Error raised with ``--strict`` if the script's first steps show a mistake. The job ends with exit code 2."""
 
 
 class RequestRefused(ElasticError):
-    """A running job refused a request. The message gives the reason."""
+    """Error raised when a running job refuses a request. The message gives the reason."""
 
 
 class JobOver(JobFailed):
-    """The job has failed, as seen by a worker.
+    """Error raised in a worker when its job has failed.
 
     The driver has already reported the reason, so the worker exits without a traceback.
     """
 
 
 class DeviceLost(ElasticError):
-    """A GPU does not respond or has reported a fatal error, so its process must exit."""
+    """Error raised when a GPU does not respond or has reported a fatal error, so that its process must exit."""
 
 
 class DriverLost(ElasticError):
-    """The connection to the driver failed, and this worker can't continue without it."""
+    """Error raised when the connection to the driver failed and this worker cannot continue without it."""
 
 
 class WorkerOrphaned(JobFailed, DriverLost):
-    """The job has failed, as seen by a worker that has lost its driver. The worker itself reports the reason."""
+    """Error raised when the job has failed and this worker, having lost its driver, reports the reason itself."""
 
 
 class Differing(NamedTuple):
@@ -163,7 +167,7 @@ class Differing(NamedTuple):
 
 
 class CollectiveFailed(HorovodInternalError):
-    """A collective of one group failed or was aborted.
+    """Error raised when a collective of one group failed or was aborted.
 
     The runtime converts the error to ``PeerLost`` if the job can recover.
 
@@ -210,9 +214,9 @@ class CollectiveFailed(HorovodInternalError):
 
 
 class TensorMismatch(ElasticError, HorovodInternalError):
-    """The ranks submitted mismatched tensors under one name.
+    """Error raised on every rank when ranks submitted mismatched tensors under one name.
 
-    Every rank raises this error. The message names the difference.
+    The message names the difference.
 
     The class is a HorovodInternalError, but ``elastic.run`` does not recover from it, because the same code would
     submit the same tensors again. The error ends the worker with a traceback.
@@ -233,11 +237,13 @@ class TensorMismatch(ElasticError, HorovodInternalError):
 
 
 class Invalid(ElasticError, ValueError):
-    """Invalid input, such as a flag, a file or an argument. The message contains the remedy."""
+    """Error raised for invalid input, such as a flag, a file or an argument. The message contains the remedy."""
 
 
 class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
-    """A collective does not support the request, such as a reducescatter of maxima. Raised before anything is sent.
+    """Error raised when a collective does not support the request, such as a reducescatter of maxima.
+
+    Raised before anything is sent.
 
     Horovod raises HorovodInternalError or NotImplementedError in some of these cases. ``elastic.run`` does not recover
     from this error, because the same code would make the same request again.
@@ -256,7 +262,7 @@ class Fixed(enum.Enum):
 
 
 class NotElastic(Invalid, NotImplementedError):
-    """The script uses an object that cannot follow a change of the world.
+    """Error raised when the script uses an object that cannot follow a change of the world.
 
     Raised before the training starts, or before the next update after a change. The error ends the worker, because the
     same script would use the same object again.
@@ -274,7 +280,7 @@ class NotElastic(Invalid, NotImplementedError):
 
 
 class NotReduced(Invalid):
-    """A model in DistributedDataParallel trains a parameter that was added after DDP was created, so ranks would
+    """Error raised when a DDP model trains a parameter that was added after DDP was created, so that ranks would
     diverge.
 
     Args:
@@ -290,19 +296,19 @@ class NotReduced(Invalid):
 
 
 class DuplicateName(Invalid):
-    """A collective was submitted under the name of a collective that is still in flight."""
+    """Error raised when a collective is submitted under the name of a collective that is still in flight."""
 
 
 class UnsupportedType(Invalid, TypeError):
-    """A collective does not support tensors of this dtype. Horovod raises ValueError in this case."""
+    """Error raised when a collective does not support tensors of this dtype. Horovod raises ValueError in this case."""
 
 
 class NotPicklable(Invalid, TypeError):
-    """An object that belongs to its process, such as a state, was pickled or copied."""
+    """Error raised when an object that belongs to its process, such as a state, is pickled or copied."""
 
 
 class StaleValueWarning(UserWarning):
-    """A value in the script was made for an earlier world and does not follow the change.
+    """Warning that a value in the script was made for an earlier world and does not follow the change.
 
     Such a value is, for example, a learning-rate schedule or an environment variable. The message says what to do.
     """
@@ -316,7 +322,9 @@ def summary_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception as failure:  # __str__ of the exception raised, so only its class is known.
+    except (
+        Exception
+    ) as failure:  # __str__ of the exception itself raised, so only the class is known.
         text = f"its __str__ raised {type(failure).__name__}"
     lines = filter(None, map(str.strip, text.splitlines()))
     return shortened(": ".join([type(error).__name__, *itertools.islice(lines, 1)]))

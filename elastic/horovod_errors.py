@@ -39,7 +39,7 @@ class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The library was built against a different version of the framework."""
+    """Error for a library that was built against a different version of the framework."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(

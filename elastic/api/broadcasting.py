@@ -306,7 +306,7 @@ def _adopt(
             optimizer.state.pop(parameter, None)
 
 
-# ---- moving ------------------------------------------------------------------------------------
+# ---- transfer ----------------------------------------------------------------------------------
 
 
 def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:

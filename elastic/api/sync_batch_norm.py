@@ -1,8 +1,8 @@
 """`SyncBatchNorm`: batch normalization with statistics over the batches of all ranks.
 
 In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them: sums and
-sums of squares per channel in float64, and the number of values. Backward reduces two more sums per channel. Sums
-instead of per-rank statistics allow batches of different sizes, including empty ones. A rank that has joined
+sums of squares per channel in float64, and the number of values. The backward pass reduces two more sums per channel.
+Sums instead of per-rank statistics allow batches of different sizes, including empty ones. A rank that has joined
 contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 
 Communicates only through `elastic.api.ops`. Uses only torch operations, so it runs on any device.
@@ -30,8 +30,8 @@ class SyncBatchNorm(_BatchNorm):
     them. ``process_set`` selects the ranks that share their statistics. Float16 and bfloat16 inputs are normalized in
     float32.
 
-    In training mode all ranks must call the layer, and its backward, equally often and in the same order. Otherwise the
-    other ranks wait for the missing rank.
+    In training mode all ranks must call the layer, and run its backward pass, equally often and in the same order.
+    Otherwise the other ranks wait for the missing rank.
 
     As in Horovod, the loss of a rank is its share of the average loss. The gradient of the input is that of the sum of
     all ranks' losses, because each input affects every output through the statistics. The gradients of weight and bias
@@ -43,7 +43,7 @@ class SyncBatchNorm(_BatchNorm):
     Raises:
         ValueError: the input has less than two dimensions or a different number of channels.
         NotInitialized: ``init()`` was not called.
-        PeerLost: the world broke. Also raised by backward.
+        PeerLost: a worker was lost. Also raised by the backward pass.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # number of bytes read at once
 
 
 class IncompleteCommit(UnreadableCommit):
-    """The commit is incomplete, because its manifest was never written."""
+    """Error raised for an incomplete commit, whose manifest was never written."""
 
 
 CLAIMS_READ = 8  # number of newest claims to read when looking for running jobs
@@ -35,7 +35,7 @@ CLAIM = re.compile(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """Folder of a commit, with its usability.
+    """Folder of a commit, and whether the commit can be used.
 
     Args:
         name: name of the commit.
@@ -63,7 +63,7 @@ def names(storage: Storage) -> list[CommitName]:
 
 
 def claim_run(storage: Storage) -> int:
-    """Return a run number that is used neither by a checkpoint in the folder nor by another job, and reserve it.
+    """Reserve and return a run number that neither a checkpoint in the folder nor another job uses.
 
     Object stores cannot create a file exclusively. Two jobs that start at the same moment on an object store may
     therefore receive the same number.

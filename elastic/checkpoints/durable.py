@@ -1,4 +1,4 @@
-"""Checkpoints of a training function: the start and end of the writer, and the resume from the newest checkpoint.
+"""Checkpoints of a training function: start and stop of the writer, and resume from the newest checkpoint.
 
 Runs in the training thread.
 """
@@ -27,7 +27,8 @@ from elastic.state.state import ObjectState, State, overridden
 
 @contextlib.contextmanager
 def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
-    """Context manager that writes commits, as configured by the job, while a function under ``elastic.run`` trains.
+    """Context manager that writes commits to storage, as the job is configured, while a function under ``elastic.run``
+    trains.
 
     Raises:
         Invalid: the options are invalid, or the state cannot be written to a checkpoint.

@@ -221,7 +221,7 @@ def _decoded(text: Any) -> Any:
 
 
 class _NotPortable(Exception):
-    """A value that ``torch.load`` does not load by default."""
+    """Error raised for a value that ``torch.load`` does not load by default."""
 
 
 _ATOMS = (

@@ -16,11 +16,11 @@ Encode = Callable[[Any], Any]
 
 
 class NotPlain(ValueError):
-    """The value has a type that only pickle can store."""
+    """Error raised for a value of a type that only pickle can store."""
 
 
 class CorruptedData(ValueError):
-    """The input was not produced by `encode`."""
+    """Error raised for input that `encode` has not produced."""
 
 
 def _refuse(value: Any) -> Any:

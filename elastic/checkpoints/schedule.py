@@ -3,8 +3,8 @@
 All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
 for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this,
 so no rank writes the commit, and rank 0 names a later one. Rank 0 names no commit while one is being written. (If each
-rank counted commits for itself, ranks that are still writing would skip a commit that the others write. With slow
-storage, no checkpoint would ever be complete.)
+rank chose commits by its own count, a rank that is still writing would skip a commit that the other ranks write. With
+slow storage, no checkpoint would ever be complete.)
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Schedule:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """Reduce the number of commits by which requests are made in advance, after a checkpoint. Called on rank 0."""
+        """Reduce the lead with which rank 0 requests commits, after a checkpoint was written. Called on rank 0."""
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:

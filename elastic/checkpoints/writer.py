@@ -48,11 +48,11 @@ Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritte
 
 
 class _Corrupted(Exception):
-    """The commit contains infinite or NaN parameters, so training could not resume from it."""
+    """Error raised for a commit with infinite or NaN parameters, from which training could not resume."""
 
 
 class _Dropped(Exception):
-    """The checkpoint that is being written is no longer needed."""
+    """Error that aborts the write of a checkpoint that is no longer needed."""
 
 
 @dataclass
@@ -201,7 +201,7 @@ class CheckpointWriter:
             state: state of the training.
             commit: the last commit.
             place: place of this rank.
-            over: returns whether the world broke, which ends the wait.
+            over: returns whether the world failed, which ends the wait.
         """
         if self._alone:
             commit = Commit(commit.generation, self._commits)
@@ -247,7 +247,7 @@ class CheckpointWriter:
             while not self._settled or self._attempt is not None:
                 if over() or monotonic() >= deadline:
                     return False
-                self._changed.wait(LOOK_S)  # The world may break without a call of `world_over`.
+                self._changed.wait(LOOK_S)  # The world may fail without a call of `world_over`.
                 self._repeat()
         return True
 

@@ -53,7 +53,7 @@ def check(tensor: torch.Tensor, op: Op) -> None:
     """Check the arguments of a reduction.
 
     Raises:
-        ValueError: the operation is composed of others by the caller.
+        ValueError: backends lack the operation, which callers compose from other operations.
         TypeError: the dtype cannot be reduced.
     """
     if op not in OPS:
@@ -110,7 +110,8 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
     """Return integers in the order of these floats. -0.0 is less than 0.0, and NaN is selected by ``op``, MIN or MAX.
 
-    If floats were reduced directly, NCCL would always lose a NaN, and Gloo would lose it if certain ranks have it.
+    If floats were reduced directly, NCCL would always lose a NaN, and Gloo would lose it depending on the ranks that
+    have it.
     """
     wide = floats if floats.dtype in _INTEGERS else floats.float()
     keys = _turned(wide.view(_INTEGERS[wide.dtype]))

@@ -1,9 +1,9 @@
 """Collectives over NCCL: the interface on ``ProcessGroupNCCL``, with nonblocking communicators.
 
 The training thread never waits inside NCCL or CUDA for a peer. It polls whether a collective has completed, and only
-then orders its stream behind it. An abort therefore needs no cooperation of the waiting thread. On a side stream, such
-as those on which FSDP2 communicates, the training thread does not wait at all: the stream waits (`NcclWork.follow`),
-and `settle` polls at the next commit.
+then orders its stream behind it. An abort therefore does not depend on the waiting thread. On a side stream, such as
+those on which FSDP2 communicates, the training thread does not wait at all: the stream waits (`NcclWork.follow`), and
+`settle` polls at the next commit.
 
 A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and
 nothing is freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next
@@ -13,8 +13,8 @@ that is not connected yet, or whose NCCL cannot revoke, is aborted and freed imm
 After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and
 no gradient of an aborted step may be used. Unless a side stream follows a collective, nothing that reads a
 result is queued before the collective is known to have succeeded. After a side stream has followed one,
-parameters can contain such data, until the newest commit is restored. Commits cannot, because they call
-`settle` first.
+parameters can contain such data, until the newest commit is restored. Commits never contain such data, because they
+call `settle` first.
 
 Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
 This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
@@ -98,7 +98,7 @@ class NcclCollectives:
         # The oldest collective in flight while streams follow one, and since when it is the oldest.
         self._oldest: tuple[NcclWork, float] | None = None
 
-    # ---- connecting ------------------------------------------------------------------------------------------------
+    # ---- connection ------------------------------------------------------------------------------------------------
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None:
         """Block until the communicator's creation has begun on all ranks.
@@ -369,7 +369,7 @@ class NcclCollectives:
         self._looked_at = None if late is None else (late.number, now - late.launched_at)
         return Counts(launched, arrived, done, self._took_s, failed)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         self._fail("aborted", aborted=True)
@@ -397,7 +397,7 @@ class NcclCollectives:
         return True
 
     def _behind_all(self) -> torch.cuda.Event | None:
-        """Return an event after all of the group's kernels.
+        """Return a CUDA event that is recorded after all of the group's kernels.
 
         Once NCCL has detected an error, torch reports every collective as completed, whether its kernel has ended or
         not.
@@ -527,7 +527,7 @@ class NcclWork:
         self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()
 
     def event_back(self) -> list[torch.cuda.Event]:
-        """Return the work's event for reuse after the work is done."""
+        """Give up the work's CUDA event for reuse, once the work is done. Empty without an event."""
         event, self._arrived = self._arrived, None
         return [] if event is None else [event]
 

@@ -22,7 +22,7 @@ _leave_at: float | None = None
 
 
 class ProcessExiting(BaseException):
-    """Raised in a thread when the process is exiting and stops waiting for the thread."""
+    """Error raised in a thread when the exiting process stops waiting for the thread."""
 
 
 def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thread:

@@ -150,7 +150,7 @@ class DataLoader:
         optimizer_steps.watch()
         loaders.add(self)
 
-    # ---- for scripts -----------------------------------------------------------------------------
+    # ---- interface for scripts -------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -220,7 +220,7 @@ class DataLoader:
         self._handed_some = False
         return LoaderIterator(self, self._passes)
 
-    # ---- for states ------------------------------------------------------------------------------
+    # ---- interface for states --------------------------------------------------------------------
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
         """Mark the loader as part of a state with these parameters.

@@ -80,9 +80,10 @@ class SamplePartition:
         return step[start : start + size + (number < larger)]
 
     def weight(self, step: range, number: int) -> float:
-        """Return the factor for the mean over a part with which the mean over all parts is the mean over the step.
+        """Return the weight of a part. The average over parts of each part's mean times its weight is the mean over the
+        step.
 
-        The factor is 1.0 if all parts are equal, and 0.0 for an empty part.
+        The weight is 1.0 if all parts have the same size, and 0.0 for an empty part.
         """
         if len(step) % self.parts == 0:
             return 1.0

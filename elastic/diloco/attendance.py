@@ -20,11 +20,11 @@ from elastic.errors import Invalid
 
 
 class Notification(msgspec.Struct, frozen=True, array_like=True):
-    """Notification of all leaders by one of them."""
+    """Message from one leader to all leaders."""
 
     merge: int  # number of the merge, counted from the start of the job
     leader: int  # rank of the sender
-    expired: bool = False  # whether the grace period is over, in place of: the change was sent
+    expired: bool = False  # whether the message reports the end of the grace period, and not that the change was sent
     weighted: bool = False  # whether the script of the sender reports tokens
 
 

@@ -5,7 +5,7 @@ Then all workers average the changes of their parameters.
 Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
 parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -
 inner`` of one fragment into a buffer, lets the outer optimizer step with it as the gradient, and mixes the result into
-the inner parameters. A lost worker breaks at most the collective, which has written only to that buffer, so the merge
+the inner parameters. A lost worker fails at most the collective, which has written only to that buffer, so the merge
 is repeated in the next world.
 
 In an island, DistributedDataParallel averages gradients in every step. Its leader exchanges the pseudo-gradients with
@@ -206,7 +206,7 @@ class DiLoCo:
             group["params"] = [twins[id(each)] for each in group["params"]]
         return given
 
-    # ---- for scripts -----------------------------------------------------------------------------
+    # ---- interface for scripts -------------------------------------------------------------------
 
     @property
     def position(self) -> int:
@@ -233,7 +233,7 @@ class DiLoCo:
         """Count an inner step, and send and merge the fragments that are due.
 
         Call it after each step of the inner optimizer. It communicates only in steps in which a fragment is sent or
-        merged. If the world breaks meanwhile and the object is in a state, the merge is repeated in the next world, and
+        merged. If the world fails meanwhile and the object is in a state, the merge is repeated in the next world, and
         the following ``commit()`` keeps this inner step before it raises.
 
         Args:
@@ -241,7 +241,7 @@ class DiLoCo:
                 since the last merge; without it, all islands have equal weights. Pass it on all workers or on none.
 
         Raises:
-            PeerLost: the world broke, and this object is in no state.
+            PeerLost: the world failed, and this object is in no state.
             StateMismatch: the inner parameters of this island's workers differ.
             Invalid: the tokens are negative, not finite, or passed in some steps only, or ``dtype`` is float16, which
                 weighted changes can exceed.
@@ -637,7 +637,7 @@ class DiLoCo:
                 else:
                     self.inner[i].copy_(self.outer[i])
 
-    # ---- for its handler -------------------------------------------------------------------------
+    # ---- interface for the state handler ---------------------------------------------------------
 
     def reconcile(self) -> None:
         """Synchronize the counters with the ranks of a new world, and complete a merge that the previous world left

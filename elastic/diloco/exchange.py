@@ -33,7 +33,7 @@ _CHECK_S = 0.05  # seconds between two checks whether the world still exists
 
 @dataclass
 class DecidedMerge:
-    """Decided merge.
+    """Merge whose participants are decided.
 
     Attributes:
         present: leaders of the islands in the mean.
@@ -80,7 +80,7 @@ class QuorumExchange:
         self._error: Exception | None = None
         self._engine.listen(self._receive)
 
-    # ---- for the script's thread -----------------------------------------------------------------
+    # ---- calls of the script's thread ------------------------------------------------------------
 
     def send(self, merge: int, collectives: list[Pending], weighted: bool) -> None:
         """Send this island's change for a merge, unless the merge was decided without it."""
@@ -129,7 +129,7 @@ class QuorumExchange:
         if self._error is not None:
             raise self._error
 
-    # ---- in the threads of the engine and the timer ----------------------------------------------
+    # ---- callbacks in the threads of the engine and the timer ------------------------------------
 
     def _receive(self, request: Request) -> None:
         if not request.name.startswith(f"{NOTIFY}.{NAME}."):

@@ -1,7 +1,7 @@
 """Quantization of pseudo-gradients to 8 or 4 bits with a scale for each block of 128 elements.
 
-The scale of a block, a float32, is its largest absolute value divided by the largest value of the format. 4 bits take
-0.266, and 8 bits 0.516, of the bytes of bfloat16.
+The scale of a block, a float32, is its largest absolute value divided by the largest value of the format. Relative to
+bfloat16, the packed size is 0.266 with 4 bits and 0.516 with 8 bits.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class TakeInner:
     """
 
     root: int
-    kept: bool  # this rank has the same ones already
+    kept: bool  # whether this rank already has the same values
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,8 @@ class Rounds:
             self.tokens[fragment] += tokens or 0.0
 
     def _scheduled(self) -> Sent | None:
-        """Return the fragment that is sent after this step, or None if no fragment is, or it was already merged."""
+        """Return the fragment to send after this step. Return None if none is due, or if the due one was already
+        merged."""
         if self.quorum:
             if self.pending is not None:
                 return None

@@ -1,4 +1,4 @@
-"""Saves the state with which a rank computed wrong gradients, as evidence for the vendor of its hardware."""
+"""Storage of the state with which a rank computed wrong gradients, as evidence for the hardware vendor."""
 
 from __future__ import annotations
 

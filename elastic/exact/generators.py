@@ -29,7 +29,7 @@ def set_seed(seed: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Return the generators' states as numbers and bytes, 10 KB. The current GPU represents all GPUs."""
+    """Return the generators' states as numbers and bytes (10 KB). Of the GPUs, only the current one is included."""
     version, words, normal = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),

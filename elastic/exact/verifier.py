@@ -1,4 +1,5 @@
-"""Check of drawn shards: another rank computes them again, and a vote names the rank with wrong gradients.
+"""Check of randomly drawn shards: another rank computes them again, and a vote identifies the rank with wrong
+gradients.
 
 `verification` decides. This module computes shards once more, compares digests and reports culprits. A second pass
 leaves no trace: its gradients are only digested, and buffers and random generators are restored.
@@ -125,7 +126,8 @@ class Verifier:
         """Yield the shards that this rank computes once more, after its own. Collective.
 
         In each step, the ranks exchange which of their shards has an infinite, NaN or much larger gradient than usual.
-        Another rank computes it immediately. If the result is the same, the model is the cause, and the step is taken.
+        Another rank computes that shard again immediately. If both results are equal, the model is the cause, and the
+        step is taken.
 
         Raises:
             PeerLost: a rank was lost, or its gradients were wrong.

@@ -275,7 +275,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
 
-# ---- elastic -----------------------------------------------------------------------------------
+# ---- elastic training --------------------------------------------------------------------------
 
 
 class _Position(keras.callbacks.Callback):

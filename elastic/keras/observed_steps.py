@@ -79,7 +79,7 @@ class KerasSteps:
         self._used.clear()
         self._applied_to.clear()
 
-    # ---- in each step ------------------------------------------------------------------------------------------------
+    # ---- hooks in each step ------------------------------------------------------------------------------------------
 
     def _wrap(self, kind: type, name: str, around: Callable[..., Any]) -> None:
         own: Any = vars(kind)[name]

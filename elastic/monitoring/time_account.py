@@ -4,7 +4,7 @@
     committing   in ``state.commit()``
     data         waiting for the next batch of a ``DataLoader``
     storage      reading the initial checkpoint, and waiting for the last one to be written
-    recovering   from the end of a broken world until the state is equal everywhere in the next one
+    recovering   from the end of a failed world until the state is equal everywhere in the next one
     joining      from ``init()`` to the training function, and in planned changes
     lost         training, committing or waiting for data that has to be repeated
     idle         before and after the training function, and as a standby

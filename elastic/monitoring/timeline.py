@@ -115,7 +115,7 @@ def _wake() -> None:
         _poke()
 
 
-# ---- for `elastic.monitoring.tracing`, which takes the records ----------------------------------------------
+# ---- interface for `elastic.monitoring.tracing`, which sends the records ------------------------------------
 
 
 def record(into: TraceBuffer, poke: Callable[[], None], *, cycles: bool) -> None:

@@ -253,7 +253,7 @@ class _Writing:
             self._file.append(self._format.dropped(self._key, dropped, time.monotonic_ns()))
 
 
-# ---- for scripts ---------------------------------------------------------------------------------
+# ---- interface for scripts -----------------------------------------------------------------------
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -243,7 +243,7 @@ class Coordinator:
             decisions += self._decide(each, list(each.waiting))
         return decisions
 
-    # ---- ranks that wait for each other -----------------------------------------------------------------------------
+    # ---- deadlocks --------------------------------------------------------------------------------------------------
 
     def _deadlocked(self) -> list[ResponseList]:
         """Fail the collectives of ranks that wait for each other in a cycle, each in a different one."""
@@ -275,7 +275,7 @@ class Coordinator:
             made.append(ResponseList(each.named_as, each.epoch, responses=(ended,)))
         return made
 
-    # ---- collectives that make no progress -------------------------------------------------------------------------
+    # ---- stalled collectives ---------------------------------------------------------------------------------------
 
     def stalled(
         self, now: float, warn_s: float, end_s: float

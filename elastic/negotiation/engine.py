@@ -49,7 +49,7 @@ class Engine:
 
     Args:
         group_for: called with purpose, device and members. Returns the data group.
-        broken: called with the reason if the world broke.
+        broken: called with the reason if the world failed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
     def failed(self) -> bool:
         return self._failure is not None
 
-    # ---- submitting ------------------------------------------------------------------------------------------------
+    # ---- submission ------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending, soon: bool) -> None:
         """Queue a collective.
@@ -201,7 +201,7 @@ class Engine:
                 with self._sending:
                     self._line.send(RequestList(ALL, 0, requests=(Request(LEAVE, LEAVE),)))
 
-    # ---- driving ---------------------------------------------------------------------------------------------------
+    # ---- message exchange ------------------------------------------------------------------------------------------
 
     def complete(self, pending: Pending) -> None:
         """Wait until the coordinator has decided on the collective.
@@ -374,7 +374,7 @@ class Engine:
         """Return rank 0's rules for a rank that wants to connect. Thread-safe. Needs no submission on rank 0."""
         return [encode_rules(self._local_controller().rules)]
 
-    # ---- carrying out ----------------------------------------------------------------------------------------------
+    # ---- execution of decisions ------------------------------------------------------------------------------------
 
     def _carry_out(self, decision: ResponseList) -> None:
         with self._lock:
@@ -414,10 +414,10 @@ class Engine:
                 with self._lock:
                     self._undecided -= len(asked)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """Report the world as broken and fail all waits.
+        """Report the world as failed and fail all waits.
 
         Called in the engine's own threads, which have no caller to do so.
         """
@@ -447,7 +447,7 @@ class Engine:
             self._line.abort()
 
     def rest(self, timeout_s: float) -> bool:
-        """At the end of the process, stop carrying out decisions, without reporting the world as broken.
+        """At the end of the process, stop carrying out decisions, without reporting the world as failed.
 
         Waits for at most ``timeout_s`` seconds. Returns whether the last decision in progress has ended.
         """

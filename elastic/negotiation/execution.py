@@ -72,7 +72,7 @@ def start(
 
 
 def error_of(response: Response) -> BaseException | None:
-    """Return the error that a response stands for, which the submitting ranks raise, or None."""
+    """Return the error in a response, which the submitting ranks raise, or None if the collective can run."""
     if not response.error:
         return None
     if response.refused:

@@ -38,7 +38,7 @@ class HandleEntry:
 class Handles:
     """Handles of this process. Thread-safe.
 
-    Handles of a broken world are dropped when the next world claims a handle.
+    Handles of a failed world are dropped when the next world claims a handle.
     """
 
     def __init__(self) -> None:

@@ -118,7 +118,7 @@ class LocalController:
             # Rank 0 comes last, because its process may exit before the other ranks are notified.
             self.own.put(decision)
 
-    # ---- called in the server's thread -----------------------------------------------------------------------------
+    # ---- calls in the server's thread ------------------------------------------------------------------------------
 
     def _received(self, caller: SealedCaller, message: Any) -> None:
         if caller.identity is not None:
@@ -167,7 +167,7 @@ class LocalController:
         for sentence in stalled:
             print(f"elastic: stalled: {sentence}", file=sys.stderr, flush=True)
 
-    # ---- called in rank 0's threads --------------------------------------------------------------------------------
+    # ---- calls in rank 0's threads ---------------------------------------------------------------------------------
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake arrives, for at most ``within_s`` seconds.

@@ -188,7 +188,7 @@ class Pending:
         ]
         return [work for works, _ in parts for work in works], lambda: [end() for _, end in parts]
 
-    # ---- as `Work` -------------------------------------------------------------------------------------------------
+    # ---- interface of `Work` ---------------------------------------------------------------------------------------
 
     def done(self) -> bool:
         if not self.decided:
@@ -240,7 +240,7 @@ class Pending:
         results = self._batch.results()
         return results if self._part is None else results[self._part[0] : self._part[1]]
 
-    # ---- for the engine --------------------------------------------------------------------------------------------
+    # ---- interface for the engine ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Receive a decision that was made before the world was over."""

@@ -4,7 +4,7 @@ Every worker keeps its own table, and all tables must be equal. All ranks reques
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
 requests alone, so all ranks reach the same result or all raise.
 
-Tables may differ for a while, because a world can break when only some ranks have made a change. After the rollback to
+Tables may differ for a while, because a world can fail when only some ranks have made a change. After the rollback to
 a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error. All
 ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), like
 the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets apply and
@@ -200,7 +200,7 @@ class ProcessSetTable:
             self._drop(entry)
         self._next_number, self.largest, self.joined = 1, 0, False
 
-    # ---- taking over another worker's table ------------------------------------------------------
+    # ---- adoption of another worker's table ------------------------------------------------------
 
     def text(self) -> str:
         """Serialize the contents that `adopt` needs."""

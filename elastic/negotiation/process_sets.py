@@ -131,7 +131,7 @@ global_process_set = GlobalProcessSet()
 _objects: dict[SetEntry, ProcessSet] = {}  # the first object for each registered set
 
 
-# ---- for collectives -------------------------------------------------------------------------------------------------
+# ---- ranks of collectives --------------------------------------------------------------------------------------------
 
 
 def resolve(process_set: ProcessSet | None) -> Ranks | None:
@@ -186,7 +186,7 @@ def _called(entry: SetEntry) -> str:
     return f"process set {entry.number} with ranks {list(entry.ranks)}"
 
 
-# ---- registering and removing ----------------------------------------------------------------------------------------
+# ---- registration and removal ----------------------------------------------------------------------------------------
 
 
 def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
@@ -348,7 +348,7 @@ def _found(ranks: Ranks) -> ProcessSet:
     return ProcessSet(ranks) if entry is None else _object(entry)
 
 
-# ---- when the world changes ------------------------------------------------------------------------------------------
+# ---- changes of the world --------------------------------------------------------------------------------------------
 
 
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:

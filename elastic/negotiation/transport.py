@@ -1,8 +1,8 @@
 """Connections over which ranks negotiate collectives: one from every rank to rank 0, for one generation.
 
 This module contains the end of a rank, and `local_transport` the end of rank 0. The address of rank 0 is in the
-generation's store. Frames are those of `elastic.protocol.framing`: authenticated from the first one, which proves that
-the caller knows the job's secret, validated against their schema, never pickled. Blocking calls end with `abort`, from
+generation's store. Frames are those of `elastic.protocol.framing`: authenticated, validated against a schema, never
+pickled. The first frame of a rank proves that the rank knows the job's secret. Blocking calls end with `abort`, from
 any thread.
 """
 

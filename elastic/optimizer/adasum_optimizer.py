@@ -6,8 +6,8 @@ rates therefore need not be scaled with the number of ranks, and any optimizer c
 counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling Distributed Training with
 Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
 
-Deltas are reduced after backward, not during it. An optimizer that steps all parameters at once keeps its fused
-kernels, step hooks and closure, unlike one that is stepped separately for each parameter. All communication uses
+Deltas are reduced in ``step()``, not during the backward pass. An optimizer that steps all parameters at once keeps its
+fused kernels, step hooks and closure, unlike one that is stepped separately for each parameter. All communication uses
 `elastic.api.ops`.
 """
 

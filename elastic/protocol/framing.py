@@ -9,8 +9,8 @@ each connection has its own key, derived from a secret and the nonces of both en
 be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
 
 Control connections are sealed after a challenge. On connections between ranks, for the store of a generation and for
-the negotiation of named collectives, the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of the
-first one proves that it knows the secret. Each use has its own secret, see `derived`.
+the negotiation of named collectives, the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of its
+first frame proves that the caller knows the secret. Each use has its own secret, see `derived`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN = 200  # maximum number of characters of an unauthenticated peer's text th
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
     """Return the HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name.
 
-    These make it impossible to reflect a proof or move it to another connection.
+    With these inputs, a proof cannot be reflected or reused on another connection.
     """
     text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, who.encode()))
     return hmac.digest(secret, text, hashlib.sha256)

@@ -50,7 +50,7 @@ IslandNames = Annotated[
 
 
 class ProtocolError(Exception):
-    """The peer sent bytes that are not a message of this protocol, or failed authentication."""
+    """Error raised when the peer sent bytes that are not a message of this protocol, or failed authentication."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -81,9 +81,8 @@ class Worker(Value):
 
 
 class Commit(Value):
-    """Identity of a committed state: the n-th commit of a generation. Later commits compare greater.
-
-    Shown as ``g2c300``, to keep it from being read as a decimal number.
+    """Identity of a committed state: the n-th commit of a generation. Later commits compare greater. The text form is
+    ``g2c300``, which cannot be mistaken for a decimal number.
     """
 
     generation: int
@@ -146,7 +145,7 @@ Part = Literal["training", "committing", "data", "storage", "recovering", "joini
 
 
 class Place(Value):
-    """Place of one worker in a world: its rank in the world, on its host, and across hosts, with the sizes of these."""
+    """Place of one worker in a world: its global, local and cross rank, with the corresponding sizes."""
 
     rank: int
     size: int
@@ -195,7 +194,7 @@ class ShardsHeld(Value):
 
     copies: int
     sealed: Commit | None = None
-    # shards of a commit in each of the two banks
+    # shards of a commit in each of the two snapshot buffers
     held: Annotated[tuple[HeldCommitShards, ...], Meta(max_length=2)] = ()
 
 

@@ -20,7 +20,7 @@ _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """The peer does not use TLS, or is not authorized. The message is the reason."""
+    """Error raised when the peer does not use TLS or is not authorized. The message is the reason."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:

@@ -29,7 +29,7 @@ _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """A call failed on a worker with an exception that cannot be raised here.
+    """Error raised when a call failed on a worker with an exception that cannot be raised here.
 
     The message contains the worker's traceback.
     """

@@ -161,7 +161,7 @@ class DriverActor:
     async def pid(self) -> int:
         return os.getpid()
 
-    # ---- in the driver's loop ----------------------------------------------------------------------------------------
+    # ---- tasks in the driver's event loop ----------------------------------------------------------------------------
 
     def _apart(self, work: Coroutine[Any, Any, Value]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

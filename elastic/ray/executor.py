@@ -196,7 +196,7 @@ class Executor:
         self._spread: arguments.WorkerRequest | None = None
         self._calling: Any = None  # set if workers are persistent
 
-    # ---- begin and end -----------------------------------------------------------------------------------------------
+    # ---- start and shutdown ------------------------------------------------------------------------------------------
 
     def start(
         self,

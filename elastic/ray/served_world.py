@@ -1,7 +1,7 @@
 """The world of a persistent worker. It is formed before the first call, and survives calls that fail on some ranks.
 
-In any other job of a fixed size, a broken collective ends the job, because a partly executed program cannot be undone.
-Here the program is a sequence of calls, and a failed call is reported to its caller. A broken world is therefore
+In any other job of a fixed size, a failed collective ends the job, because a partly executed program cannot be undone.
+Here the program is a sequence of calls, and a failed call is reported to its caller. A failed world is therefore
 abandoned without notifying the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
 """
 
@@ -91,7 +91,7 @@ class ServedRuntime(WorkerRuntime):
         """Cancel the current call, so that blocking collectives raise. Thread-safe. `regroup` follows on every rank."""
         self._served.give_up(CALLED_OFF, self._regroupings.tell)
 
-    # ---- the next world, in the thread that makes the calls ------------------------------------------------------
+    # ---- the next world, in the calling thread -------------------------------------------------------------------
 
     def regroup(self) -> None:
         """Form a new world with all other ranks.

@@ -155,7 +155,7 @@ def first_host(nodes: str) -> str:
     return f"{before}{number or ''}{after or ''}"
 
 
-# ---- by launcher -------------------------------------------------------------------------------------------------
+# ---- launchers ---------------------------------------------------------------------------------------------------
 
 
 def _horovod(env: Mapping[str, str], parent: int) -> LauncherEnv | None:

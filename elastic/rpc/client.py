@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 16
 
 
 class ConnectionClosed(ProtocolError):
-    """The peer closed the connection."""
+    """Error raised when the peer has closed the connection."""
 
 
 class ControlClient:

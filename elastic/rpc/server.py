@@ -299,7 +299,7 @@ class SealedServer:
         if caller.identity is not None and not self._closed.is_set():
             self._lost(caller)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """End the thread and all connections. Thread-safe, idempotent, never blocks."""

@@ -91,7 +91,7 @@ def long_phase(name: str) -> Iterator[None]:
     """Context manager for work during which the other workers wait, such as an evaluation or checkpoint on one rank.
 
     In this context the worker is never treated as stuck. The log periodically reports the worker and the name of the
-    phase. A stopped or unreachable process is still killed. If the world breaks in the meantime, the other workers wait
+    phase. A stopped or unreachable process is still killed. If the world fails in the meantime, the other workers wait
     for at most ``--elastic-timeout``. The context sends one message at its start and one at its end, and may be nested.
     It has no effect outside the training thread or without a driver.
 

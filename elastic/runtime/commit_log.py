@@ -127,7 +127,7 @@ class CommitLog:
             self.durable.committed(state, commit, recovery.place)
 
     def finish(self, state: Any) -> None:
-        """Make the last commit durable after the training, unless the world breaks meanwhile."""
+        """Make the last commit durable after the training, unless the world fails meanwhile."""
         recovery, session = self._session.recovery, self._session
         commit = recovery.agreed()
         if self.durable is not None and commit is not None:
@@ -165,7 +165,7 @@ class CommitLog:
 
         Raises:
             WorldChanging: all workers stop here for a planned change.
-            PeerLost: the world broke.
+            PeerLost: the world failed.
             LeaveRequested: this worker leaves.
         """
         session = self._session
@@ -198,7 +198,7 @@ class CommitLog:
                     session.recovery.release()
         return verdict
 
-    # ---- between two worlds --------------------------------------------------------------------------------------
+    # ---- changes of the world ------------------------------------------------------------------------------------
 
     def keep(self, state: CommittedState) -> None:
         """Save the state as the commit of the safepoint at which all workers have stopped."""
@@ -213,7 +213,7 @@ class CommitLog:
     def keep_own(self, state: CommittedState) -> bool:
         """Save the current state, because user code requests a new world.
 
-        If the world has broken, nothing is saved, because a step may be incomplete.
+        If the world has failed, nothing is saved, because a step may be incomplete.
 
         Returns:
             Whether there is such a commit, which `committed_alone` then counts. If not, the previous commit remains the

@@ -129,7 +129,7 @@ class GuardedGroups:
             with Guard(self, "the step's collectives on the GPU"):
                 group.settle()
 
-    # ---- around a collective -------------------------------------------------------------------------------------
+    # ---- start and end of a collective ---------------------------------------------------------------------------
 
     def begin(self, name: str) -> int:
         """Begin a collective. Return its generation.

@@ -58,7 +58,7 @@ class LinkThread:
         self._training_told = (0, False)
         self._reported = (0, 0)  # planned change of which listeners were notified
 
-    # ---- starting ------------------------------------------------------------------------------------------------
+    # ---- startup -------------------------------------------------------------------------------------------------
 
     def connect(self, link: Link) -> None:
         """Introduce this process to the driver and wait for the answer.
@@ -101,7 +101,7 @@ class LinkThread:
         self._leave_asked = True
         self._session.poke()
 
-    # ---- in the thread -------------------------------------------------------------------------------------------
+    # ---- work in the link thread ---------------------------------------------------------------------------------
 
     def poked(self) -> float:
         """Check timers, at every poke and at least once a second. Return the seconds until the next check."""

@@ -1,4 +1,4 @@
-"""Groups and store of the current world, which are created at first use and aborted when the world breaks.
+"""Groups and store of the current world, which are created at first use and aborted when the world fails.
 
 The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
 group are decided elsewhere.
@@ -90,7 +90,7 @@ class Groups:
         self._engine: Engine | None = None
         self._place: Place | None = None
         self._used: set[str] = set()  # purposes of _AHEAD used in previous worlds
-        # Objects to abort when the world breaks, with their generation. Appended before any blocking call.
+        # Objects to abort when the world fails, with their generation. Appended before any blocking call.
         self._cuttable: list[tuple[int, Abortable]] = []
         self._closer = DeferredCloser()
         self._watching: threading.Thread | None = None
@@ -368,7 +368,7 @@ class Groups:
         while not self._closing.wait(_WATCH_S):
             self.followed_since()
 
-    # ---- the end ---------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------
 
     def make_room(self) -> None:
         """Free the GPU memory of old communicators before this worker reports ready for the next world.

@@ -41,7 +41,7 @@ class ProgressCounter:
         self._window: tuple[int, float] | None = None  # generation and start time
         self._begun_with: messages.Commit | None = None
 
-    # ---- the training thread ---------------------------------------------------------------------
+    # ---- records of the training thread ----------------------------------------------------------
 
     def enter(self, generation: int, name: str, now: float, thread: int = 0) -> None:
         """Record that a collective begins to block this thread."""
@@ -76,7 +76,7 @@ class ProgressCounter:
         at, lines = self._awaited
         return lines if at == (self.generation, self.entered) else {}
 
-    # ---- the link thread -------------------------------------------------------------------------
+    # ---- reports of the link thread --------------------------------------------------------------
 
     def tell(
         self,

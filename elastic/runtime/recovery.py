@@ -86,19 +86,19 @@ class Recovery:
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
-    # Inside a second training, which no world follows, or after such a training broke.
+    # Inside a second training, which no world follows, or after the world of such a training failed.
     again: bool = False
     stands_by: bool = False  # waits for a free place in the world
-    reason: str = ""  # why the world broke, or why it is over
+    reason: str = ""  # why the world failed, or why it is over
     newest: Commit | None = None
     sealed: Commit | None = None  # of a sharded state: see `elastic.protocol.messages.ShardsHeld`
     # message that ended the job for this worker, Leave, Rejected or End
     over: Message | None = None
     _welcomed: bool = False
-    _calls: tuple[Called, ...] = ()  # differing calls of the ranks, which broke the world
+    _calls: tuple[Called, ...] = ()  # differing calls of the ranks, which made the world fail
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last Ready message
-    _own_failure: bool = False  # whether the world broke here first and the driver was notified
+    _own_failure: bool = False  # whether the world failed here first and the driver was notified
     _resumed: messages.Resumed | None = None  # report of this generation
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
     # Reason why user code ends the process.
@@ -268,7 +268,7 @@ class Recovery:
         self.running = False
 
     def train_again(self) -> None:
-        """Begin a second training. The second training makes no commits, and ends if its world breaks."""
+        """Begin a second training. The second training makes no commits, and ends if its world fails."""
         self.again = True
 
     def trained_again(self) -> None:

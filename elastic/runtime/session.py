@@ -78,7 +78,7 @@ class Session:
         self._when_lost: Callable[[], None] = lambda: None
         self._told_in = 0  # last generation whose end was raised in user code
 
-    # ---- the machine ---------------------------------------------------------------------------------------------
+    # ---- the state machine ---------------------------------------------------------------------------------------
 
     def update(self, decide: Callable[[Recovery], list[Action]]) -> None:
         """Change the state machine, wake waiting threads and carry out the resulting actions. Thread-safe."""
@@ -235,13 +235,13 @@ class Session:
 
     @property
     def recovers(self) -> bool:
-        """Return whether a new world follows a broken world.
+        """Return whether a new world follows a failed world.
 
         In a job of fixed size this is only the case for its last checkpoint.
         """
         return not self.alone and (self.env.elastic or self.recovery.ending.checkpoint_wanted)
 
-    # ---- the end of this worker's part ---------------------------------------------------------------------------
+    # ---- the end of this worker's participation ------------------------------------------------------------------
 
     def raise_over(self) -> None:
         """Raise the error with which this process leaves the job.

@@ -235,7 +235,7 @@ class WorkerRuntime:
             )
             self._merge_reports = MergeReports(now + MERGE_REPORT_S, late, names, names_due_at)
 
-    # ---- from init() to the end ----------------------------------------------------------------------------------
+    # ---- lifecycle -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Introduce this process to the driver and wait for the answer.

@@ -49,7 +49,7 @@ class DriverWorlds:
             kept: older commits of which this worker has copies.
 
         Raises:
-            PeerLost: the world broke. `Session.raise_over` lists the other errors.
+            PeerLost: the world failed. `Session.raise_over` lists the other errors.
         """
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)

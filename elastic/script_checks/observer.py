@@ -75,7 +75,7 @@ class ScriptObserver:
         self._collectives = 0
         self._sources_of_steps = [make() for make in step_sources.makers]
 
-    # ---- for elastic.run ---------------------------------------------------------------------------------------------
+    # ---- interface for elastic.run -----------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """Find the relevant objects that exist before the training, in one scan of all objects.
@@ -113,7 +113,7 @@ class ScriptObserver:
             source.observe(self._counts, (self._rt.place.rank, self._rt.place.size))
 
     def recovered(self) -> None:
-        """Check once more after the first broken world."""
+        """Check once more after the first failed world."""
         if not self._recovered:
             self._recovered = True
             checked = not self._observes
@@ -140,7 +140,7 @@ class ScriptObserver:
         self._sources.clear()
         self._positions.clear()
 
-    # ---- in each step ------------------------------------------------------------------------------------------------
+    # ---- hooks in each step ------------------------------------------------------------------------------------------
 
     def _gave_batch(self, iterator: Any) -> None:
         if iterator is None:

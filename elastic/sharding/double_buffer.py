@@ -1,4 +1,4 @@
-"""State of the two banks that a rank alternates between for commits. Pure: no I/O, no clock.
+"""State of a rank's two banks (snapshot buffers), to which it writes commits in turn. Pure: no I/O, no clock.
 
     begin --> WRITING --copied--> OWN --mirrored--> MIRRORED --sealed--> the base of the next commit
                  (on any of these: discard)
@@ -16,7 +16,7 @@ from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory
 
 
 class BufferState(enum.IntEnum):
-    """The parts of a bank that are complete."""
+    """Progress of the commit in a bank."""
 
     WRITING = 0  # no part is complete
     OWN = 1  # this rank's shard is complete

@@ -145,7 +145,7 @@ class _Query:
 
 
 class _NotReusable(Exception):
-    """The decision depends on the mesh."""
+    """Error raised when a decision depends on the mesh."""
 
 
 def _listed(spec: Any) -> list[Any]:

@@ -62,7 +62,7 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
         self._pace = CommitPace()
 
-    # ---- what scripts call -----------------------------------------------------------------------
+    # ---- interface for scripts -------------------------------------------------------------------
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Register functions to call in order, without arguments, after every change of the world."""
@@ -186,7 +186,7 @@ class State:
     def reset(self) -> None:
         """Handle a change of the world. Called before the callbacks of `register_reset_callbacks`."""
 
-    # ---- what the run loop calls -----------------------------------------------------------------
+    # ---- interface for the run loop --------------------------------------------------------------
 
     def on_reset(self) -> None:
         """Handle a change of the world: discard earlier notifications, call `reset`, then call the callbacks."""

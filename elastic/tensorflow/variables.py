@@ -31,7 +31,7 @@ def broadcast_variables(
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ between ranks; no variable has changed then.
-        PeerLost: the world broke.
+        PeerLost: the world failed.
     """
 
     def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

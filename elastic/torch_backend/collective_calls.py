@@ -43,7 +43,7 @@ class CollectiveCall:
         self.thens += other.thens
 
 
-# ---- from one to all, and back -----------------------------------------------------------------------------------
+# ---- broadcasts and gathers --------------------------------------------------------------------------------------
 
 
 def broadcast(group: Collectives, tensors: Sequence[torch.Tensor], root: int) -> CollectiveCall:
@@ -294,7 +294,7 @@ def reduce_scatter(
     return begun
 
 
-# ---- from each to each -------------------------------------------------------------------------------------------
+# ---- all-to-all exchanges ----------------------------------------------------------------------------------------
 
 
 def alltoall(

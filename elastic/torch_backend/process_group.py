@@ -25,7 +25,7 @@ from elastic.torch_backend.works import ElasticFuture, ElasticWork, Futures
 class ElasticProcessGroup(FollowingGroup):
     """Process group of the backend ``elastic``. See `FollowingGroup` for its arguments."""
 
-    # ---- from one to all, and back -------------------------------------------------------------------------------
+    # ---- broadcasts and gathers ----------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> ElasticWork:
         tensors = _listed(tensors)
@@ -151,7 +151,7 @@ class ElasticProcessGroup(FollowingGroup):
 
         return self.call(name, outputs[0], begin, list(outputs), opts)
 
-    # ---- from each to each ---------------------------------------------------------------------------------------
+    # ---- all-to-all exchanges ------------------------------------------------------------------------------------
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
         if not len(outputs) == len(inputs) == self.getSize():

@@ -14,7 +14,7 @@ Callbacks = Sequence[Callable[[Any], None]]
 
 
 class PlacementTimeout(Invalid, TimeoutError):
-    """The cluster had no room for the workers in time. The message has the free resources."""
+    """Error raised when the cluster had no room for the workers in time. The message lists the free resources."""
 
 
 class _Job:

@@ -179,11 +179,11 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class UnreadableCommit(Exception):
-    """The folder contains no usable commit. The message is the reason."""
+    """Error raised for a folder without a usable commit. The message is the reason."""
 
 
 class NewerFormat(UnreadableCommit):
-    """The commit was written by a newer version. It may be complete."""
+    """Error raised for a commit that a newer version has written. The commit may be complete."""
 
 
 _encoder = msgspec.json.Encoder()

@@ -100,7 +100,8 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Begin to receive the bodies of messages from any rank in the background, as their senders wait for it."""
+        """Begin to receive the bodies of messages from any rank in the background, because their senders wait for the
+        receive."""
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()
@@ -181,7 +182,7 @@ class ReceivedMessage:
         return True
 
     def meet(self) -> None:
-        """Wait for the header and begin the body, in a thread. Never raises."""
+        """Wait for the header, then begin to receive the body. Runs in a thread and never raises."""
         assert self.headed is not None
         try:
             self._read_header()

@@ -115,7 +115,7 @@ class GlooCollectives:
         self._queue: collections.deque[GlooWork] = collections.deque()
         self._following = False  # whether a thread begins the queued exchanges
 
-    # ---- connecting ------------------------------------------------------------------------------------------------
+    # ---- connection ------------------------------------------------------------------------------------------------
 
     def connect(
         self,
@@ -265,7 +265,7 @@ class GlooCollectives:
     def barrier(self) -> Work:
         return self._call(first_exchange.header(CollectiveKind.BARRIER))
 
-    # ---- messages from one rank to another, in no order with the collectives -----------------------------------------
+    # ---- point-to-point messages, unordered relative to collectives --------------------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> SentMessage:
         """Send a contiguous tensor. Messages to one rank with one tag arrive in order. See `Messenger.send`."""
@@ -434,7 +434,7 @@ class GlooCollectives:
             self._fail(_short(error))
             raise CollectiveFailed(self._failed, aborted=self._aborted) from None
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         self._fail("aborted", aborted=True)

@@ -1,4 +1,4 @@
-"""Detection of sleeping threads of Gloo, by the kernel's counters. Read-only.
+"""Detection of sleeping Gloo threads from the kernel's counters. Read-only.
 
 A collective that lost its wake-up never completes, although no thread works on it. Its thread has not run for a while,
 unlike the thread of a collective that still writes.

@@ -137,7 +137,7 @@ class HierarchicalCollectives:
     def barrier(self) -> Work:
         return self._order.submit(self._steps.barrier)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         self._order.stop(CollectiveFailed("aborted", aborted=True))

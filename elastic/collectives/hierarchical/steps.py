@@ -19,7 +19,7 @@ from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 
 # Part of a chunk that one rank sends between hosts at a time; large enough to keep the network busy. Of 0.5, 1 and 2
-# MiB the largest was the fastest: 25 MiB, two hosts of two ranks, single runs on a busy machine.
+# MiB, the largest was the fastest (25 MiB, two hosts with two ranks each, single runs on a busy machine).
 SHARE_BYTES = 1 << 21
 LEADER_BYTES = 1 << 22  # part of a chunk that a leader sends
 SMALL_BYTES = 1 << 15  # a smaller tensor is not divided into chunks

@@ -36,7 +36,7 @@ _WHAT_TO_DO[errno.ESRCH] = _WHAT_TO_DO[errno.ENOENT]
 
 
 class PeerMemoryUnavailable(Exception):
-    """A peer's memory cannot be mapped. The message is for the user."""
+    """Error raised when a peer's memory cannot be mapped. The message is shown to the user."""
 
 
 @dataclass

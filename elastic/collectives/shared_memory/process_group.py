@@ -256,7 +256,7 @@ class SharedCollectives:
         with self._submitting:
             self._let_go()
 
-    # ---- messages, in a group that has nothing else ------------------------------------------------------------------
+    # ---- messages, in a group used only for messages -----------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> SharedMessage:
         """Send a contiguous tensor.
@@ -313,7 +313,7 @@ class SharedCollectives:
         """Return the name of this rank in errors."""
         return self._ranks[rank]
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- abort and close -------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
         """Return whether the group has failed, and no rank can still write to this message's tensor."""

@@ -1,9 +1,9 @@
 """Assignment of gradients to buckets, and the order in which buckets are reduced. Pure: uses only sizes, no tensors.
 
-Buckets follow the order in which backward computes gradients, so the first buckets are full, and are reduced, while
-backward computes the remaining gradients. The order is observed in the first step. Until then it is assumed to be the
-reverse of the order in which parameters were declared. The plan depends only on the items and the order, not on ranks
-or timing. It is therefore equal on all ranks and remains valid when the world changes.
+Buckets follow the order in which the backward pass computes gradients, so the first buckets are already reduced while
+it computes the remaining gradients. The order is observed in the first step. Until then it is assumed to be the reverse
+of the order in which parameters were declared. The plan depends only on the items and the order, not on ranks or
+timing. It is therefore equal on all ranks and remains valid when the world changes.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class GradientPlan:
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
-    # ---- building --------------------------------------------------------------------------------------------------
+    # ---- construction ----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         dense = [slot for slot in self.slots if slot.number not in self.sparse]
@@ -207,7 +207,7 @@ class GradientPlan:
         for position, slot in enumerate(slots):
             slot.bucket, slot.position = bucket, position
 
-    # ---- gradients that are sparse ---------------------------------------------------------------------------------
+    # ---- sparse gradients ------------------------------------------------------------------------------------------
 
     def reduce_sparse(self, group_of: Callable[[torch.device], Collectives], divisor: int) -> None:
         """Replace sparse gradients by their sum over all ranks, divided by ``divisor``.

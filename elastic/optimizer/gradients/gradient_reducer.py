@@ -12,7 +12,7 @@ recognized as the last, or if ranks run the passes of two optimizers in differen
 completes the step.
 
 Gradient hooks run in the middle of backward and therefore never raise an interruption. A hook that cannot launch marks
-the generation as broken and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
+the generation as failed and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
 backward() itself.
 """
 

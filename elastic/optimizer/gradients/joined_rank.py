@@ -35,7 +35,7 @@ AT_ONCE = 2  # Maximum number of buffers of zeros in flight. More would only use
 Members = tuple[int, ...] | None
 
 
-# ---- agreeing on a plan ----------------------------------------------------------------------------------------------
+# ---- agreement on a plan ---------------------------------------------------------------------------------------------
 
 
 def channel_device(known: Plans, device: torch.device) -> torch.device:

@@ -124,7 +124,7 @@ class ShardReducer:
         made.install_hooks()
         return made
 
-    # ---- called by the optimizer ---------------------------------------------------------------------------------
+    # ---- interface for the optimizer -----------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
@@ -398,7 +398,7 @@ class ShardReducer:
         self._step = self._shard = None
         self._launched = 0
 
-    # ---- launching -----------------------------------------------------------------------------------------------
+    # ---- launch of buckets ---------------------------------------------------------------------------------------
 
     @property
     def all_launched(self) -> bool:

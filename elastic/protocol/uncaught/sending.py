@@ -43,7 +43,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class LostDriver(msgspec.Struct, frozen=True, tag=True):
-    """The worker ends without an exception because it lost the driver."""
+    """Report of a worker that ends without an exception because it lost the driver."""
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):

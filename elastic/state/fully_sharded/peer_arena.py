@@ -1,4 +1,4 @@
-"""Memory of a bank that outlives its process while another process on the host maps it.
+"""Memory of a bank (snapshot buffer), which outlives its process while another process on the host maps it.
 
 The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
 The other ranks can therefore check the contents no matter when the process was killed.

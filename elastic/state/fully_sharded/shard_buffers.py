@@ -1,4 +1,5 @@
-"""Host memory of one bank: this rank's shard, copies of other ranks' shards, and the replicated values."""
+"""Host memory of one bank (snapshot buffer): this rank's shard, copies of other ranks' shards, the replicated
+values."""
 
 from __future__ import annotations
 

@@ -389,7 +389,7 @@ class ShardedCommits:
 
     def _stop_mirroring(self) -> None:
         """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
-        with contextlib.suppress(CollectiveFailed):  # the group of the world that broke has failed
+        with contextlib.suppress(CollectiveFailed):  # the group of the failed world is unusable
             if not self._finish_copy():
                 self._cycle.discard()
                 self._transfers = None

@@ -53,7 +53,7 @@ class Part(StateHandler):
         self._adopt_value()
         self.save()
 
-    # ---- implemented by each kind of part --------------------------------------------------------
+    # ---- methods that each kind of part implements -----------------------------------------------
 
     def _adopt_value(self) -> None:
         """Check and prepare a new value."""

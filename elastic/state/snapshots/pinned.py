@@ -1,6 +1,6 @@
 """Asynchronous copies from CUDA devices to pinned host memory while training continues. Makes no decisions.
 
-A copy that is in flight when the world breaks is valid and is waited for. A commit begins after all collectives of the
+A copy that is in flight when the world fails is valid and is waited for. A commit begins after all collectives of the
 step have ended (`Runtime.settle`). The tensors at a commit therefore never depend on a collective that an abort could
 corrupt.
 
