@@ -29,8 +29,9 @@ class PeerLost(Interrupted):
 
 
 class WorldChanging(Interrupted):
-    """Interruption by a planned change of the world. Only ``commit()`` and ``check_host_updates()`` raise it, so no
-    work is lost.
+    """Interruption by a planned change of the world.
+
+    Only ``commit()`` and ``check_host_updates()`` raise this exception, so no work is lost.
     """
 
 

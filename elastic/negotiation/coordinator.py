@@ -13,8 +13,9 @@ the requests that they stand for. The number of a name changes only in a decisio
 never while a rank might still be requesting the old one. When the numbers are used up, all are dropped at once and a
 new epoch starts. Bits of the previous epoch are understood until every member has seen the new one.
 
-A rank whose only submitting thread has been blocked for a moment reports what it waits for. If all members of a
-collective wait, each for a different one, none of these can ever run, and every rank receives the list of calls.
+A rank whose only submitting thread has been blocked for a moment reports the collective that it waits for. If all
+members of a collective wait, each for a different one, none of these can ever run, and every rank receives the list of
+calls.
 
 A rank that joined has no more data, so reductions do not wait for it. When all ranks have joined, all are notified.
 

@@ -92,7 +92,7 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        # Whether a thread has taken work from one queue and not yet put it into the next.
+        # Whether a thread has removed work from one queue and not yet added it to the next.
         self._midway = False
         self._thread: threading.Thread | None = None
 

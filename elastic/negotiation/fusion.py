@@ -1,7 +1,7 @@
 """Choice of the reductions that share a buffer. Pure: responses in, batches out; the same on every rank.
 
-Small tensors that become ready together are fused, because messages cost more than their bytes. Large ones are sent on
-their own, from and to their own memory: copying them into a buffer and back would cost more than it saves.
+Small tensors that become ready together are fused, because the cost per message exceeds that of their bytes. Large ones
+are sent on their own, from and to their own memory: copying them into a buffer and back would cost more than it saves.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ Every worker keeps its own table, and all tables must be equal. All ranks reques
 requests alone, so all ranks reach the same result or all raise.
 
 Tables may differ for a while, because a world can fail when only some ranks have made a change. After the rollback to
-a commit those ranks request it again. So adding a set that was registered in an earlier generation is not an error. All
-ranks get it under one number. A worker that lacks the newest commit adopts the whole table of rank 0 (`adopt`), like
-the model: a newly started worker ran the script with a provisional rank and world size, so the world's sets apply and
-not its own.
+a commit those ranks request it again. Adding a set that was registered in an earlier generation is therefore not an
+error: all ranks get the set under one number. A worker that lacks the newest commit adopts the whole table of rank 0
+(`adopt`), like the model: a newly started worker ran the script with a provisional rank and world size, so its own sets
+are replaced by the world's.
 
 Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
 """

@@ -199,7 +199,7 @@ class BackwardPasses:
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self._passes = passes
-        self._counts: dict[int, int] = {}  # number of passes, by the ID of the parameter
+        self._counts: dict[int, int] = {}  # number of backward passes, by the ID of the parameter
         self._generation: int | None = None  # generation of the counts
         self._hooks = GradientHooks(self)
 

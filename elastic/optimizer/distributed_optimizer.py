@@ -80,8 +80,8 @@ def DistributedOptimizer(
       of every parameter and receives the others. Requires a torch optimizer that updates each element independently,
       and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
 
-    The reduction is complete when the last backward pass of a step returns: clip after it. See docs/migration.md. With
-    ``shards`` it is complete when the loop over them ends.
+    The reduction is complete when the last backward pass of a step returns, so clip gradients after that. See
+    docs/migration.md. With ``shards`` it is complete when the loop over them ends.
 
     All ranks pass the same parameters in the same order. The first step of a world checks this and raises StateMismatch
     on a difference. Raises Invalid (a ValueError) if an argument is invalid, and NotInitialized before ``init()``.
@@ -216,7 +216,7 @@ def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
     if reduction is Op.ADASUM:
         require_global(process_set)
     if process_set.included():
-        resolve(process_set)  # This raises for an unregistered set.
+        resolve(process_set)  # This call raises an error for an unregistered set.
 
 
 def _check_shards(

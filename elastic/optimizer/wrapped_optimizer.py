@@ -207,8 +207,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() reads this first, then checks the gradients for infinities, then may skip step(). It must
-        # check the reduced gradients, so that all ranks make the same decision.
+        # GradScaler.step() reads this first, then checks the gradients for infinities, then may skip step(). The
+        # gradients that it checks must be the reduced ones, so that all ranks make the same decision.
         if self._should_synchronize and self._reducer.pending:
             self._reducer.finish()
             self._synchronized_for_scaler = True

@@ -1,8 +1,8 @@
 """Lock in memory that a worker and its agent share. The kernel releases the lock as soon as the worker dies.
 
-When a process dies, the kernel first frees its memory, which may take long, and only then closes its sockets and
-notifies its parent. It releases robust locks before that. See set_robust_list(2). If the system or the C library does
-not support such locks, a death is detected by the exit of the process.
+When a process dies, the kernel releases its robust locks first. Then it frees the memory, which may take long, and only
+afterwards closes the sockets and notifies the parent. See set_robust_list(2). If the system or the C library does not
+support such locks, a death is detected by the exit of the process.
 """
 
 from __future__ import annotations

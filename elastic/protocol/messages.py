@@ -81,8 +81,9 @@ class Worker(Value):
 
 
 class Commit(Value):
-    """Identity of a committed state: the n-th commit of a generation. Later commits compare greater. The text form is
-    ``g2c300``, which cannot be mistaken for a decimal number.
+    """Identity of a committed state: the n-th commit of a generation. Later commits compare greater.
+
+    The text form is ``g2c300``, which cannot be mistaken for a decimal number.
     """
 
     generation: int
@@ -129,7 +130,8 @@ class Address(Value):
 
 
 class Times(Value):
-    """Seconds that a worker has spent per activity. Their sum is its age. See `elastic.monitoring.time_account`."""
+    """Seconds that a worker has spent on each activity. Their sum is the time since ``init()``. See
+    `elastic.monitoring.time_account`."""
 
     training: Finite = 0.0
     committing: Finite = 0.0
@@ -156,10 +158,7 @@ class Place(Value):
 
 
 class Launches(Value):
-    """Progress of a worker's GPU in the collectives of one group.
-
-    All ranks of the group launch them in the same order.
-    """
+    """Progress of a worker's GPU in the collectives of one group, which all its ranks launch in the same order."""
 
     group: str  # ID of the group, the same on all its ranks
     size: int  # number of ranks of the group
@@ -185,7 +184,7 @@ class HeldCommitShards(Value):
 
 
 class ShardsHeld(Value):
-    """Contribution of a worker with a sharded state to the next world.
+    """Report of the shards with which a worker can contribute to the next world.
 
     Args:
         copies: number of copies of each shard, as given to the state.
@@ -199,7 +198,7 @@ class ShardsHeld(Value):
 
 
 class RowBytes(Value):
-    """Number of bytes of the rows of a new shard, by source.
+    """Sizes in bytes of the rows of a new shard, by source.
 
     Args:
         memory: bytes from this worker's memory, including copies that it kept.
@@ -231,7 +230,7 @@ class ShardsPlaced(Value):
     # The restored commit, as in `HeldCommitShards.commit`; None means a checkpoint.
     restored: Commit | None = None
     rows: RowBytes = RowBytes()  # bytes of all rows of this worker, by source
-    received: int = 0  # bytes of these rows that another worker sent
+    received: int = 0  # bytes of these rows that other workers sent
     # Shards of the restored commit that no worker of this world had trained, and this worker's rows from them.
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     lost_rows: RowBytes = RowBytes()
@@ -261,7 +260,7 @@ class Answer(Message):
 
 
 class Accepted(Message):
-    """Proof of the driver that it also knows the secret."""
+    """Answer of the driver: its proof that it also knows the secret."""
 
     proof: bytes
 
@@ -560,7 +559,7 @@ class Reported(Message):
     number: int  # number of the report among this process's reports, from 1
     # The first report that may not have been delivered. All earlier ones have been, to this driver or a predecessor.
     oldest: int
-    generation: int  # generation at the time of the report; rank and size too
+    generation: int  # generation at the time of the report, like rank and size
     rank: int
     size: int
     at: Finite  # time of the report in seconds since 1970

@@ -4,8 +4,8 @@ The file is one JSON array. Each write puts the new events and a new closing bra
 pwrite, so that whenever the process is killed, the file has the previous array or the new one. If the disk takes only
 part of a write, that part is cut off again and the old bracket restored.
 
-File systems do not guarantee that a reader *during* a write sees all of it or nothing: the window is the microseconds
-of the copy into the page cache.
+File systems do not guarantee that a concurrent reader sees all of a write or none of it. It can see a part of it during
+the microseconds of the copy into the page cache.
 """
 
 from __future__ import annotations

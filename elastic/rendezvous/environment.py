@@ -227,7 +227,8 @@ def launched_timeout_s(
 ) -> float:
     """Return the timeout in seconds of a collective on GPUs once this rank has launched it.
 
-    A driver knows whether the other ranks have launched it too, and a timeout set by the user applies as it is.
+    With a driver, which knows whether the other ranks have launched it too, and with a timeout set by the user, the
+    timeout is not shortened.
     """
     env = os.environ if environ is None else environ
     own = ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")

@@ -157,7 +157,7 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, env: Environment, deadline: float) -> None:
-    """Exchange a message with all ranks, which shows that this rank serves, or is connected to, the right store."""
+    """Exchange a message with all ranks, to verify that this rank serves, or is connected to, the store of this job."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)

@@ -2,8 +2,8 @@
 
 Pure: no I/O, no clock.
 
-If elasticrun set variables, nothing else is read. Otherwise, from most to least explicit: Horovod's own variables,
-torch's (torchrun, or set by hand), Open MPI's, those of MPICH and Intel MPI, Slurm's. See docs/launchers.md.
+If elasticrun set variables, nothing else is read. Otherwise, the order is from most to least explicit: variables of
+Horovod, of torch (torchrun, or set by hand), of Open MPI, of MPICH and Intel MPI, of Slurm. See docs/launchers.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Calling end of a control connection, for threads: TLS, handshake and frames. Makes no decisions.
 
-With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Thus poll()
-reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS shutdown.
+With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Therefore
+poll() reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS
+shutdown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sequence of a commit: permission, number, pending change of the world, and rollback.
+"""Sequence of a commit: check for an interrupted step, numbering, safepoint and rollback.
 
 The state holds the values. This module tracks the commit that they belong to and whether other workers can continue
 from it. In an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.

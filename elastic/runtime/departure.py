@@ -1,8 +1,8 @@
-"""Handling of errors in user code that the end of child processes causes while this worker is leaving.
+"""Handling of errors in user code that are caused by the exit of child processes while this worker leaves.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
 training process raise. Such an error counts as the end of the current world only: this worker still holds the last
-commit and takes part in the last checkpoint, or hands its commit over.
+commit, and takes part in the last checkpoint or sends its commit to other workers.
 """
 
 from __future__ import annotations

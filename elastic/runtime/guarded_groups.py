@@ -95,7 +95,7 @@ class GuardedGroups:
         return group
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None) -> bool:
-        """Return whether other ranks are creating this group and wait for this one. See `WorkerRuntime.wanted`."""
+        """Return whether other ranks are creating this group and wait for this rank. See `WorkerRuntime.wanted`."""
         recovery = self._session.recovery
         place = recovery.place
         if recovery.provisional or place.size == 1:

@@ -6,7 +6,7 @@ from elastic.protocol.messages import ShardsPlaced
 
 
 class Phases:
-    """Times in one worker's recovery, in this order: broken, raised, restored, ready, world, synced, stepped."""
+    """Times of one worker's recovery, in this order: broken, raised, restored, ready, world, synced, stepped."""
 
     def __init__(self) -> None:
         self.copied_bytes = 0

@@ -1,4 +1,4 @@
-"""Part of this worker in its job: the `Recovery` machine under its lock, and execution of its decisions.
+"""Participation of this worker in its job: the `Recovery` state machine under its lock, and execution of its decisions.
 
 One lock guards the machine and wakes waiting threads. The link thread may abort groups at any time and takes no other
 lock, so neither a collective nor the creation of a group can delay it.
@@ -39,7 +39,8 @@ ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detector of stops of this process. Pure: the link thread calls it when it wakes, once a second."""
+    """Detector of periods in which this process was stopped. Pure: the link thread calls it when it wakes, once a
+    second."""
 
     def __init__(self) -> None:
         self._awake_at = 0.0  # 0 if the thread has not started
@@ -202,7 +203,7 @@ class Session:
         return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
-        """Record that the end of this generation is raised in user code.
+        """Record that user code receives an exception for the end of this generation.
 
         If the worker cannot recover, report this once.
         """

@@ -1,4 +1,4 @@
-"""Reports of `elastic.run` about the training function: begin, return, errors and end."""
+"""Reports to the driver about the training function under `elastic.run`: begin, return, errors and end."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class WorkerRuntime:
         self._groups.expect_messages(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
-        """Return whether other ranks are creating this group and wait for this one.
+        """Return whether other ranks are creating this group and wait for this rank.
 
         The method queries rank 0, so do not call it in every step.
         """

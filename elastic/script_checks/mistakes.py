@@ -228,7 +228,8 @@ def _mistake(kind: Kind, **facts: Any) -> Mistake:
     return Mistake(kind, tuple(facts.items()))
 
 
-# A plain optimizer: which of the two is observed differs between the first steps and those after a failure.
+# With a plain optimizer, the kind of mistake that is observed differs between the first steps and those after a
+# failure.
 _CAUSES = {Kind.ONLY_LOSS_REDUCED: Kind.NEVER_REDUCED}
 
 _SENTENCES = {

@@ -1,7 +1,7 @@
 """Observation of the first steps of a training function, with a report of mistakes.
 
-After the check the step hook returns immediately but stays until the training ends: torch iterates over its hooks while
-they run, so a hook must not remove another one.
+After the check, the step hook returns immediately but stays installed until the training ends, because torch iterates
+over its hooks while they run, so a hook must not remove another one.
 """
 
 from __future__ import annotations

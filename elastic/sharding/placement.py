@@ -1,8 +1,8 @@
 """Placement of the copies of each shard's commit on ranks other than its owner. Pure: no I/O, no clock.
 
 A copy is placed on a host that has no copy of the shard yet, if one exists. As many hosts as there are copies can then
-be lost together, adjacent or not. Among the eligible ranks, the one with the fewest copies is chosen. If all hosts have
-the same number of ranks, all ranks keep the same number of copies.
+fail together, whichever hosts they are. Among the eligible ranks, the one with the fewest copies is chosen. If all
+hosts have the same number of ranks, all ranks keep the same number of copies.
 
 The memory of a rank can outlive its process if other processes on the host map it. The loss of such a rank loses no
 data, so its copies are placed only on other hosts.

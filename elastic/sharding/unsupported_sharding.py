@@ -136,7 +136,7 @@ def is_pipelined(models: Iterable[torch.nn.Module]) -> bool:
 def _exists(find: Callable[[], list[Any]]) -> bool:
     if not find():
         return False
-    gc.collect()  # a dropped object may still exist in a reference cycle
+    gc.collect()  # an object that the script has dropped may still exist in a reference cycle
     return bool(find())
 
 

@@ -88,8 +88,9 @@ class CheckedFile:
         self.count = 0  # number of bytes written so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
-        """Write ``content``. Return the CRC-32 of all data so far, given ``crc``, the CRC-32 of the data before
-        ``content``.
+        """Write ``content``.
+
+        Return the CRC-32 of all data so far, given ``crc``, the CRC-32 of the data before ``content``.
         """
         size = memoryview(content).nbytes
         self.count += size

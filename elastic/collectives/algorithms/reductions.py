@@ -193,8 +193,9 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _scale(postscale: float, size: int) -> tuple[float, int]:
-    """Return the factor and the divisor that turn a sum into an average. As in Horovod, the sum is divided by the size,
-    but multiplied by the quotient of scale and size if a scale is given.
+    """Return the factor and the divisor that turn a sum into an average.
+
+    As in Horovod, the sum is divided by the size, but multiplied by the quotient of scale and size if a scale is given.
     """
     return (1.0, size) if postscale == 1.0 else (postscale / size, 1)
 

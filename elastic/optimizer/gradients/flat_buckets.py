@@ -6,8 +6,8 @@ memory in which the other ranks of the host can reduce it in place. A `Compresse
 with a user-defined compression class. The first bucket of a plan also contains the step flag (see
 `elastic.optimizer.gradients.plan_agreement`). If there is no flat bucket, a `FlagBucket` contains it.
 
-A bucket also detects whether a gradient was modified after it was copied. The reduction uses the gradient as backward
-left it, so if the script clipped it afterwards, the clipping would have no effect.
+A bucket also detects whether a gradient was modified after it was copied. The reduction uses the gradient as the
+backward pass left it, so clipping it afterwards would have no effect.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides
 recognized as the last, or if ranks run the passes of two optimizers in different orders, `GradientReducer.finish`
 completes the step.
 
-Gradient hooks run in the middle of backward and therefore never raise an interruption. A hook that cannot launch marks
-the generation as failed and returns, and `finish` raises. Errors while waiting at the end of a pass are raised by
-backward() itself.
+Gradient hooks run in the middle of the backward pass and therefore never raise an interruption. A hook that cannot
+launch marks the generation as failed and returns, and `finish` raises. Errors while waiting at the end of a pass are
+raised by backward() itself.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class GradientReducer:
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank
-        self._told: tuple[int, ...] = ()  # the order that was agreed with the other ranks
+        self._told: tuple[
+            int, ...
+        ] = ()  # the order of gradients that was agreed with the other ranks
         self._changing = False  # whether the order of readiness differs from the agreed one
         self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
         self._plan = GradientPlan(self._options, [])
@@ -493,7 +495,7 @@ class GradientReducer:
         self._progress.clear()
         self._ready.clear()
         if self._next is not None:
-            # The step was abandoned: the next one begins with the changed parameters.
+            # The step was abandoned. The next step begins with the changed parameters.
             self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------

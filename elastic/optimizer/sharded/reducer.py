@@ -1,4 +1,4 @@
-"""Schedule of the sums of a step's shards, bucket by bucket during backward of the last shard.
+"""Schedule of the sums over a step's shards, bucket by bucket during the backward pass of the last shard.
 
 Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
 along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
@@ -215,7 +215,8 @@ class ShardReducer:
             bucket.shard_begins(merge, complete, last, self._divisor_of_root(bucket))
 
     def _divisor_of_root(self, bucket: ShardBucket) -> int:
-        """Return the divisor of a partial: in a world of a single rank, the partial is already the root."""
+        """Return the divisor of a partial. In a world of a single rank, where the partial is already the root, it is
+        the divisor of the sum."""
         alone = self._step is not None and len(self._step.held) == 1
         return self._divisor if alone and self.shards.exact and not bucket.compressed else 1
 
@@ -293,8 +294,8 @@ class ShardReducer:
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
-                # Backward can use the same memory for the gradients of several parameters, so an in-place sum of one
-                # gradient would change the other gradients.
+                # The backward pass can use the same memory for the gradients of several parameters, so an in-place sum
+                # of one gradient would change the others.
                 parameter.grad = gradient.clone()
             self._storages.add(storage)
         slot.bucket.take(slot.position)
