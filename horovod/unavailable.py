@@ -1,4 +1,4 @@
-"""Errors for imports that are not provided, or that need another package."""
+"""Errors for imports of modules that this package does not provide, or that need another package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Series of releases with which the tests were run.
+# Release series with which the tests were run.
 TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
 
 

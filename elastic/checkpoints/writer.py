@@ -209,7 +209,7 @@ class CheckpointWriter:
         if self._wait(deadline, over):
             if self.newest == commit:
                 return
-            # The commit is an additional request.
+            # The last commit is written as an additional request, with a number of its own.
             self._hold(state, commit, commit.number + 1, place)
             self._wait(deadline, over)
         if self.newest == commit or over() or place.rank:

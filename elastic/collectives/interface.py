@@ -218,7 +218,7 @@ class SumsTrees(Protocol):
 class Counts(NamedTuple):
     """Progress of the collectives of one group.
 
-    Each field is a number of collectives, which are counted in their order.
+    The first three fields are numbers of collectives, in the order of their launch.
     """
 
     launched: int

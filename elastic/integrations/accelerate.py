@@ -206,7 +206,7 @@ def _order(sampler: Any) -> dict[str, Any]:
 def follow(accelerator: Accelerator) -> None:
     """Update Accelerate's copies of rank and size to the current world."""
     place = lifecycle.place()
-    # Accelerate checks for local process 0, but the worker of that slot may be lost while others train.
+    # Accelerate checks for local process 0, but the worker in that slot may be lost while the other workers train.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
     # Each of these objects has a copy of the process group's settings.
     for state in (PartialState(), accelerator.state):

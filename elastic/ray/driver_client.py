@@ -97,7 +97,7 @@ class DriverClient:
         on_output: OnOutput | None = None,
         on_report: OnReport | None = None,
     ) -> DriverClient:
-        """Create the driver actor, and return a client for it.
+        """Create the driver actor and return its client.
 
         Raises:
             Invalid: a job with this name already exists.
@@ -167,7 +167,8 @@ class DriverClient:
     # ---- output and reports ------------------------------------------------------------------------------------------
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Forward output and reports, waiting up to ``wait_s`` seconds for the first. Return whether there were any."""
+        """Forward output and reports, after waiting up to ``wait_s`` seconds for the first item. Return whether there
+        was any."""
         self._telling = None  # The pending request is repeated.
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)

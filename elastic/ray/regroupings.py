@@ -2,7 +2,7 @@
 
 The request to regroup reaches the ranks at different times. Until then, a function that calls ``init()`` may rendezvous
 with ranks that have already received the request. Ranks therefore exchange the number of the request that they act on.
-The world belongs to the largest number, and calls on ranks with a smaller number are cancelled.
+The world is formed for the largest of these numbers, and calls on ranks with a smaller number are cancelled.
 """
 
 from __future__ import annotations

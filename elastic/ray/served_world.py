@@ -88,7 +88,7 @@ class ServedRuntime(WorkerRuntime):
             self.reporting.settle()
 
     def call_off(self) -> None:
-        """Cancel the current call, so that blocking collectives raise. Thread-safe. `regroup` follows on every rank."""
+        """Cancel the current call, so that blocking collectives raise. Thread-safe. Every rank then calls `regroup`."""
         self._served.give_up(CALLED_OFF, self._regroupings.tell)
 
     # ---- the next world, in the calling thread -------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Train a Keras model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
+"""Elastic training of a Keras model on Parquet data in the workers of an estimator, with exactly-once positions.
 
 A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes. The
 state contains the position, that is, the epoch and the number of batches consumed in the epoch.
@@ -102,7 +102,9 @@ class KerasTraining:
                     epochs=job.epochs - state.epoch,
                     validation_data=held_out,
                     shuffle=False,
-                    verbose=2 if job.verbose and hvd.rank() == 0 else 0,  # a line for each epoch
+                    verbose=2
+                    if job.verbose and hvd.rank() == 0
+                    else 0,  # one progress line for each epoch
                     callbacks=[
                         *job.callbacks,
                         hvd.callbacks.MetricAverageCallback(),

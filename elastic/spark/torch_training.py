@@ -1,4 +1,4 @@
-"""Train a torch model on Parquet data in the workers of an estimator. Elastic, with exactly-once positions.
+"""Elastic training of a torch model on Parquet data in the workers of an estimator, with exactly-once positions.
 
 A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes.
 Sums of losses and metrics are part of the state, so that each row counts once in the history.
@@ -219,7 +219,7 @@ class _Run:
             own = torch.tensor(
                 [rows * float(value) for value in values], dtype=torch.float64, device="cpu"
             )
-        else:  # a placeholder row that must not count
+        else:  # a placeholder row that must not count in the sums
             own = torch.zeros(len(values), dtype=torch.float64, device="cpu")
         op = self.elastic.Sum
         return [float(each) for each in self.elastic.allreduce(own, op=op, name="history")]

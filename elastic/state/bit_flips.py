@@ -1,4 +1,4 @@
-"""Simulated hardware faults for `elastic.failpoints`: flip one bit in the memory of a state."""
+"""Simulation of hardware faults for `elastic.failpoints`, by flipping one bit in the memory of a state."""
 
 from __future__ import annotations
 

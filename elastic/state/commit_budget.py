@@ -1,4 +1,4 @@
-"""Choose the calls of ``commit()`` that make a copy, so that copies take at most a given share of the time. Pure.
+"""Choice of the calls of ``commit()`` that make a copy, so that copies take at most a given share of the time. Pure.
 
 All ranks make the same choice, because the choice depends only on the number of calls and on costs that the ranks have
 exchanged.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 LONGEST_S = 60.0  # seconds of training that a failure may repeat at most
-_FIRST = 2  # number of copies whose cost is ignored, because they allocate memory
+_FIRST = 2  # number of initial copies whose cost is ignored, because they allocate memory
 _MARGIN = 1.25  # an interval that is off by less than this factor is kept
 
 

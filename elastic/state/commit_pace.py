@@ -1,4 +1,4 @@
-"""Measure commits and exchange their costs, for the choice of `commit_budget`."""
+"""Measurement of commits and exchange of their costs, which `commit_budget` uses."""
 
 from __future__ import annotations
 

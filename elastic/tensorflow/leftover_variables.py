@@ -1,9 +1,9 @@
 """Destroy the objects that a training function leaves behind when a world ends: the local variables of its frames.
 
-Among them are iterators over a ``tf.data.Dataset``. Destroying one waits for TensorFlow's threads, for up to seven
-seconds if the dataset tunes itself (``AUTOTUNE``; observed with TensorFlow 2.21). A separate thread therefore does that
-while the next world trains. The exit of the process waits for it: otherwise the interpreter would end the thread on its
-return from TensorFlow, which would then wait forever for the objects that the thread holds.
+Among them are iterators over a ``tf.data.Dataset``. Destroying an iterator waits for TensorFlow's threads, for up to
+seven seconds if the dataset tunes itself (``AUTOTUNE``; observed with TensorFlow 2.21). A separate thread therefore
+destroys the objects while the next world trains. The process waits for this thread at exit. Otherwise the interpreter
+would end the thread on its return from TensorFlow, which would then wait forever for the objects that the thread holds.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def _order(tensor: torch.Tensor) -> tuple[str, bool, int]:
 
 
 def made(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
-    """Allocate results like these tensors, contiguous by dtype, those that are not fused first.
+    """Allocate results like these tensors, contiguous by dtype. Tensors that are too large for fusion come first.
 
     Returns the order of the tensors, which depends only on shapes and dtypes, and the memory in that order.
     """

@@ -57,7 +57,7 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wrap a tape so that ``gradient()`` is reduced over all ranks, in one call for all sources.
+    """Wrap a tape so that ``gradient()`` returns gradients reduced over all ranks, in one call for all sources.
 
     Args:
         gradtape: a ``tf.GradientTape``, before or after its block.

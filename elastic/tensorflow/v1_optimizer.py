@@ -57,7 +57,7 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Apply gradients with the wrapped optimizer.
 
-        With several backward passes, this happens only in a step's last pass.
+        With several backward passes per step, only the last pass applies gradients.
         """
         if self._passes is None:
             return self._optimizer.apply_gradients(*args, **kwargs)

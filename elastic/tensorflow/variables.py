@@ -30,8 +30,8 @@ def broadcast_variables(
         In a graph, the operation that broadcasts; otherwise None.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ between ranks; no variable has changed then.
-        PeerLost: the world failed.
+        ValueError: shapes or dtypes differ between ranks. Raised on every rank, before any variable is changed.
+        PeerLost: a worker was lost.
     """
 
     def compute(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

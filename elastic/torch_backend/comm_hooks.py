@@ -1,4 +1,4 @@
-"""DDP's communication hooks with this package's process groups.
+"""Support for DDP's communication hooks with this package's process groups.
 
 The fp16 hook in C++ (``_register_builtin_comm_hook(FP16_COMPRESS)``) requires results that only torch's own process
 groups can produce: a Python future holds a Python object. The equivalent hook in Python computes the same.

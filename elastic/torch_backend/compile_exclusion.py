@@ -1,9 +1,9 @@
 """Exclude process groups and hooks from ``torch.compile``.
 
-torch's own process groups are C++, which the compiler never sees. If a compiled model calls a Python method of a
-process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and fails at
-the first attribute. Hooks of optimizers run in each compiled step, and the compiler of torch 2.15 replaces the weak
-references that a hook creates by the objects themselves. The compiler is not imported here.
+torch's own process groups are implemented in C++, which the compiler does not trace. If a compiled model calls a Python
+method of a process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and
+fails at the first attribute. Hooks of optimizers run in each compiled step, and the compiler of torch 2.15 replaces the
+weak references that a hook creates by the objects themselves. The compiler is not imported here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A ``torch.distributed.ProcessGroup`` whose object stays the same when the world changes.
 
-Rank and size are computed at each use, because torch's C++ code does not cache them either. A collective is carried out
-by the group of the world in which it is called.
+Rank and size are computed at each use. This suffices, because torch's C++ code does not cache them. A collective is
+carried out by the group of the world in which it is called.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Collectives of a worker that has not joined a world: they behave as if all ranks had the same values as this one.
+"""Collectives of a worker that has not joined a world. They behave as if all ranks had the same values as this worker.
 
-A worker builds its model, its DistributedDataParallel and its samplers before it joins, with the approximate rank and
-size that it will have. For this to succeed, the other ranks appear to have the same values. Nothing is sent, and
-everything created here is replaced when the worker joins.
+A worker builds its model, its DistributedDataParallel and its samplers before it joins, with a provisional rank and
+size. For this to succeed, the other ranks appear to have the same values. Nothing is sent, and everything created here
+is replaced when the worker joins.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class WorkOwner(Protocol):
         """Report a failed collective of a world, from a thread of this package. Never raises."""
 
     def settles(self) -> bool:
-        """Return whether `Runtime.settle` is called before any value is kept."""
+        """Return whether `Runtime.settle` is called before values are committed."""
 
 
 class ElasticWork(_TorchWork):  # type: ignore[misc]
@@ -341,7 +341,7 @@ class Futures:
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
             if self._pending and self._pending[0][1].generation != work.generation:
-                self._pending.clear()  # passes of an earlier world with an irrelevant outcome
+                self._pending.clear()  # passes of an earlier world, whose outcome is irrelevant
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)
@@ -408,7 +408,7 @@ def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futur
 
 
 class _Inner:
-    """Adapts torch's `Work` to `elastic.collectives.interface.Work`."""
+    """Adapter from torch's `Work` to `elastic.collectives.interface.Work`."""
 
     def __init__(self, work: ElasticWork) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""A loader of batches, and a mixin that prefetches them in a thread.
+"""Base class of loaders of batches, and a mixin that prefetches batches in a thread.
 
 Each pass over the loader has its own thread and queue, so that no batch of an abandoned epoch appears in the next one.
 """
@@ -47,7 +47,7 @@ class AsyncDataLoaderMixin:
         self._ahead: list[_Ahead] = []
 
     def close_async_loader(self) -> None:
-        """Stop all prefetch threads. Current passes end after the batches that are already read. Idempotent."""
+        """Stop all prefetch threads. A pass in progress still yields the batches that were already read. Idempotent."""
         for ahead in list(self._ahead):
             ahead.close()
         self._ahead.clear()

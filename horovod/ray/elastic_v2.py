@@ -1,4 +1,4 @@
-"""Discovery of the hosts of a Ray cluster with free resources, for scripts. Executors do it themselves."""
+"""Discovery, for scripts, of the hosts of a Ray cluster with free resources. Executors discover hosts themselves."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def rooms_of(
     """Return the free resources of ``nodes``, as from ``ray.nodes()``.
 
     Args:
-        free: free resources by node id. A node that is missing in it is entirely free.
+        free: free resources by node id. All resources of a node without an entry are free.
     """
     return [
         (
@@ -111,7 +111,7 @@ def _free_by_node() -> dict[str, dict[str, float]]:
 
 
 class TestDiscovery(RayHostDiscovery):
-    """Discovery for tests. Hides and shows hosts at random, one change every ``change_frequency_s`` seconds."""
+    """Discovery for tests, which hides or shows a random host every ``change_frequency_s`` seconds."""
 
     __test__ = False  # not a test class of pytest
 

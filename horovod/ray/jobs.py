@@ -120,7 +120,7 @@ class StaticJob(_Job):
 
 
 class ElasticJob(_Job):
-    """A job with new workers for each call, which create their objects themselves."""
+    """A job that starts new workers for each call. These workers create their objects themselves."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._most = arguments["max_workers"]

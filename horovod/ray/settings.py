@@ -49,7 +49,7 @@ class ElasticSettings(MiniSettings):
 def limits(settings: Any) -> dict[str, Any]:
     """Return arguments of `elastic.ray.Executor` from our settings, Horovod's own, or any object with such fields.
 
-    A ``timeout_s`` of 30 is Horovod's default. Workers then have our default of 120 s.
+    A ``timeout_s`` of 30, Horovod's default, is replaced by the default of this package, 120 s.
     """
     warn_of_ssh(settings)
     found: dict[str, Any] = {"verbose": int(getattr(settings, "verbose", 1) or 0) >= VERBOSE}

@@ -56,7 +56,7 @@ class BaseStrategy:
 
 
 class PGStrategy(BaseStrategy):
-    """Workers on any free resources. Uses the given placement group, or the placement group of the caller."""
+    """Placement on any free resources, in the given placement group or that of the caller."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class PGStrategy(BaseStrategy):
 
 
 class ColocatedStrategy(BaseStrategy):
-    """Exactly that many hosts with the same number of workers on each."""
+    """Placement on an exact number of hosts, with the same number of workers on each."""
 
     def __init__(self, *, num_hosts: int, num_workers_per_host: int, **resources: Any) -> None:
         """Check the arguments. Raises ValueError if a number is less than 1, or the GPUs contradict ``use_gpu``."""

@@ -1,4 +1,4 @@
-"""Small functions of Horovod's module of this name that scripts use."""
+"""Small functions from Horovod's module ``horovod.ray.utils`` that scripts use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Copy a shard from a GPU to pinned host memory while training continues.
 
 If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
-step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented. Sums
-over the bits, computed at the commit and at that step, detect such writes, and the commit is then discarded.
+step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented, but
+sums over the bits, computed at the commit and at that step, detect them. The commit is then discarded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BackgroundCopy:
         self._ordered = threading.Event()
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         before = None
-        # A read of the device's memory takes a fraction of the time of a copy over the bus.
+        # Reading the tensors in the device's memory takes a fraction of the time of a copy over the bus.
         if exposed and not stage.has_room(self._tensors):
             before = _sums(self._tensors)
         waits = before is None

@@ -221,7 +221,9 @@ class ShardedCommits:
         self.given = given
         self.least = least  # smallest number of shards; see `Choice`
         self.spent = CommitCost()
-        self._rows_placed: ShardsPlaced | None = None  # the report on the last change of the world
+        self._rows_placed: ShardsPlaced | None = (
+            None  # the report for the driver on the last change of the world
+        )
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
@@ -307,7 +309,7 @@ class ShardedCommits:
         return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
     def skip(self) -> None:
-        """Number a commit that is not made, on all ranks."""
+        """Skip the number of a commit that no rank makes. Called on all ranks."""
         self._number += 1
 
     def redo(self) -> None:

@@ -259,7 +259,7 @@ def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any
 
 
 class Opaque:
-    """Tensors without strides, and values with such tensors.
+    """Holder of tensors without strides, and of values with such tensors.
 
     They are cloned, because some layouts do not support deepcopy.
     """

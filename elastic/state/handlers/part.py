@@ -59,7 +59,7 @@ class Part(StateHandler):
         """Check and prepare a new value."""
 
     def layout(self) -> list[str]:
-        """Return the lines that must be equal on all workers."""
+        """Return the lines of the layout, which must be equal on all workers."""
         return []
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -253,7 +253,8 @@ class ScalerPart(DictPart):
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
         if self.value.is_enabled():
-            # The interrupted step may have called unscale_() or step(), which can't be called twice.
+            # The interrupted step may have called unscale_() or step(), which cannot be called twice between two
+            # updates.
             self.value._per_optimizer_states.clear()
 
 

@@ -6,7 +6,7 @@ corrupt.
 
 If the device has enough memory, tensors are first copied on the device (fast, in the training stream) and from there to
 the host on a side stream. Otherwise the training stream waits for the copies to the host: training may overwrite the
-tensors at any time, and an inconsistent commit is worse than a slow one.
+tensors at any time, which would make the commit inconsistent.
 
 Host memory is pinned here, in one allocation per commit, because torch's pinned memory allocator rounds each request up
 to a power of two.
@@ -26,7 +26,9 @@ from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
 COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
-SLOWEST_BYTES_S = 250e6  # rate over a slow or busy bus; extends the limit for large copies
+SLOWEST_BYTES_S = (
+    250e6  # transfer rate of a slow or busy bus, by which the limit is extended for large copies
+)
 ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # tensor on the device, pinned tensor

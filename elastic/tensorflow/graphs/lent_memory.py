@@ -2,7 +2,8 @@
 
 TensorFlow sets a flag, in any thread, when it has released a tensor.
 
-This can happen after Python has exited, so the deallocator is in the C++ library, and only the tensors are ever freed.
+This can happen after Python has exited, so the deallocator is in the C++ library, and nothing but the tensors is ever
+freed.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
         return done.drop(PREDICTIONS)
 
     def _sizes(self, rows: list[Any], predict: Callable[[list[Any]], list[Any]]) -> list[int]:
-        """Return the number of values that the model predicts for each label, determined with the first row."""
+        """Return the number of values that the model predicts for each label, as determined from the first row."""
         if not rows:
             return [0] * len(self.getOutputCols())
         found = predict([np.asarray([value]) for value in rows[0]])

@@ -13,7 +13,7 @@ from elastic.errors import Invalid
 
 _bool, _int, _text = TypeConverters.toBoolean, TypeConverters.toInt, TypeConverters.toString
 _texts, _floats = TypeConverters.toListString, TypeConverters.toListFloat
-# for each parameter, the end of its accessors' names and its type
+# for each parameter, the suffix of its accessors' names and its type
 Given = Mapping[str, tuple[str, Any]]
 
 OF_ESTIMATORS: Given = {

@@ -326,7 +326,7 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
 def _pass() -> str:
     """Return a new name for passes that all ranks share.
 
-    Each dataset and each training needs another name; otherwise, it would find finished passes of an earlier one.
+    Each dataset and each training needs its own name. Otherwise, it would use the finished passes of an earlier one.
     """
     drawn = uuid.uuid4().hex if hvd.rank() == 0 else None
     return str(hvd.broadcast_object(drawn, name="tf.data service, shared passes"))
@@ -363,7 +363,7 @@ def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
 
 
 def _watch(compute: ComputeClient) -> None:
-    """Log an error if the compute job ends before a training has ended it. One thread per compute job."""
+    """Log an error if the compute job exits before a training has ended it. Runs in one thread per compute job."""
 
     def wait() -> None:
         try:

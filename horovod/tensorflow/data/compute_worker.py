@@ -54,7 +54,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
 
 
 def _make_way(file: Path) -> None:
-    """Remove the file of a killed compute job. Raises Invalid if a compute job did not write the file."""
+    """Remove the file of a killed compute job. Raises Invalid if the file was not written by a compute job."""
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):

@@ -1,1 +1,1 @@
-"""Functions of Horovod's modules of these names that integrations such as Ray Train use."""
+"""Functions from Horovod's modules of the same names, for integrations such as Ray Train."""

@@ -13,7 +13,7 @@ PAIRS = (
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return rank and size as set by the launcher, or 0 and 1. In an elastic job they are the initial ones.
+    """Return rank and size as set by the launcher, or 0 and 1. In an elastic job, these are the initial values.
 
     Raises:
         RuntimeError: only one variable of a pair is set.
