@@ -160,7 +160,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
             raise
         finally:
-            departure.watch_children()  # only after the error was reported
+            departure.watch_children()  # called only after the error was reported
             rt.training.leave()
 
     return wrapper
@@ -243,7 +243,7 @@ def _train_in_worlds(
             except PeerLost:  # ranks save a sharded state together
                 _return_to_commit(rt, state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
-            raise  # Unsupported only in a world of fixed size that has lost a worker
+            raise  # unsupported only in a world of fixed size that has lost a worker
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
             departure.ignore_children()
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)

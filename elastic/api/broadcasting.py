@@ -2,8 +2,8 @@
 
 Tensors are packed into a few large broadcasts. Objects are pickled, which is safe because all senders are workers of
 this job. All functions are collective, among the ranks of ``process_set`` if given. ``root_rank`` is always a world
-rank. The ranks compare layouts before any transfer. If layouts differ, every rank raises an error and no tensor is
-changed.
+rank. The ranks compare layouts before any transfer. If the layouts differ between ranks, every rank raises an error and
+no tensor is changed.
 """
 
 from __future__ import annotations

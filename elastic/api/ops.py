@@ -15,9 +15,9 @@ Common arguments:
     compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods, which sends fewer bytes.
     process_set: the ranks that call the function (default: all ranks of the world).
 
-Forms of a collective: ``X`` waits and is differentiable. ``X_`` writes the result into its argument. ``X_async``
-returns a handle, an integer for `poll` and `synchronize`. ``grouped_X`` accepts several tensors on one device and
-processes all of them or none.
+Forms of a collective: ``X`` waits for the result and is differentiable. ``X_`` writes the result into its argument.
+``X_async`` returns a handle, an integer for `poll` and `synchronize`. ``grouped_X`` accepts several tensors on one
+device and processes all of them or none.
 
 Before anything is sent, all functions raise TypeError or ValueError for invalid arguments, `UnsupportedType` (a
 subclass of both) for a dtype that cannot be reduced, and `NotInitialized` before ``init()``. The call, or `synchronize`

@@ -104,7 +104,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
     """
     try:
         flat, paths = flatten_state_dict({name: value})
-    except ValueError:  # Two of the names would be equal.
+    except ValueError:  # Two values would have the same name.
         yield (name,), value
         return
     for key, leaf in flat.items():

@@ -1,4 +1,4 @@
-"""Load of a checkpoint into a state. Only values that are not plain data are unpickled."""
+"""Loading of a checkpoint into a state. Only values that are not plain data are unpickled."""
 
 from __future__ import annotations
 

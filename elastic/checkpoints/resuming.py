@@ -1,4 +1,4 @@
-"""Load of the newest durable commit into a state when no worker holds a commit in memory. Runs on rank 0."""
+"""Loading of the newest durable commit into a state when no worker holds a commit in memory. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic.state.state import ObjectState
 PATIENCE_S = 120.0  # seconds for which a storage that does not respond is retried
 
 Value = TypeVar("Value")
-# for each folder and commit, why the commit cannot be read
+# for each folder and commit, the reason why the commit cannot be read
 Passed = dict[tuple[str, CommitName], str]
 
 

@@ -51,7 +51,7 @@ class Schedule:
         self._target: int | None = None
         self._next = False  # the script has requested the next commit
         self._wanted: int | None = None  # number of the commit that the script has requested
-        # Number of a due commit that was begun but is not known to be durable.
+        # Number of the commit that was begun when it was due, and is not known to be durable yet.
         self._owed: int | None = None
         # Number and time of the unanswered request of rank 0.
         self._asked: tuple[int, float] | None = None
@@ -124,7 +124,7 @@ class Schedule:
         if not due and self._every_commits:
             ask = -(-ask // self._every_commits) * self._every_commits
             if ask > commit.number + 2 * lead:
-                return Step()  # Ask again closer to that number.
+                return Step()  # Request the commit again when its number is closer.
         self._asked = ask, now
         return Step(ask=ask)
 

@@ -1,4 +1,4 @@
-"""Load of the newest durable commit of a fully sharded state into a world of any size. Runs on all ranks.
+"""Loading of the newest durable commit of a fully sharded state into a world of any size. Runs on all ranks.
 
 Rank 0 chooses the checkpoint, loads the replicated values and sends them to the other ranks. Then each rank reads its
 rows of the sharded tensors. All ranks use the same commit: if one rank cannot read it, all ranks try the previous one.

@@ -1,9 +1,9 @@
 """Background writer of one worker's durable commits, from the copies that commits make anyway.
 
-The training thread only marks a commit as held. Later commits are copied to other memory. A background thread writes
-this rank's share, retries while the storage fails, and reports completion. After the driver has received the reports of
-all ranks, rank 0 writes the index and the manifest. A storage failure never fails a step; it only delays the next
-checkpoint.
+The training thread only marks a commit as held, so that later commits are copied to other memory. A background thread
+writes this rank's share, retries while the storage fails, and reports completion. After the driver has received the
+reports of all ranks, rank 0 writes the index and the manifest. A storage failure never fails a step; it only delays the
+next checkpoint.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class CheckpointWriter:
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
             attempt.off.set()
-            # The share of this rank may already be complete.
+            # This rank may already have written its share.
             self._begin(functools.partial(self._over, attempt))
         with self._changed:
             if self._latest is not None and self._latest[0] != generation:

@@ -1,4 +1,4 @@
-"""Write of a commit: each rank writes its share, then one rank writes the index and the manifest.
+"""Writing of a commit: each rank writes its share, then one rank writes the index and the manifest.
 
 All functions block, so call them in a thread.
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 # A tensor of at least this size is reduced separately and in place, since copying it to a shared buffer and back would
-# cost more than it saves. Measured over Gloo, see benchmarks/negotiation.py.
+# cost more than it saves (measured over Gloo, see benchmarks/negotiation.py).
 ALONE_BYTES = 1 << 20
 # Maximum tag of a message: some backends use larger ones internally, and torch has 31 bits.
 MAX_TAG = (1 << 30) - 1

@@ -1,7 +1,7 @@
 """NCCL functions that torch does not expose, for communicators that torch created.
 
 `revoke` ends the kernels of a communicator without freeing its memory, which kernels of its peers may still read. NCCL
-supports it since 2.28. The functions are looked up in the library that torch is linked with.
+supports this since version 2.28. The functions are looked up in the library that torch is linked with.
 """
 
 from __future__ import annotations

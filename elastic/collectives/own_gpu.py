@@ -1,4 +1,4 @@
-"""The GPU on which this process trains, the same in all threads and groups.
+"""Selection of the GPU on which this process trains, the same in all threads and groups.
 
 CUDA starts every thread on device 0, so this module records the GPU for all threads: that of the tensors that the
 training thread reduces or, before the first reduction, the device that the training thread has selected.

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_LEAVE_S = 0.2  # Part of the timeout of `finish` in which threads leave their waits, in seconds.
+_LEAVE_S = (
+    0.2  # seconds of the timeout of `finish` that are left to polling threads to end their waits
+)
 
 _begun: set[threading.Thread] = set()
 _lock = threading.Lock()

@@ -193,7 +193,7 @@ class DataLoader:
             self._go_to(Position(wanted, 0))
 
     def settle(self) -> None:
-        """Count all batches that were handed out as trained on, even without an optimizer step."""
+        """Count all batches that were handed out as trained, even without an optimizer step."""
         self._look_for_steps()
         self._progress.settle()
 
@@ -223,7 +223,7 @@ class DataLoader:
     # ---- interface for states --------------------------------------------------------------------
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """Mark the loader as part of a state with these parameters.
+        """Make the loader part of a state with these parameters.
 
         Args:
             parameters: returns the parameters of the state.
@@ -313,7 +313,7 @@ class DataLoader:
             self._handed_some
             and self._awaits_steps
             and not progress.by_steps
-            # A rank with empty shards has no gradients, but must agree with the other ranks.
+            # A rank whose shards are empty has no gradients, but must make the same decision as the other ranks.
             and (self.arguments.shards is not None or self._gradients.new)
         )
 

@@ -8,7 +8,7 @@ _watching = False
 
 
 def _note(*_: object) -> None:
-    # A plain store of a constant, which a compiled graph replays without a guard or a graph break.
+    # The store of a constant is compiled into a graph without a guard or a graph break.
     global _stepped
     _stepped = True
 

@@ -41,5 +41,5 @@ class SeededDataset(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """Collate function of torch's loader if the dataset returns whole batches."""
+    """Return the batch unchanged: the collate function of torch's loader if the dataset returns whole batches."""
     return batch

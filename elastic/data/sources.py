@@ -38,7 +38,7 @@ class Source(Protocol):
     ) -> Iterator[Loaded]:
         """Yield the loaded parts ``mine`` of all steps from a position on, in order.
 
-        A part without samples gets a placeholder that must not count.
+        A part without samples gets a placeholder, whose loss and gradients must not count.
         """
 
     def ids(self, epoch: int, places: range) -> list[int]:

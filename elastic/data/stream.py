@@ -1,9 +1,9 @@
 """Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
 
-A stream has no index. Every rank therefore reads all of it, and reaches a position by reading all samples before it or
-by calling the stream's own ``skip(n)``. The rank of a sample depends only on the sample's place in the stream. With W
-loader workers, each reads the whole stream and worker ``n % W`` creates batch n, because torch returns batches in that
-order.
+A stream has no index. Every rank therefore reads the whole stream, and reaches a position by reading all samples before
+that position or by calling the stream's own ``skip(n)``. The rank of a sample depends only on the sample's place in the
+stream. With W loader workers, each reads the whole stream and worker ``n % W`` creates batch n, because torch returns
+batches in that order.
 """
 
 from __future__ import annotations

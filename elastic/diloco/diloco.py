@@ -522,7 +522,7 @@ class DiLoCo:
             elements, rows = len(self._residuals[fragment]), len(islands.leaders)
             return quantization.mean(mean, elements, self._format, rows, weighted=weighted)
         if weighted:
-            # Without any token, all changes are zero already.
+            # If no worker has a token, all changes are zero already.
             mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
         return mean
 
@@ -624,7 +624,7 @@ class DiLoCo:
         """Complete a merge with the change of this island, after this rank received the outer parameters."""
         if self._residuals:
             number, errors = self._sent_residual or (-1, self._residuals[fragment])
-            # Errors that were sent, by a step that was restored later, must not be sent twice.
+            # Errors that were sent in a step that was later rolled back must not be sent twice.
             self._residuals[fragment] = errors if number == fragment else torch.zeros_like(errors)
             self._sent_residual = None
         self._mix_in(self.parts[fragment])

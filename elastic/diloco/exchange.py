@@ -23,8 +23,8 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.negotiation.messages import ALL, NOTIFY, Members, Request
 from elastic.negotiation.pending import Pending
 
-# Number of decided merges that this rank holds for its script. The other ranks then wait for the script, because each
-# result takes the memory of a fragment.
+# Maximum number of decided merges that this rank holds for its script. Beyond that, the other ranks wait for the
+# script, because each result takes the memory of a fragment.
 MOST_HELD = 8
 NAME = "diloco"
 

@@ -207,7 +207,7 @@ class BufferKeeper:
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
-            # If the sets are equal, only the order differs.
+            # If no name was added or removed, only the order differs.
             odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
                 f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop"

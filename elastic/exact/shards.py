@@ -442,7 +442,7 @@ class Shards:
                 )
             more = self._verifier.passes_made
             if more and len(values) == len(step.held[step.rank]) + more:
-                values = values[:-more]  # The last values belong to no step.
+                values = values[:-more]  # The values of these last iterations belong to no step.
             if len(values) not in allowed:
                 raise Invalid(
                     f"mean() got {len(values)} values, but this rank has {len(held)} shards: pass one value per"

@@ -296,7 +296,7 @@ class Verifier:
         )
         if (
             runtime.env.keep_faulty
-        ):  # before the reports, since the driver kills the culprits at once
+        ):  # before the reports, since the driver kills the culprits as soon as it receives these
             self._keep(evidence, runtime.env.keep_faulty)
         for each in evidence:
             runtime.report_miscomputed(each)

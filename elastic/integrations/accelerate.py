@@ -186,7 +186,8 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
     made.ahead = 1  # Accelerate fetches one batch ahead to check whether another follows.
     prepared.base_dataloader = made
     prepared.rng_types = None  # The elastic loader determines the order of the samples.
-    # The job's state contains the position, and older versions fail on a loader's state without their own keys.
+    # The job's state contains the position. Older versions of Accelerate fail on a loader's state without their own
+    # keys.
     prepared._update_state_dict = _nothing
     return made
 

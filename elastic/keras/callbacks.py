@@ -198,7 +198,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         after = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
-        # A momentum that is a constant of a compiled step can't be corrected for one batch.
+        # A momentum that is compiled into the step as a constant cannot be corrected for one batch.
         eager = self.model.run_eagerly or tensors.backend() == "torch"
         if self.momentum_correction and eager and isinstance(momentum, float) and before:
             self._momentum = momentum

@@ -21,8 +21,8 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import RESULT_LIMIT
 
 CARRIED = "ELASTIC_CALL_PART_"
-PART = 96 * 1024  # maximum number of characters per variable, of which the system permits 128 KiB
-# Maximum number of bytes. All variables and arguments together may have 2 MiB.
+PART = 96 * 1024  # maximum number of characters per variable; the system permits 128 KiB
+# Maximum number of bytes. The system permits 2 MiB for all variables and arguments together.
 CARRIED_LIMIT = 512 * 1024
 
 

@@ -1,4 +1,4 @@
-"""`goodput`, which reports how this worker has spent its time."""
+"""`goodput`, which returns the time that this worker has spent on each activity."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ A record is a tuple ``(kind, row, name, at_ns, ns)``. Kinds are the letters of t
     B  the beginning of a span that still lasts, E the end of the innermost one of its row
     i  an instant
 
-A span becomes one X when it ends. Only a long one is recorded while it lasts, as B and later E, to show what a worker
-was doing when it was killed. Nothing blocks or grows without limit: if records arrive faster than they are taken, new
-ones are dropped and counted.
+A span becomes one X when it ends. Only a long span is recorded while it lasts, as B and later E, so that the timeline
+shows the activity of a worker that was killed. Nothing blocks or grows without limit: if records arrive faster than
+they are taken, new ones are dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = 100_000  # maximum number of waiting records, which take about 20 MB
 LASTS_NS = 1_000_000_000  # age in nanoseconds at which an unfinished span gets a record of its own
 
 
-# An open span: name, begin, and whether it was recorded as a B. A list costs half of an object.
+# An open span: name, begin, and whether it was recorded as a B. A list costs half as much as an object.
 _Open = list[Any]
 
 

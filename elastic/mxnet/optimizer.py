@@ -32,7 +32,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     Args:
         optimizer: an optimizer of MXNet. Do not use it directly afterwards.
         gradient_predivide_factor: factor by which gradients are divided before the sum and multiplied afterwards.
-        num_groups: ignored, since everything that MXNet updates at once is reduced in one call.
+        num_groups: ignored, since all gradients that MXNet updates together are reduced in one call.
         process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
 
     Raises:

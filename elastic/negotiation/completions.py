@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from elastic.negotiation import submission
 
-BRIEF_S = 0.003  # Seconds that a caller waits by itself before the thread takes over.
+BRIEF_S = 0.003  # Seconds that a caller waits itself before the thread waits in its place.
 
 Finish = Callable[[], None]
 

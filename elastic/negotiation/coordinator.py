@@ -81,7 +81,7 @@ class Coordinator:
     ) -> list[ResponseList]:
         each = self._set(offer.members)
         if rank not in each.offered:
-            return []  # The rank is not a member, and its call has already raised.
+            return []  # The rank is not a member, and its call has already raised an error.
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
             requests = (*each.with_known_numbers(rank, known), *requests)

@@ -72,7 +72,8 @@ def join(device: int = -1) -> int:
         # Leave the guard after each turn with an event, so that progress is reported to the driver.
         with rt.guard("join"):
             while not noted and not rt.broken:
-                # Other ranks can finish only with this rank's zeros, so register this join before contributing any.
+                # Other ranks can finish a reduction only with this rank's zeros, so register this join before
+                # contributing any.
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)

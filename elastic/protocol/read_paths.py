@@ -15,7 +15,7 @@ DIR = "ELASTIC_CHECKPOINT_DIR"  # variable of the checkpoint folder, as in `chec
 MOST = 5000  # maximum number of paths that are recorded
 _OPENS = frozenset({"open", "sqlite3.connect"})
 _LISTS = frozenset({"os.listdir", "os.scandir"})
-# Opening these means that the process at the other end may read any file.
+# After opening one of these, the process at the other end may read any file.
 _LEAVES = frozenset(
     {
         *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),

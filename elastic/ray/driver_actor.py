@@ -63,7 +63,7 @@ class DriverSpec:
     name: str
     wanted: WorkerRequest
     options: RayOptions
-    # added to the environment of the workers
+    # variables added to the environment of the workers
     environ: Mapping[str, str] = dataclasses.field(repr=False)
     # OTEL_* variables of the driver.
     telemetry: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
@@ -243,7 +243,7 @@ class DriverActor:
             flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
         environ = {**os.environ, **spec.environ}
         if self._runs > 1:
-            self._discovery = self._discover()  # A discovery can be used only once.
+            self._discovery = self._discover()  # A discovery object can be used only once.
         self._starter = RayStarter(
             self._discovery.node_of, call, self._log, job=name, detached=spec.detached
         )

@@ -312,8 +312,8 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
     """
     check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
-    own.pop("PYTHONPATH", None)  # The variable differs between nodes.
-    # the caller is a task or an actor, for which Ray has set this
+    own.pop("PYTHONPATH", None)  # The value of this variable differs between nodes.
+    # the caller is a task or an actor, for which Ray has set this variable
     if "RAY_RAYLET_PID" in os.environ:
         own.pop("OMP_NUM_THREADS", None)
     return {**own, **(given or {})}

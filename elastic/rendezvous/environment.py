@@ -19,8 +19,8 @@ from elastic.rendezvous.launcher_env import LauncherEnv, started
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
-START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare the data first
-# Without a driver, stuck ranks are not detected, and a checkpoint may take long. The same as torch's default.
+START_TIMEOUT_S = 600.0  # a long time, because rank 0 may prepare the data first
+# Without a driver, stuck ranks are not detected, and a checkpoint may take long. The value is torch's default.
 COLLECTIVE_TIMEOUT_S = 1800.0
 # GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
 LAUNCHED_TIMEOUT_S = 180.0
@@ -79,7 +79,7 @@ class Environment:
     started: LauncherEnv | None = None  # how another launcher than elasticrun started this worker
     start_timeout_s: float = START_TIMEOUT_S  # time limit for every rank to call init()
     native: bool = True  # ranks of one host reduce in shared memory where they can
-    life_lock: str = ""  # lets the agent detect immediately that this process has died
+    life_lock: str = ""  # lock with which the agent immediately detects the death of this process
 
     def core(self, local_rank: int) -> int | None:
         """Return the core for this rank's background thread, or None for any core."""

@@ -19,7 +19,7 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 
 PORT_OFFSET = 1009  # distance from MASTER_PORT, which the script's own init_process_group may use
-# Ports to use if only a job ID is known: below the ephemeral ports of the system.
+# Range of ports to use if only a job ID is known. It lies below the ephemeral ports of the system.
 FIRST_PORT, PORTS = (21_000, 8_000)
 ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 

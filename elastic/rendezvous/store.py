@@ -30,7 +30,7 @@ _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
 CLOSE_S = 5.0  # seconds for the server's thread to end
 RETRY_S = 0.02  # seconds between attempts to reach a store that is not up yet
-# In place of a size, in requests that are not exchanges:
+# Values in place of a size, in requests that are not exchanges:
 _FETCH = 0  # fetch what rank 0 provides
 _ANNOUNCE = -1
 _LISTEN = -2  # wait until a rank announces the key

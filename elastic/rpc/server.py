@@ -242,7 +242,7 @@ class SealedServer:
             writable |= key.fileobj is self._woken or bool(events & selectors.EVENT_WRITE)
             if events & selectors.EVENT_READ and key.fileobj in self._callers:
                 self._read(self._callers[key.fileobj])
-        if writable:  # once per turn, because it tries all callers
+        if writable:  # called once per turn, because it sends to all callers
             self._send_more()
         now = time.monotonic()
         for caller in self.pending.late(now):

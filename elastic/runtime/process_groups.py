@@ -36,7 +36,7 @@ CLOSE_S = 2.0  # seconds for the groups to end at exit
 _LISTEN_S = (
     1e6  # seconds to wait for a request or the end of the world; sockets accept at most 24 days
 )
-_ASK_S = 1.0  # seconds for rank 0 to list waiting ranks; a dead process does not answer
+_ASK_S = 1.0  # seconds for rank 0 to list waiting ranks, because a dead process does not answer
 _WATCH_S = 1.0  # seconds between two looks at collectives that only streams wait for
 _FORM_S = 0.5  # seconds at exit for groups in creation, before they are aborted
 # Purposes that all ranks need in their first step, if they were needed before.
@@ -207,7 +207,7 @@ class Groups:
             return False
         try:
             return _meeting(key, place) in store.awaited(_ASK_S)
-        except CollectiveFailed:  # the code that detects the break reports it
+        except CollectiveFailed:  # the code that detects the failure of the world reports it
             return False
 
     def want(self, key: GroupKey, generation: int, place: Place) -> None:

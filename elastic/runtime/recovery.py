@@ -81,7 +81,7 @@ class Recovery:
     phase: Phase = Phase.OUTSIDE
     generation: int = 0
     place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
-    provisional: bool = True  # no world yet, so the place may change
+    provisional: bool = True  # the worker is in no world yet, so its place may change
     newcomer: bool = False
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
@@ -154,7 +154,7 @@ class Recovery:
             case messages.Finish(generation=generation):
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
-                    self.discard_commit()  # a later training starts without a commit
+                    self.discard_commit()  # A later training starts without a commit.
             case messages.CheckpointSoon(generation=generation):
                 if generation == self.generation:
                     self.ending.wants_checkpoint()

@@ -29,7 +29,7 @@ RANKS = {
 }
 # Parts of the names of objects with a step() that trains nothing.
 SCHEDULERS = ("sched", "lr", "warmup", "prof", "ema")
-# By convention, constant while a script trains.
+# Names of objects that are, by convention, constant while a script trains.
 ARGUMENTS = {"args", "opts", "options", "config", "cfg", "environ"}
 Loop = ast.For | ast.While
 

@@ -251,7 +251,7 @@ class ScriptObserver:
             sampler = getattr(by, "sampler", by)
             stream = isinstance(dataset, torch_data.IterableDataset)
             if id(dataset) in inside and hasattr(dataset, "state_dict"):
-                continue  # the data set has its own position
+                continue  # the data set keeps its own position
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):

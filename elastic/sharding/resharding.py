@@ -1,7 +1,7 @@
 """Plan for redistributing the shards of a commit in another world with few bytes sent. Pure; equal on all ranks.
 
 Rows that a rank already holds, as an owner or as a copy, are not sent. All other rows are sent by a rank on the same
-host that holds them, if one exists, and otherwise by the rank that has the least to send so far.
+host that holds them, if one exists. Otherwise, the rank with the fewest bytes to send so far sends them.
 """
 
 from __future__ import annotations

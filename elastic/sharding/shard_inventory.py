@@ -3,8 +3,8 @@
 Pure: no I/O, no clock.
 
 Different ranks may hold the shards of a commit, as owners or as copies. A commit that was sealed on any rank is
-mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. The latter can be complete,
-but with fewer copies than requested, so it is chosen only if no mirrored commit is complete.
+mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. A commit of the second kind can be
+complete, but with fewer copies than requested, so it is chosen only if no mirrored commit is complete.
 
 The initial state (generation 0) may differ between the replicas of a shard. Each of its shards therefore has a single
 holder, which sends it to the other ranks.

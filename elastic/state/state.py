@@ -36,7 +36,7 @@ from elastic.state.registry import refuse_handled
 log = logging.getLogger("elastic.state")
 
 Broadcast = Callable[..., Any]  # takes an object and returns rank 0's object
-CLOSE = 0.7  # similarity of a misspelled name to an option: copys to copies, but not copy
+CLOSE = 0.7  # similarity from which on a name counts as a misspelled option: copys for copies, but not copy
 
 
 class State:

@@ -21,7 +21,7 @@ def reduce(
     local: Sequence[bool],
     name: str = "gradients",
 ) -> list[Gradient]:
-    """Reduce gradients over the ranks. Returns the gradients in the same order. The result for None is None.
+    """Reduce gradients over the ranks. Return the reduced gradients in the same order. The result for None is None.
 
     Args:
         gradients: dense gradients, IndexedSlices or None. Each index has the same kind on every rank.

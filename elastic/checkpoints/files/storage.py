@@ -253,7 +253,7 @@ class Storage:
             self._fs.rm(self._path(name), recursive=True)
 
     def prove_writable(self) -> None:
-        """Raise Invalid unless a file can be written and removed. The message is the cause."""
+        """Raise Invalid unless a file can be written and removed. The message gives the cause."""
         name = f".writable-{uuid.uuid4().hex[:8]}"
         try:
             self.write(name, bytes(PROOF_BYTES))

@@ -18,7 +18,7 @@ from elastic.checkpoints.files.checked import CheckedFile
 from elastic.checkpoints.files.manifest import UnreadableCommit
 from elastic.state.snapshots import state_structure
 
-KINDS = 10_000  # Maximum number of cached headers, by dtype, shape and stride, with some 2 kB each.
+KINDS = 10_000  # Maximum number of cached headers, one for each dtype, shape and stride, of about 2 kB each.
 _RECORD = b"archive/data/0"  # name of the tensor's data in torch's zip archive
 _CRC = struct.Struct("<I")
 # The data of a record is followed by a mark and its CRC-32. In the zip directory, the CRC-32 is this many bytes before

@@ -15,8 +15,8 @@ import struct
 
 import torch
 
-# Measured with 2 to 8 ranks on loopback: up to this size it is at least as fast as a ring, and much faster over long
-# distances.
+# Measured with 2 to 8 ranks on loopback: up to this size, a direct exchange is at least as fast as a ring. Over long
+# distances, it is much faster.
 DIRECT_BYTES = 256 << 10  # maximum number of bytes that a rank sends directly to all others
 DIRECT_RANKS = 32
 _HEADER = struct.Struct("=BBHiq")

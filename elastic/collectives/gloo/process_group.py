@@ -138,7 +138,7 @@ class GlooCollectives:
         """
         self._word, self._heard, self._key = word, heard, purpose
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
-        # The exchange and the connections have a deadline each; this one covers everything else.
+        # The exchange and the connections have their own deadlines. This deadline covers everything else.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"Gloo did not connect {self.size} ranks within {longest_s:g} s")
@@ -544,7 +544,7 @@ class GlooCollectives:
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
             "Timed out" in error and not self._aborted
-        )  # This is the only sign of a timeout that Gloo gives.
+        )  # Gloo does not report a timeout in any other way.
         return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:

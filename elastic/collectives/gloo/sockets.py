@@ -37,8 +37,8 @@ def find_listener(blob: bytes) -> Endpoint | None:
 def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[int]:
     """Return the inodes of the group's sockets, once it is connected.
 
-    While the group is created, addresses identify them. Later a port may have been closed at the other end and
-    reused by a group of the next generation. An inode stays with its socket.
+    While the group is created, addresses identify them. Later, the other end may have closed its port, and a group of
+    the next generation may use the port again. An inode stays with its socket.
     """
     return frozenset(os.fstat(held.fileno()).st_ino for _, held in _of_group(own, peers))
 

@@ -22,7 +22,7 @@ from elastic.collectives.shared_memory import memfd
 from elastic.collectives.shared_memory.allocator import Allocator
 from elastic.rendezvous import environment
 
-# Limit that lets 64 ranks map each other's arenas in the address space of a process.
+# Limit at which the arenas of 64 ranks fit into the address space of each of their processes.
 _MOST_BYTES = 1 << 40
 
 OFF = "ELASTIC_NATIVE is 0"

@@ -1,8 +1,8 @@
 """Sums of host tensors in one pass, by the C++ library's reduction kernels.
 
-torch reads and writes memory once for each addition, which dominates the cost, since gradients are larger than the
-caches. Elements are added in the order of the tensors and rounded after each addition, so the bits are those of torch's
-result.
+torch reads and writes memory once for each addition. These accesses dominate the cost, since gradients are larger than
+the caches. Elements are added in the order of the tensors and rounded after each addition, so the bits are those of
+torch's result.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from elastic.errors import CollectiveFailed, TensorMismatch
 
 UNDER_WAY = -1  # value of kUnderWay in native/lanes.h
 _SLICE_S = 0.05  # seconds in native code until Python can handle a signal
-# Tags of monitored_barrier; torch's have 32 bits.
+# Tags of monitored_barrier. They differ from torch's tags, which have 32 bits.
 _HERE, _GO_ON = 1 << 40, 1 << 41
 # Extra seconds after the timeout of monitored_barrier, for rank 0 to name the missing rank. A rank that arrived and
 # then leaves the group withdraws its message and would be named instead.

@@ -59,8 +59,8 @@ class _Mapped:
     def drop(self) -> None:
         os.close(self.pidfd)
         if self.keep:
-            # The system frees the pages of an exited process here, which takes 50 ms for 100 MB, so another thread
-            # does it. It is not started by `threading`, whose locks this thread may hold.
+            # The system frees the pages of an exited process in this call, which takes 50 ms for 100 MB, so another
+            # thread makes the call. It is not started by `threading`, whose locks this thread may hold.
             try:
                 _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
                 return

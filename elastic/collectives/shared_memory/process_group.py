@@ -54,7 +54,7 @@ class Memory(NamedTuple):
     arenas: Sequence[tuple[int, int]]  # address and size in bytes of each arena
     staging: Sequence[int]  # offset of each staging area in its arena
     pidfds: Sequence[int]  # pidfd of each rank; -1 means this process
-    # Called once, when this process no longer uses the memory. False: another rank may still write to the staging.
+    # Called once, when this process no longer uses the memory. With False, another rank may still write to the staging.
     release: Callable[[bool], None]
 
 
@@ -514,7 +514,7 @@ class _Native:
         if not self._closed and not self.elsewhere:
             self._closed = True
             self._library.elastic_close(self.handle)
-            # A rank that is processing a chunk completes it soon.
+            # A rank that is processing a chunk completes that chunk soon.
             if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
                 self._let_go(True)
 

@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:
-    """Place of one trainable parameter in the plan, and its progress in the current step."""
+    """Place of one trainable parameter in the plan, and progress of its gradient in the current step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 

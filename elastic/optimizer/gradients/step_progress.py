@@ -9,8 +9,8 @@ A step begins with its first gradient, or in `finish` if it has none::
             RECEIVING -> IDLE                               no pass was the last on this rank; finish() reduces
 
 A pass is the last of a step if no gradient is missing after it. If some are missing, parameters may be unused, or
-another loss may follow; then the pass is the last if other steps ended with this pass number. A pass that leaves a
-parameter with some of its gradients is never the last.
+another loss may follow; then the pass is the last if other steps ended with this pass number. A pass after which a
+parameter has some but not all of its gradients is never the last.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-LONG = 6  # number of frames of libraries from which on they are folded
+LONG = 6  # number of consecutive library frames from which on they are folded
 _ELASTIC = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
 _OURS = (_ELASTIC + os.sep, os.path.join(os.path.dirname(_ELASTIC), "horovod") + os.sep)
 # Frames of torch between two frames of this package, which are omitted.

@@ -2,7 +2,7 @@
 
 In torch, a class can override ``state_dict`` and ``load_state_dict``, override the internal methods that save and load
 a single module, or add hooks. The entries that such a module adds are committed, restored and sent as Python values,
-and loaded with the module's own methods. Modules that have no such entries when the model is added to the state are not
+and loaded with the module's own methods. A module that has no such entries when the model is added to the state is not
 checked again.
 """
 

@@ -64,7 +64,7 @@ def make(size: int) -> None:
 
 
 def leave() -> None:
-    """Return unused memory to the system. Used memory follows with the last tensor in it."""
+    """Return unused memory to the system. Used memory is returned when the last tensor in it is freed."""
     global _ahead
     _ahead = None
 
