@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 
-# Files and folders of those packages that this package does not have.
+# Files and folders of the other packages that do not exist in this package.
 MARKS = {
     "elastic": ("elastic.py", "_version.py", "cli"),
     "horovod": ("_keras", "common/basics.py", "spark/gloo_run.py"),

@@ -1,4 +1,4 @@
-"""Collectives that autograd differentiates. As in Horovod, the loss of a rank is its share of the average loss.
+"""Collectives that are differentiable by autograd. As in Horovod, the loss of a rank is its share of the average loss.
 
 The backward pass runs collectives among the same ranks and is itself differentiable. Their names are derived from the
 names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched

@@ -17,7 +17,7 @@ MAX_LOCAL_RANKS = 64  # maximum number of ranks per host in a native group
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of a host: the boot of the kernel, and the namespaces in which processes can find each other.
+    """Identity of a host: the boot ID of the kernel, and the namespaces in which processes can find each other.
 
     The numbers are inodes.
     """
@@ -51,7 +51,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     offset of the rank's staging in its arena. ``cores`` is a mask of the cores on which the rank may run, lowest first.
     """
 
-    native: bool  # whether native groups are not turned off
+    native: bool  # whether native groups are enabled
     identity: Identity | None = None
     arena: Shareable | None = None
     control: Shareable | None = None

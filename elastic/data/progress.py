@@ -1,9 +1,9 @@
 """Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
-A batch is handed out, then trained on. Batches that loader workers have prefetched do not count. If an optimizer steps
-between batches, its steps define what has been trained: a commit before the step, or in the middle of a gradient
-accumulation, has the position of the last step, and the batches since then are handed out again. If no optimizer ever
-steps, as in an evaluation, every batch that was handed out counts.
+A batch is first handed out to the script, and then trained. Batches that loader workers have prefetched do not count.
+If an optimizer steps between batches, its steps define what has been trained: a commit before the step, or in the
+middle of a gradient accumulation, has the position of the last step, and the batches since then are handed out again.
+If no optimizer ever steps, as in an evaluation, every batch that was handed out counts.
 
     handed out      | b0 | b1 | b2 | b3 |
     optimizer steps           ^              a commit here has the position after b1: b2 and b3 are handed out again

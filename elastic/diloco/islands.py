@@ -4,8 +4,8 @@ Pure: no I/O, no clock.
 
 A rank belongs to the island of its host, which does not change while its process lives. Ranks are distributed again in
 each world, so the layout is computed from the names that the ranks of a world exchange. The lowest rank of an island
-leads it: if the leader is lost, the next world has another one. An island without ranks no longer counts, and a new one
-starts with the outer parameters.
+leads it: if the leader is lost, the next world has another one. An island that has lost all its ranks no longer counts,
+and a new island starts with the outer parameters.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ PERIOD = 4  # number of steps between two exchanges
 WINDOW = 12  # number of latest steps over which the median is taken
 GAIN = 0.06  # minimum gain, relative to the faster division
 MORE_GAIN = 0.04  # additional gain required for each recent change
-MOST_GAIN = 0.2  # Limit of the required gain, so that a rank that recovers gets its shards back.
+MOST_GAIN = 0.2  # Maximum of the required gain, so that a rank that has become fast again gets its shards back.
 RECENT = 25  # number of exchanges in which a change counts as recent
 PATIENCE = 2
 

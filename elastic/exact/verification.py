@@ -4,8 +4,8 @@ Pure: no I/O, no clock.
 
 All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
 In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for another that
-verifies more shards. Steps with checks are evenly spaced. Which shard of a rank is checked, and by which
-other rank, is drawn for each of them, so in the long run every worker checks every shard of every other worker.
+verifies more shards. Steps with checks are evenly spaced. For each such step, the checked shard of each rank and the
+rank that checks it are drawn, so in the long run every worker checks every shard of every other worker.
 
 A shard with an infinite or NaN gradient, or a much larger one than usual, is checked in any step, before the gradients
 are used.

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer in an elastic job: `ElasticTrainer` in place of ``Trainer``. See docs/transformers.md.
 
-The Trainer's own loop runs. Within an epoch, it resumes from the last commit with the number of batches that remain in
-the current world.
+The Trainer's own loop is used. Within an epoch, it resumes from the last commit with the number of batches that remain
+in the current world.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def view(array: jax.Array) -> torch.Tensor:
 def array_of(tensor: torch.Tensor) -> jax.Array:
     """Return an array with the tensor's shape, dtype and values, on its device.
 
-    It takes over the tensor's memory, which must not be written to from then on.
+    The array takes over the tensor's memory, which must not be written to afterwards.
     """
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda and jax.default_backend() != "gpu":

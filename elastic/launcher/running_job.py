@@ -35,7 +35,7 @@ class Job:
         ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
-        """Select the job without connecting to it.
+        """Select the job, without a connection to it.
 
         Args:
             name: name of the job, or process ID of its driver as text.

@@ -4,9 +4,9 @@ Pure: no I/O, no clock.
 
     asked (here)  ->  heard, told (there)  ->  answered (here)
 
-As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both ways take equally long, the clocks
-differ by ``((heard - asked) + (told - answered)) / 2``, and the error is at most half of the round trip in any case.
-The fastest request is therefore used instead of an average, because slower ones add no information.
+As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both directions take equally long, the
+clocks differ by ``((heard - asked) + (told - answered)) / 2``, and the error is at most half of the round trip in any
+case. The fastest request is therefore used instead of an average, because slower ones add no information.
 """
 
 from __future__ import annotations

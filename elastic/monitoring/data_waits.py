@@ -1,4 +1,5 @@
-"""Measurement of the time that the training thread waits for torch's DataLoader, by wrapping the method for a batch."""
+"""Measurement of the time that the training thread waits for torch's DataLoader, in a wrapper of its method for
+batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Connections over which ranks negotiate collectives: one from every rank to rank 0, for one generation.
 
-This module contains the end of a rank, and `local_transport` the end of rank 0. The address of rank 0 is in the
+This module implements the connecting rank's end, and `local_transport` rank 0's end. The address of rank 0 is in the
 generation's store. Frames are those of `elastic.protocol.framing`: authenticated, validated against a schema, never
 pickled. The first frame of a rank proves that the rank knows the job's secret. Blocking calls end with `abort`, from
 any thread.

@@ -125,7 +125,7 @@ class AdasumDistributed(WrappedOptimizer):
     def _forgetting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap a closure so that each call resets the pass counts.
 
-        An optimizer may call its closure, and so backward, several times.
+        An optimizer may call its closure, which runs a backward pass, several times.
         """
 
         def forgetting() -> Any:
@@ -187,7 +187,7 @@ class BackwardPasses:
     """Counter of the backward passes of a step, in worlds with more than one rank.
 
     Gradients accumulate in the parameters, so a step may follow fewer passes than ``backward_passes_per_step``. More
-    passes are an error in the script, raised by backward.
+    passes are an error in the script, which ``backward()`` raises.
     """
 
     pending = False  # Gradients are never in flight in this optimizer.

@@ -1,4 +1,4 @@
-"""Differing calls of ranks, and the clause that describes them. Pure: no I/O, no clock."""
+"""Calls of ranks that differ, and the clause of an error that describes them. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class CallClient:
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call the workers, and return the values by rank.
 
-        If one rank fails, other ranks may be waiting for it in a collective. They are released, so that the error is
-        raised promptly and all ranks are available for the next call.
+        If one rank fails, other ranks may be waiting for it in a collective. These ranks are released, so that the
+        error is raised promptly and all ranks are available for the next call.
 
         Args:
             word: the pickled request.

@@ -10,7 +10,8 @@ import math
 
 CONNECT_TIMEOUT_S = 30.0  # seconds to connect a group; default of HOROVOD_GLOO_TIMEOUT_SECONDS
 # The user's values take precedence. Without the first two variables, torch's watchdog waits a minute after an error
-# while it holds its lock. The other two connect at creation, and launch the communicators of one GPU in one order.
+# while it holds its lock. With the other two, communicators connect when they are created, and those of one GPU are
+# launched in one order.
 DEFAULTS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

@@ -2,8 +2,8 @@
 
 Every State under ``elastic.run`` is notified, and scripts may register their own objects. They are notified when the
 list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. Makes no
-decisions: the driver coordinates a change, and a State that is not notified stops at the same place. A lost worker is
-reported by PeerLost, not here.
+decisions: the driver coordinates a change, and a State without a notification stops at the same safepoint. A lost
+worker is reported by PeerLost, not here.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class LinkThread:
                 session.phases.mark("broken", time.monotonic())
             case messages.World():
                 if session.recovery.stands_by:
-                    # Its wait is not reported, because it may have been a standby for hours.
+                    # The wait of this worker is not reported, because it may have been a standby for hours.
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":

@@ -1,4 +1,4 @@
-"""Check that a state with shards contains everything that is needed to resume a run exactly."""
+"""Checks that a state with shards contains everything that is needed to resume a run exactly."""
 
 from __future__ import annotations
 

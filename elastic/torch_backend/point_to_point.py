@@ -2,8 +2,8 @@
 
 Messages use shared memory if all ranks of the process group are on one host, else a Gloo group of their own.
 CUDA tensors are copied through host memory. All ranks connect at the same time: with the process group if the
-world is fixed, otherwise at the first message of a world. Ranks that neither send nor receive then take part in
-a thread.
+world is fixed, otherwise at the first message of a world. Ranks that neither send nor receive then connect in a
+separate thread.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ READ = 64 << 20  # number of bytes per read, held in memory in addition to the r
 class RowRead(NamedTuple):
     """Read of ``length`` bytes at ``offset``, which contain the rows ``rows``, of which ``wanted`` are needed.
 
-    ``sum_before`` and ``sum_after`` are CRC-32s of the data of the stored range: up to these bytes, and including them.
+    ``sum_before`` and ``sum_after`` are CRC-32s of the data of the stored range: up to the start and up to the end of
+    these bytes.
     """
 
     file: str

@@ -99,7 +99,7 @@ class TrainerProgress(Carried):
 
 
 class EpochMeans(Carried):
-    """Sums of metrics on this rank. They are rolled back with the state, but never copied to other ranks."""
+    """Sums of this rank's metrics, which are rolled back with the state but never copied to other ranks."""
 
     own = True
 

@@ -52,7 +52,7 @@ def plan(
     """Return the buckets in launch order. Each item is in exactly one bucket.
 
     A bucket is closed once it contains at least its maximum number of bytes. (If it were closed *before* exceeding the
-    maximum, it would often end with the bias of the next layer and wait for the whole backward of that layer.)
+    maximum, it would often end with the bias of the next layer and wait for the whole backward pass of that layer.)
 
     Args:
         items: the gradients.

@@ -249,7 +249,7 @@ class FlatBucket:
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
-            # The gradient is set again, because a model.zero_grad() after backward removes it.
+            # The gradient is set again, because a model.zero_grad() after the backward pass removes it.
             self._give(position)
         self._work.wait()
         self._work = None

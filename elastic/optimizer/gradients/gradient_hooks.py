@@ -1,4 +1,4 @@
-"""Hooks that backward calls for each gradient of an optimizer's parameters, and at the end of the pass.
+"""Hooks that run in a backward pass: for each gradient of an optimizer's parameters, and at the end of the pass.
 
 Makes no decisions.
 """

@@ -151,7 +151,7 @@ class GradientReducer:
 
     @property
     def pending(self) -> bool:
-        """Whether backward has run since the last `finish`, in the current world and with more than one rank."""
+        """Whether a backward pass has run since the last `finish`, in the current world and with more than one rank."""
         try:
             return self._receiving and self._generation == lifecycle.current().generation
         except NotInitialized:

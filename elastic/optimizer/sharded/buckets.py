@@ -1,9 +1,9 @@
 """Flat buffers in which the gradients of a rank's shards are summed along the tree, and from which they are sent.
 
-A gradient to which other gradients of this rank will be added is kept as computed by backward. The other gradients are
-added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. Each completed
-partial sum of this rank is written into a separate flat buffer. The buffers are ordered from the lowest partial up. The
-first buffer becomes the result, and ``parameter.grad`` is a view of it.
+A gradient to which other gradients of this rank will be added is kept as the backward pass computed it. The other
+gradients are added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. Each
+completed partial sum of this rank is written into a separate flat buffer. The buffers are ordered from the lowest
+partial up. The first buffer becomes the result, and ``parameter.grad`` is a view of it.
 
 With compression, all buffers have the smaller dtype: each shard's gradient is rounded to it before the summation, and
 so is each sum. The result is then copied into a buffer of the gradients' own dtype.

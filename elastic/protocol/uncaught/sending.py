@@ -1,7 +1,7 @@
 """Transfer of an exception that ends a worker's script to the agent, as a line of JSON in a private pipe.
 
-The pipe exists before the script begins and works without `init()`. The agent keeps both of its ends, and the worker
-opens it through /proc. If it cannot be opened, or no longer has a reader, `send` returns False.
+The pipe exists before the script begins and works without `init()`. The agent keeps both ends of the pipe, and the
+worker opens it through /proc. If the pipe cannot be opened, or no longer has a reader, `send` returns False.
 """
 
 from __future__ import annotations

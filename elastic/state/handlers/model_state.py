@@ -71,7 +71,7 @@ class ModelStateHandler(Part):
         return anatomy
 
     def seems_unchanged(self) -> bool:
-        """Return False if a gradient was replaced: a custom optimizer of the script may have stepped after backward."""
+        """Return False if a gradient was replaced: a custom optimizer may have stepped after the backward pass."""
         gradients = [
             (id(each), each._version, each.data_ptr() if plain(each) else 0)
             for module in self._skeleton.modules

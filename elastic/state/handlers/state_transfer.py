@@ -1,9 +1,9 @@
 """Transfer of a complete state from one rank to the other ranks of a group: a header, then the bytes of the tensors.
 
-Only broadcasts are used, in an order that depends only on the header, so all ranks make the same calls. A
-receiver that cannot use the state still receives all of it and raises afterwards, which does not disturb other
-ranks. Large tensors are sent directly from live tensor to live tensor. Small ones are packed together. Tensors
-on root's GPU are sent between GPUs if every rank has its own GPU, and otherwise through host memory.
+Only broadcasts are used, in an order that depends only on the header, so all ranks make the same calls. A receiver that
+cannot use the state still receives the whole state and raises its error afterwards, so other ranks are not disturbed.
+Large tensors are sent directly from live tensor to live tensor. Small ones are packed together. Tensors on root's GPU
+are sent between GPUs if every rank has its own GPU, and otherwise through host memory.
 """
 
 from __future__ import annotations
