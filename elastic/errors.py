@@ -36,13 +36,11 @@ class WorldChanging(Interrupted):
 
 
 class HorovodInternalError(RuntimeError):
-    """Error of a failed collective. A script can raise it under ``elastic.run`` to restore the last commit and
-    rejoin."""
+    """Error of a failed collective. Raise it under ``elastic.run`` to restore the last commit and rejoin."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Interruption by a change of the hosts. A script can raise it under ``elastic.run`` to rejoin with the current
-    state.
+    """Interruption by a change of the hosts. Raise it under ``elastic.run`` to rejoin with the current state.
 
     Args:
         skip_sync: kept because scripts set and read it. Commits decide whether state is copied.
@@ -57,7 +55,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class LeaveRequested(Interrupted):
-    """Interruption of a worker that was asked to leave and has stopped at a safepoint. ``elastic.run`` ends the
+    """Interruption of a worker that leaves on request and has stopped at a safepoint. ``elastic.run`` ends the
     process."""
 
 

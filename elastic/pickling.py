@@ -1,8 +1,9 @@
 """Pickling of Python objects for other workers of a job, and for commits.
 
 All workers run the same script, so objects defined by the script are pickled by name: a class or enum resolves to the
-receiver's own, and ``state.phase is Phase.MAIN`` holds everywhere. Objects without an importable name (a lambda, a
-class defined in a function, objects from the launcher's script) are pickled by value, with cloudpickle.
+one that the receiver has defined, so ``state.phase is Phase.MAIN`` holds on every worker. Objects without an importable
+name (a lambda, a class defined in a function, objects from the launcher's script) are pickled by value, with
+cloudpickle.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Keras version that this process uses: Keras 3, or legacy Keras if TensorFlow is configured to use it as
-``tf.keras``."""
+"""Keras version of this process: Keras 3, or legacy Keras if TensorFlow is configured to use it as ``tf.keras``."""
 
 from typing import TYPE_CHECKING
 

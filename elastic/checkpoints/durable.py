@@ -27,8 +27,7 @@ from elastic.state.state import ObjectState, State, overridden
 
 @contextlib.contextmanager
 def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
-    """Context manager that writes commits to storage, as the job is configured, while a function under ``elastic.run``
-    trains.
+    """Context manager that writes the job's commits to storage while a function under ``elastic.run`` trains.
 
     Raises:
         Invalid: the options are invalid, or the state cannot be written to a checkpoint.

@@ -32,7 +32,7 @@ Key = tuple[str, str]  # part of the state, and name of a tensor in it
 
 
 class SkippedValue(NamedTuple):
-    """Value that was not exported, or only in part.
+    """Value that was not exported, or was exported only in part.
 
     Args:
         but_tensors: whether its tensors were exported, but not its other contents.

@@ -1,4 +1,4 @@
-"""Record of a finished training: its last commit, its code, and the paths that it read. Does not import torch.
+"""Record of a finished training: last commit, module signatures, paths that were read. Does not import torch.
 
 Rank 0 writes the file `RETURNED` after the training function has returned on all ranks and its last commit is durable.
 Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.
@@ -55,7 +55,7 @@ class PathsRead(msgspec.Struct, frozen=True):
 def note_returned(storage: Storage, commit: CommitName, began_at: float, ranks: int) -> None:
     """Record that the training function has returned.
 
-    Nothing is recorded if a module file has changed since this process started, because the code that ran is then
+    Nothing is recorded if a module file has changed since this process started, because the executed code is then
     unknown.
 
     Raises:

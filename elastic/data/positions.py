@@ -80,8 +80,7 @@ class SamplePartition:
         return step[start : start + size + (number < larger)]
 
     def weight(self, step: range, number: int) -> float:
-        """Return the weight of a part. The average over parts of each part's mean times its weight is the mean over the
-        step.
+        """Return the weight of a part. The average over parts of mean times weight is the mean over the step.
 
         The weight is 1.0 if all parts have the same size, and 0.0 for an empty part.
         """

@@ -1,4 +1,4 @@
-"""Seeds that depend on the loaded sample or batch, and not on the process or rank that loads it.
+"""Seeds that depend only on the sample or batch that is loaded, and not on the process or rank that loads it.
 
 Pure: no I/O, no clock.
 """

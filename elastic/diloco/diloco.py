@@ -216,7 +216,7 @@ class DiLoCo:
 
     @property
     def own_steps(self) -> int:
-        """Number of inner steps that this worker's inner parameters contain: the number of its island's steps."""
+        """Number of inner steps that this worker's inner parameters contain. It is that of its island."""
         return self.rounds.own_steps
 
     @property

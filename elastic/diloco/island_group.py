@@ -47,7 +47,7 @@ class IslandGroup(ElasticProcessGroup):
         return True
 
     def outlive(self) -> bool:
-        """Return False: `enter` gives the group its ranks in the next world."""
+        """Return False: the group remains usable, because `enter` sets its ranks in the next world."""
         return False
 
     def share(self, tensor: torch.Tensor, root: int) -> None:

@@ -24,8 +24,9 @@ NOT_FINITE = -1  # replaces the digest of gradients that contain an infinity or 
 TOO_LARGE = -2  # replaces the digest of gradients that exceed the limit of the step
 MARGIN = 10  # binary orders of magnitude by which a gradient may exceed the largest one of the previous step
 NONE = -(1 << 31)  # replaces the binary exponent of 0.0 and of infinity
-# Number of steps with checks that a return to an older commit repeats. Each compares two computations of a rank, so a
-# rank that is wrong in one of four computations is detected within them with a probability of 99 %.
+# Number of steps with checks that are repeated after a return to an older commit. Each such step compares two
+# computations of a rank, so a rank with one wrong result in four computations is detected within these steps with a
+# probability of 99 %.
 COVERED = 8
 
 

@@ -1,5 +1,4 @@
-"""Check of randomly drawn shards: another rank computes them again, and a vote identifies the rank with wrong
-gradients.
+"""Check of randomly drawn shards: another rank repeats them, and a vote identifies the rank with wrong gradients.
 
 `verification` decides. This module computes shards once more, compares digests and reports culprits. A second pass
 leaves no trace: its gradients are only digested, and buffers and random generators are restored.

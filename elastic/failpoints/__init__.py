@@ -1,5 +1,4 @@
-"""Named places in a worker at which a test can inject a fault. A place without a rule costs one read of a global
-variable.
+"""Named places in a worker at which a test can inject a fault. A place without a rule costs one read of a global.
 
     ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
     ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules

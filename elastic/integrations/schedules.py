@@ -14,7 +14,7 @@ Factor = Callable[[float], float]  # learning-rate factor by the position in a s
 
 
 class ScaledSchedule:
-    """A factor for ``LambdaLR`` that follows the number of steps in the current world, without a jump.
+    """Factor for ``LambdaLR`` that follows the number of steps in the current world without a discontinuity.
 
     The factor is a function of the completed share of training. ``make(steps)`` creates the factor for a number of
     steps. ``steps`` is that number in the first world. Every attribute except these two is a number and part of

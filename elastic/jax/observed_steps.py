@@ -1,7 +1,7 @@
 """Observe the steps of scripts that train with JAX, for `elastic.script_checks`.
 
 JAX has no optimizer whose steps can be observed, so each assignment to an attribute of a `JaxState` counts as a step of
-this attribute. Arrays are immutable: a parameter was trained if the state holds another array than at first.
+this attribute. Arrays are immutable: a parameter was trained if the state holds a different array than at the start.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         nonlocal sent
         rt = lifecycle.active()
         if not sent and rt is not None and rt.session.recovery.running:
-            # The send is attempted only once, even after a failure, because this is called at every step.
+            # The message is sent only once, even if sending fails, because this function is called at every step.
             sent = True
             rt.worlds.report_step_input(_step_input(iterator))
         return step(iterator)

@@ -1,7 +1,7 @@
 """Handle the end of an epoch that is resumed in the middle, with Keras's ``steps_per_execution``.
 
-Keras always takes the same number of steps at once until the data ends, and a data set may have all batches of an epoch
-even if some were completed before. The last call is therefore limited to the batches left in the epoch.
+Keras executes the same number of steps in each call until the data ends, and a data set may yield all batches of an
+epoch even if some were completed before. The last call is therefore limited to the batches left in the epoch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Measurement of the time that the training thread waits for torch's DataLoader, in a wrapper of its method for
-batches."""
+"""Measurement of the time that the training thread waits for torch's DataLoader, by a wrapped method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of the tensors in this process's collectives, while a script is checked. Broadcasts do not count."""
+"""Record of the sizes of tensors in this process's collectives while a script is checked. Broadcasts do not count."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Reporting:
             self._changed.notify_all()
 
     def settle(self) -> int:
-        """Wait, for a bounded time, until the driver has received all reports. Return the number of missing ones."""
+        """Wait, for a bounded time, until the driver has received all reports. Return the number of missing reports."""
         deadline = time.monotonic() + CLOSE_S
         with self._changed:
             while (left := len(self._queue)) and not self._lost:

@@ -1,4 +1,4 @@
-"""Search for the script's current line in a thread, to locate a collective that not all ranks call."""
+"""Search for the line of the script that a thread executes, to locate a collective that not all ranks call."""
 
 from __future__ import annotations
 

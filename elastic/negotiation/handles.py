@@ -16,7 +16,8 @@ from elastic.negotiation.pending import Pending
 class HandleEntry:
     """Handle in use.
 
-    The object is small and has no closures: thousands may be in flight, and each is a cost to the garbage collector.
+    The object is small and has no closures, because thousands may be in flight, and each one costs the garbage
+    collector time.
     """
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")

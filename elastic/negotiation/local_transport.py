@@ -47,7 +47,7 @@ def last_resort_s(env: Environment) -> float:
 
 
 def silence_s(env: Environment) -> float:
-    """Return the seconds without a message after which rank 0 counts as lost, or 0 for no limit. Stalls are reported
+    """Return the seconds of silence after which rank 0 counts as lost, or 0 for no limit. Stalls are reported
     earlier."""
     last_s = last_resort_s(env)
     return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0

@@ -76,8 +76,8 @@ class FusedBatch:
 class Pending:
     """Collective that this rank has submitted. Any thread may wait for it.
 
-    The object has plain fields and no closures: thousands may be in flight at once, and each is a cost to the garbage
-    collector.
+    The object has plain fields and no closures, because thousands may be in flight, and each one costs the garbage
+    collector time.
     """
 
     __slots__ = (

@@ -1,5 +1,4 @@
-"""Division of the gathers of parameters, after each rank has stepped its elements, into batches. Pure: no I/O, no
-clock.
+"""Division into batches of the gathers that send each rank's stepped elements to all ranks. Pure: no I/O, no clock.
 
 The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """

@@ -130,8 +130,7 @@ class Address(Value):
 
 
 class Times(Value):
-    """Seconds that a worker has spent on each activity. Their sum is the time since ``init()``. See
-    `elastic.monitoring.time_account`."""
+    """Seconds that a worker has spent on each activity. Their sum is its age. See `elastic.monitoring.time_account`."""
 
     training: Finite = 0.0
     committing: Finite = 0.0

@@ -1,4 +1,4 @@
-"""Environment variables that turn something on or off, as driver and workers read them. Pure: no I/O, no clock."""
+"""Environment variables that enable or disable a feature, as driver and workers read them. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class JobUpdates:
         self._wake()
 
     def close(self) -> None:
-        """Release waiting followers. No more updates follow."""
+        """Release waiting followers, because no more updates will be added."""
         self._closed = True
         self._wake()
 

@@ -39,8 +39,7 @@ ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detector of periods in which this process was stopped. Pure: the link thread calls it when it wakes, once a
-    second."""
+    """Detector of times when this process was stopped. Pure: the link thread calls it when it wakes, once a second."""
 
     def __init__(self) -> None:
         self._awake_at = 0.0  # 0 if the thread has not started

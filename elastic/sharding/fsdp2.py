@@ -1,5 +1,4 @@
-"""FSDP2 modules: functions that list their sharded parameters, check that they are supported, and move them to another
-mesh.
+"""Functions for FSDP2 modules: list their sharded parameters, check for support, and move them to another mesh.
 
 The module and its optimizer keep their parameter objects. The global size of each DTensor does not change. Only
 its local tensor and its spec are replaced. Private names of torch are used (see `tested_torch`).

@@ -31,7 +31,7 @@ def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
             group_factory.prepare_gpu(gpus.pop())
     for part in parts:
         part.build_step(step_input)
-    # Twice the memory, because received data are copied immediately as the first commit of this worker.
+    # Memory for twice the received data, because the data are copied immediately as the first commit of this worker.
     preallocated_memory.make(2 * sum(part.bytes_to_come() for part in parts))
     gradients = sum(part.bytes_of_gradients() for part in parts)
     mine = arena.mine() if gradients else None

@@ -1,4 +1,4 @@
-"""Detect optimizers that have replaced a sharded optimizer of a state and step the sharded optimizer's parameters.
+"""Detection of optimizers outside a state that step the parameters of a sharded optimizer of the state.
 
 A script may create another optimizer after the state. Commits would then contain the entries of an optimizer that does
 not train.

@@ -1,4 +1,4 @@
-"""Checks that a state with shards contains everything that is needed to resume a run exactly."""
+"""Checks whether a state with shards contains everything that is needed to resume a run exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Header that ranks exchange at the beginning of a collective, which describes the call and may contain the tensor.
+"""Exchange of headers, which describe the call of each rank, at the beginning of a collective.
 
 Gloo ends the process if a rank sends more than another expects, and returns wrong results if it sends less. Each
 collective therefore begins with a message of variable length, and every receiver has room for the longest one. Its

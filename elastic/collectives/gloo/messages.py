@@ -100,7 +100,7 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Begin to receive the bodies of messages from any rank in the background, because their senders wait for the
+        """Receive the bodies of messages from any rank in the background, because their senders wait for the
         receive."""
         waiting = self._headless[tag]
         while True:

@@ -1,4 +1,4 @@
-"""One of the groups of a hierarchy, as used by its thread: the ranks of a host, or one rank of each host."""
+"""One of the two groups of a hierarchy, as its thread uses the group: the ranks of a host, or one rank of each host."""
 
 from __future__ import annotations
 

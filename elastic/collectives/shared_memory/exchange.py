@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share for one group: each rank's offer and its mapping.
+"""Memory that the ranks of one host share for one group: the offer of each rank, and the mapping of all offers.
 
 A rank makes its offer before it knows whether the offer is used, so that a single exchange suffices for the decision.
 """

@@ -215,8 +215,7 @@ class ShardReducer:
             bucket.shard_begins(merge, complete, last, self._divisor_of_root(bucket))
 
     def _divisor_of_root(self, bucket: ShardBucket) -> int:
-        """Return the divisor of a partial. In a world of a single rank, where the partial is already the root, it is
-        the divisor of the sum."""
+        """Return the divisor of a partial, which in a world of a single rank is already the root."""
         alone = self._step is not None and len(self._step.held) == 1
         return self._divisor if alone and self.shards.exact and not bucket.compressed else 1
 

@@ -14,7 +14,7 @@ class ErrorExcuse:
 
     leaving: str = ""  # reason of the worker's request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint
-    excused: bool = False  # excuse() has returned True since the last sign
+    excused: bool = False  # whether excuse() has returned True since the last sign
 
     @property
     def near(self) -> bool:

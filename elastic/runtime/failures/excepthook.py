@@ -1,4 +1,4 @@
-"""Suppression of tracebacks that would repeat, once per worker, what the driver has reported. Makes no decisions."""
+"""Suppression of tracebacks by which each worker would repeat the driver's report. Makes no decisions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Host memory of one bank (snapshot buffer): this rank's shard, copies of other ranks' shards, the replicated
-values."""
+"""Host memory of a bank (snapshot buffer): this rank's shard, copies of other shards, and the replicated values."""
 
 from __future__ import annotations
 
