@@ -55,8 +55,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class LeaveRequested(Interrupted):
-    """Interruption of a worker that leaves on request and has stopped at a safepoint. ``elastic.run`` ends the
-    process."""
+    """Interruption of a worker that leaves and has stopped at a safepoint. ``elastic.run`` ends the process."""
 
 
 class ElasticError(Exception):
@@ -321,9 +320,7 @@ def summary_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except (
-        Exception
-    ) as failure:  # __str__ of the exception itself raised, so only the class is known.
+    except Exception as failure:  # __str__ of the exception raised, so only the class is known.
         text = f"its __str__ raised {type(failure).__name__}"
     lines = filter(None, map(str.strip, text.splitlines()))
     return shortened(": ".join([type(error).__name__, *itertools.islice(lines, 1)]))

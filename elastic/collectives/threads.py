@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_LEAVE_S = (
-    0.2  # seconds of the timeout of `finish` that are left to polling threads to end their waits
-)
+# Part of the timeout of `finish`, in seconds, that is reserved for polling threads to end their waits.
+_LEAVE_S = 0.2
 
 _begun: set[threading.Thread] = set()
 _lock = threading.Lock()

@@ -82,9 +82,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     payloads: tuple[str, ...] = ()
     number: int = -1  # cache number from now on, or -1 without one
     error: str = ""
-    refused: bool = (
-        False  # whether the error is not a mistake of the script, because a rank has left
-    )
+    refused: bool = False  # whether the cause is that a rank has left, and not the script
     calls: Calls = ()  # calls of the ranks, if the error is that they differ
     # ranks that are gone or never submitted the request, if it is refused
     missing: tuple[int, ...] = ()

@@ -7,9 +7,7 @@ import time
 
 # The kernel counts a start in ticks of 10 ms, and takes file times from a clock that it advances every 1 to 10 ms.
 ERROR_S = 0.03
-COARSE_S = (
-    2.0  # resolution in seconds of file times on the file system with the coarsest ones (FAT)
-)
+COARSE_S = 2.0  # seconds; resolution of FAT's file times, the coarsest of any file system
 
 
 def process_began_at() -> float:

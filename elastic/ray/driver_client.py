@@ -167,8 +167,7 @@ class DriverClient:
     # ---- output and reports ------------------------------------------------------------------------------------------
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Forward output and reports, waiting up to ``wait_s`` seconds for the first item. Return whether there was
-        any."""
+        """Forward output and reports, waiting up to ``wait_s`` seconds for the first item. Return whether any exist."""
         self._telling = None  # The pending request is repeated.
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)

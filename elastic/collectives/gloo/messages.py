@@ -100,8 +100,7 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Receive the bodies of messages from any rank in the background, because their senders wait for the
-        receive."""
+        """Receive the bodies of messages from any rank in the background, because their senders wait for it."""
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()
