@@ -221,9 +221,8 @@ class ShardedCommits:
         self.given = given
         self.least = least  # smallest number of shards; see `Choice`
         self.spent = CommitCost()
-        self._rows_placed: ShardsPlaced | None = (
-            None  # the report for the driver on the last change of the world
-        )
+        # report for the driver on the last change of the world
+        self._rows_placed: ShardsPlaced | None = None
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []

@@ -26,9 +26,8 @@ from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
 COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
-SLOWEST_BYTES_S = (
-    250e6  # transfer rate of a slow or busy bus, by which the limit is extended for large copies
-)
+# transfer rate of a slow or busy bus, by which the limit is extended for large copies
+SLOWEST_BYTES_S = 250e6
 ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # tensor on the device, pinned tensor
