@@ -89,7 +89,7 @@ class SamplePartition:
         return len(self.part(step, number)) * self.parts / len(step)
 
     def rest(self, consumed: int, length: int) -> Iterator[range]:
-        """Yield the remaining steps of an epoch, from a position on."""
+        """Yield the steps of an epoch that remain after ``consumed`` samples."""
         while step := self.step(consumed, length):
             yield step
             consumed = step.stop

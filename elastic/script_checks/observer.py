@@ -95,7 +95,7 @@ class ScriptObserver:
 
     def begin(self) -> None:
         """Start observing, before the training function is called for the first time or in a new world."""
-        # a ZeroRedundancyOptimizer has another inner optimizer in each world
+        # a ZeroRedundancyOptimizer has a different inner optimizer in each world
         self._stepping.clear()
         if self._observes or self._windows > self._recovered:
             return

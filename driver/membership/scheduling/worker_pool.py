@@ -89,7 +89,7 @@ class WorkerPool:
             self.actions.add(StartWorker(worker, places[worker], because(why)))
 
     def hold(self, record: WorkerRecord) -> None:
-        """Delay the answer to init() until the health check of the slot has passed, with a deadline for its result."""
+        """Delay the answer to init() until the health check of the slot has passed, and set its deadline."""
         record.stage = WorkerStage.HELD
         record.held_until = self.actions.now + HELD_S
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S

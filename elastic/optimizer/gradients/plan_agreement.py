@@ -249,7 +249,7 @@ class PlanVerdict(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Return whether to compare again in step(), because ranks are in backward passes of different optimizers."""
+        """Return True if ranks must compare again in step(), since they run backward passes of different optimizers."""
         differ = not self.equal or (
             self.least.twin != self.greatest.twin and self.greatest.twins > 1
         )

@@ -250,9 +250,9 @@ class ShardBuffers:
         return self._shard
 
     def where(self) -> tuple[int, int]:
-        """Return the arena offset of this rank's shard with its header, and its size in bytes.
+        """Return the arena offset of this rank's shard, and its size in bytes. Both include the header.
 
-        The offset is -1 outside of the arena.
+        The offset is -1 if the shard is not in the arena.
         """
         return peer_arena.offset_of(self._own), len(self._own)
 

@@ -1,7 +1,8 @@
-"""Handler of variables of TensorFlow, Keras or MXNet: see `part`.
+"""Handler for TensorFlow, Keras and MXNet variables (see `part`).
 
-Variables are kept, and read and set through numpy. Tensors are named by their index and the last component of their
-path, because the numbers in Keras's layer names depend on what the process has built before.
+The handler keeps references to the variables and accesses their values as numpy arrays. The name of a tensor consists
+of its index and the last component of its path, because the numbers in Keras's layer names depend on the layers that
+the process has built earlier.
 """
 
 from __future__ import annotations
