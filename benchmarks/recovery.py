@@ -2,9 +2,6 @@
 
 For comparison, the same loss is measured with bare Gloo in the same run: processes that only allreduce are notified by
 their parent immediately, destroy the group, create a new one, and allreduce again.
-
-The next step is included. With a large model (--width), it takes longer than the recovery, so the second step of the
-new world, with its commit, is subtracted in another figure.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from typing import Any
 import results_output
 import tests_on_path  # noqa: F401
 from faulted_job import Disturbed, options_of, table_of
-from harness.step_lines import Step, committed_lost
+from harness.step_lines import committed_lost
 
 BACK_SOON = ["--preload=auto", "--slot-attempts=50", "--blacklist-cooldown-range", "0.1", "0.2"]
 
@@ -100,16 +97,6 @@ def bare_gloo(workers: int, kills: int, rng: random.Random) -> list[float]:
     return times
 
 
-def second_step_ms(steps: list[Step], generation: int) -> float:
-    """Return the median duration of a worker's second step in the world after this generation."""
-    found: dict[int, list[float]] = {}
-    after = min(s.generation for s in steps if s.generation > generation)
-    for step in steps:
-        if step.generation == after:
-            found.setdefault(step.pid, []).append(step.at)
-    return statistics.median((at[1] - at[0]) * 1e3 for at in found.values() if len(at) > 1)
-
-
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--kills", type=int, default=25)
@@ -128,7 +115,7 @@ def main() -> None:
     rng = random.Random(options.seed)
 
     bare = bare_gloo(options.workers, options.reference_kills, rng)
-    times, ranks, generations = [], [], []
+    times, ranks = [], []
     flags = BACK_SOON if options.example else ()  # the example imports for seconds
     ways = ("ddp", "fsdp", "zero")
     way = next((each for each in ways if getattr(options, each)), "")
@@ -139,21 +126,17 @@ def main() -> None:
             strike = job.strike(signal.SIGKILL, rng)
             times.append(strike.lasted_ms)
             ranks.append(strike.victim.rank)
-            generations.append(strike.victim.generation)
         code = job.finish()
-        steps = job.steps()
-        lost, replicas = committed_lost(steps), job.replicas()
+        lost, replicas = committed_lost(job.steps()), job.replicas()
         phases = [a for a in job.actions("ReportRecovery") if a["kind"] == "recovery"]
 
-    without = [t - second_step_ms(steps, g) for t, g in zip(times, generations, strict=True)]
     title = f"SIGKILL of one of {options.workers} workers -> slowest survivor's next step"
     console = results_output.console()
     console.print(table_of(title, "kills", {"hvd-elastic": times, "bare Gloo rebuild": bare}))
     ratio = statistics.median(times) / statistics.median(bare)
     console.print(
         f"ratio of medians {ratio:.2f}; victims by rank {sorted(ranks)};"
-        f" committed steps lost {lost}; {replicas}; exit code {code};"
-        f" median without a step {statistics.median(without):.0f} ms"
+        f" committed steps lost {lost}; {replicas}; exit code {code}"
     )
     if phases:
         names = sorted({n for p in phases for n in p["phases_ms"]})
@@ -163,7 +146,6 @@ def main() -> None:
         console.print("commits of one worker, median ms and bytes:", cost)
     figures = {
         "hvd_elastic_ms": times,
-        "without_step_ms": without,
         "bare_gloo_ms": bare,
         "lost": lost,
         "ranks": ranks,
