@@ -52,12 +52,9 @@ class MergeReports:
 
     due_at: float = 0.0  # time of the next report
     absent: list[str] = field(default_factory=list)  # islands in the last report
-    names: tuple[int, list[str]] = field(
-        default_factory=lambda: (0, [])
-    )  # generation and islands of the last report that named them
-    names_due_at: float = (
-        0.0  # time at which they are sent again, since another driver may lack them
-    )
+    # generation and islands of the last report that named them
+    names: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
+    names_due_at: float = 0.0  # time of the next report that names them, which a new driver needs
     waited_s: float = 0.0  # since the last report
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
-from elastic.driver.agents.bandwidth_transfer import BandwidthMeter
+from elastic.driver.agents import bandwidth_transfer
+from elastic.driver.agents.bandwidth_transfer import MEASURING, ROLE, BandwidthMeter
 from elastic.driver.agents.messages import AgentId, BandwidthFound, BandwidthServed
 from elastic.driver.events import BandwidthMeasured, HealthOutcome, KillWorker
 from elastic.driver.journal.journal import read
+from elastic.driver.network.control_server import ControlServer
+from elastic.driver.network.secret import derived
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from harness.ports import free_ports
@@ -23,7 +27,6 @@ LOOPBACK = "127.0.0.1"
 SECRET = bytes(range(32))
 VICTIM, REST = "d", ("a", "b", "c")
 RATE, RATE_BYTES_S = "10mbit", 1.25e6
-DELAY_S = 0.05  # by which a measurement may delay training
 
 
 def meter(host: str, heard: list, secret: bytes = SECRET) -> BandwidthMeter:
@@ -61,6 +64,23 @@ async def test_agents_measure_both_directions():
 async def test_caller_without_the_secret_or_of_another_host_is_refused(other):
     event = await measured(**other)
     assert event.trouble and event.sent is event.received is None
+
+
+async def test_peer_that_does_not_answer_is_no_low_bandwidth():
+    server: ControlServer[AgentId] = ControlServer(
+        secret=derived(SECRET, ROLE), log=lambda *line: None, callers=MEASURING, tls=None
+    )
+    address = await server.open(
+        LOOPBACK,
+        heard=lambda agent, message: None,
+        gone=lambda agent, silent: None,
+        expected=lambda agent: True,
+    )
+    found: list[BandwidthFound] = []
+    with patch.object(bandwidth_transfer, "LIMIT_S", 0.5):
+        await meter("b", found).call("a", address)
+    await server.close()
+    assert found[0].event.trouble and found[0].event.sent is None
 
 
 async def test_address_that_cannot_be_bound_is_reported():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from typing import Any
 from unittest.mock import MagicMock, call, create_autospec, patch
@@ -114,6 +115,16 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
         name for name, *_ in state.mock_calls if name in ("on_reset", "transfer", "save", "adopted")
     ]
     assert said == ["on_reset", "transfer", *(["save"] if calls_back else []), "adopted"]
+
+
+@pytest.mark.parametrize("holders", [0, 1])
+def test_values_that_receivers_hold_are_omitted_only_if_ranks_share_a_commit(holders):
+    commit = Commit(3, 5) if holders else None
+    world = World(4, Place(0, 2, 0, 2, 0, 1), Address("h", 1), holders, commit, reason="first")
+    rt, state = create_autospec(WorkerRuntime, instance=True), create_autospec(State, instance=True)
+    rt.guard.return_value = contextlib.nullcontext()
+    run_loop._copy_state(rt, state, world)
+    assert state.transfer.call_args.kwargs["keeps"] is (holders > 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -31,3 +31,22 @@ def test_merge_report_when_it_is_due_or_the_late_islands_change_contains_the_wai
         Merged(2, 3, 30, 2, ["us"], 1.5, []),
         Merged(2, 5, 50, 1, ["us"], 6.0, ["eu"]),
     ]
+
+
+@pytest.mark.parametrize(
+    "after_s, generation, named", [(2.0, 2, False), (2.0, 3, True), (60.0, 2, True)]
+)
+def test_merge_report_names_the_islands_again_in_another_generation_and_each_minute(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, generation: int, named: bool
+) -> None:
+    """The driver may be another one by then."""
+    now, sent = [100.0], list[Merged]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    rt = WorkerRuntime(environment.read({}), None)
+    rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
+    rt.session.send = sent.append  # type: ignore[method-assign, assignment]
+    rt.report_merge(1, 10, ["us", "eu"], [], 0.0)
+    now[0] += after_s
+    rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=generation, provisional=False)
+    rt.report_merge(2, 20, ["us", "eu"], [], 0.0)
+    assert sent[-1].names == (["eu", "us"] if named else [])
