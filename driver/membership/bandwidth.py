@@ -5,8 +5,8 @@ Pure: no I/O, no clock.
 A host is measured when the health check of one of its slots has passed, against the host of rank 0 or, before the first
 world, against the first host of the list, which will have rank 0. Hosts are measured one at a time, because concurrent
 transfers to one host would share its bandwidth. A host is too slow if it sends or receives less than a share of the
-median of the others, measured against the same peer. Its workers wait for the result, unless the job has too few hosts
-for a comparison. Before the first world, all hosts wait for the last measurement, so the hosts of the first world are
+median of the others, measured against the same peer, twice in succession: other traffic can slow a single measurement.
+Its workers wait for the result, unless the job has too few hosts for a comparison. Before the first world, all hosts wait for the last measurement, so the hosts of the first world are
 not measured if they are more than HOSTS_MOST. Later, up to REFERENCES members are
 measured first if too few were.
 """
@@ -77,6 +77,8 @@ class HostBandwidth(Part):
         super().__init__(worlds)
         # Latest measurement of each host and its time. Rejected hosts are missing, so they are measured again.
         self._latest: dict[str, tuple[BandwidthMeasured, float]] = {}
+        # Hosts whose latest measurement was too slow. A second one decides.
+        self._doubted: set[str] = set()
         # Hosts that wait for their measurement, and the time since which each waits.
         self._wanted: dict[str, float] = {}
         # Workers with a passed health check, and the time since which each waits for the measurement of its host.
@@ -123,6 +125,7 @@ class HostBandwidth(Part):
         kept = set(hosts)
         self._latest = {host: each for host, each in self._latest.items() if host in kept}
         self._wanted = {host: since for host, since in self._wanted.items() if host in kept}
+        self._doubted &= kept
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which `settled` may yield other workers."""
@@ -148,8 +151,12 @@ class HostBandwidth(Part):
             self._measure_next(peer)
         # Before the first world, no host is compared with others until all hosts have been measured.
         early = not self.worlds.members and bool(self._wanted)
-        waiting = {worker.host for worker in self._waiting}
+        waiting = dict.fromkeys(worker.host for worker in self._waiting)
         found = {host: self._evidence(host, peer) for host in waiting if host not in self._wanted}
+        if not early and self._measure_again(found):
+            early = not self.worlds.members
+            if self._pending is None and peer is not None:
+                self._measure_next(peer)
         for worker, since in [*self._waiting.items()]:
             measured = worker.host in found and not early
             if measured or self.actions.expired(since + WAIT_S):
@@ -159,6 +166,20 @@ class HostBandwidth(Part):
     def reject(self, host: str) -> None:
         """Discard the measurement of a host that is too slow, so that it is measured again before its next worker."""
         self._latest.pop(host, None)
+        self._doubted.discard(host)
+
+    def _measure_again(self, found: dict[str, dict[str, Evidence] | None]) -> bool:
+        """Remove the hosts from ``found`` that were too slow for the first time, and measure them again.
+
+        Return whether there are any.
+        """
+        first = [host for host, evidence in found.items() if evidence and host not in self._doubted]
+        self._doubted -= {host for host, evidence in found.items() if not evidence}
+        for host in first:
+            del found[host], self._latest[host]
+            self._doubted.add(host)
+            self._wanted[host] = self.actions.now
+        return bool(first)
 
     def _drop_lost_workers(self) -> None:
         for worker in [*self._waiting]:

@@ -146,6 +146,8 @@ def test_slow_host_is_in_no_world_whenever_it_is_measured(slow, direction):
     for host in "bcd":
         rates = {"sent": FAST, "received": FAST} | ({direction: SLOW} if host == slow else {})
         actions = talk.tell(measured(host, **rates))
+    assert measurements(actions) == [(slow, "a")] and not has(WelcomeWorker, actions)
+    actions = talk.tell(measured(slow, **{"sent": FAST, "received": FAST} | {direction: SLOW}))
     assert the(KillWorker, actions).worker == worker(f"{slow}:0")
     [line] = errors(actions)
     assert line.about is not None and line.about.kind is ReasonKind.UNHEALTHY
@@ -166,10 +168,31 @@ def test_slots_of_a_slow_host_are_rejected_together_and_logged_once():
     pass_checks(talk, *(f"{host}:{slot}" for host in "abcd" for slot in (0, 1)))
     for host in "bc":
         talk.tell(measured(host))
-    actions = talk.tell(measured("d", SLOW))
+    actions = [*talk.tell(measured("d", SLOW)), *talk.tell(measured("d", SLOW))]
     killed = [each.worker for each in actions if isinstance(each, KillWorker)]
     assert killed == [worker("d:0"), worker("d:1")]
     assert len(errors(actions)) == 1
+
+
+def test_hosts_that_are_slow_once_are_in_the_first_world():
+    talk = starting()
+    pass_checks(talk, "a:0", "b:0", "c:0", "d:0")
+    talk.connect("a:0", "b:0", "c:0", "d:0")
+    talk.tell(measured("b"), measured("c"))
+    assert measurements(talk.tell(measured("d", SLOW))) == [("d", "a")]
+    actions = talk.tell(measured("d"))
+    assert not has(KillWorker, actions)
+    assert len([each for each in actions if isinstance(each, WelcomeWorker)]) == 4
+
+
+def test_host_that_was_slow_once_needs_two_slow_measurements_to_be_rejected_later():
+    talk = training()
+    talk.tell(checked("e:0"), measured("e", SLOW), measured("e"), exited("e:0", 1))
+    talk.wait(FRESH_S)
+    name = next(name for name in ("e:0#2", "e:0#3") if worker(name) in talk.m.roster)
+    talk.tell(checked(name))
+    assert measurements(talk.tell(measured("e", SLOW))) == [("e", "a")]
+    assert has(KillWorker, talk.tell(measured("e", SLOW)))
 
 
 def test_rejected_host_is_measured_again_with_backoff_and_used_once_it_is_fast():
@@ -177,6 +200,7 @@ def test_rejected_host_is_measured_again_with_backoff_and_used_once_it_is_fast()
     for number, cooldown_s in enumerate([1, 2, 4, 8, 8], start=1):
         name = f"e:0#{number}"
         assert measurements(talk.tell(checked(name))) == [("e", "a")]
+        assert measurements(talk.tell(measured("e", SLOW))) == [("e", "a")]
         actions = talk.tell(measured("e", SLOW))
         assert the(KillWorker, actions).worker == worker(name)
         assert len(errors(actions)) == (number == 1), "it is logged once"
@@ -215,6 +239,7 @@ def test_members_are_measured_first_if_rank_0_has_moved():
         assert asked == [(host, "b")]
         asked = measurements(talk.tell(measured(host, peer="b")))
     assert asked == [("e", "b")]
+    talk.tell(measured("e", SLOW, peer="b"))
     assert has(KillWorker, talk.tell(measured("e", SLOW, peer="b")))
 
 
@@ -311,6 +336,7 @@ def test_job_of_a_fixed_size_ends_with_the_reason():
     talk = starting(elastic=False, workers_min=4)
     pass_checks(talk, "a:0", "b:0", "c:0", "d:0")
     talk.tell(measured("b"), measured("c"))
+    talk.tell(measured("d", SLOW))
     end = the(EndJob, talk.tell(measured("d", SLOW)))
     assert end.code == 1 and end.reason.facts["outcome"] == "low_bandwidth"
 
