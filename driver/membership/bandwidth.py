@@ -6,9 +6,9 @@ A host is measured when the health check of one of its slots has passed, against
 world, against the first host of the list, which will have rank 0. Hosts are measured one at a time, because concurrent
 transfers to one host would share its bandwidth. A host is too slow if it sends or receives less than a share of the
 median of the others, measured against the same peer, twice in succession: other traffic can slow a single measurement.
-Its workers wait for the result, unless the job has too few hosts for a comparison. Before the first world, all hosts wait for the last measurement, so the hosts of the first world are
-not measured if they are more than HOSTS_MOST. Later, up to REFERENCES members are
-measured first if too few were.
+Its workers wait for the result, unless the job has too few hosts for a comparison. Before the first world, all hosts
+wait for the last measurement, so the hosts of the first world are not measured if they are more than HOSTS_MOST. Later,
+up to REFERENCES members are measured first if too few were.
 """
 
 from __future__ import annotations
