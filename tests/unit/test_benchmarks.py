@@ -232,3 +232,21 @@ def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
     ]
     assert (found.lost, found.merges, found.differing) == (2, 2, 1)
     assert found.goodput == pytest.approx(1 - 1.05 / 1.65)
+
+
+def test_longest_gaps_overlap_the_measurement_or_the_quiet_time_after_it():
+    from bandwidth_check import longest_gaps, measurements, quiet_windows
+    from elastic.driver.events import BandwidthMeasured, MeasureBandwidth
+    from elastic.driver.journal.entries import Entry
+    from stress.hosts.steps import COMMITTED, Note, WorkerNotes
+
+    result, request = BandwidthMeasured("d", "a", 1e6, 1e6), MeasureBandwidth("d", "a")
+    entries = [Entry(1.0, result), Entry(2.0, result, [request]), Entry(2.1, result, [request])]
+    entries += [Entry(2.2, result), Entry(6.0, result, [request]), Entry(6.2, result)]
+    busy = measurements(entries)
+    assert busy == [(2.0, 2.1), (2.1, 2.2), (6.0, 6.2)]
+    assert [*quiet_windows(busy)] == [(pytest.approx(4.05), pytest.approx(4.15))]
+    commits = [1.9, 1.95, 2.15, 2.2, 4.0, 4.1, 4.2, 5.9, 6.1, 6.4]
+    worker = WorkerNotes("a", [Note(at, COMMITTED, n, 3) for n, at in enumerate(commits)])
+    gaps = longest_gaps([worker], [(2.0, 2.1), (4.05, 4.15), (6.0, 6.2)])
+    assert gaps == pytest.approx([200.0, 100.0, 300.0])
