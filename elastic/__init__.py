@@ -1,6 +1,6 @@
 """Elastic, fault-tolerant data-parallel training for PyTorch, with Horovod's API.
 
-Names are loaded at first use: importing ``elastic`` starts nothing and does not import torch.
+Names are imported on first access. Importing ``elastic`` starts no threads or processes and does not import torch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from elastic.state import TorchState as TorchState
 
 
-if not TYPE_CHECKING:  # A type checker must report names that do not exist.
+if not TYPE_CHECKING:  # Hidden from type checkers, which would otherwise accept any attribute of the module.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

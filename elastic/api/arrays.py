@@ -1,4 +1,4 @@
-"""Convert numpy arrays to torch tensors and back, so that tensors of other frameworks can be sent."""
+"""Conversions between numpy arrays and torch tensors, for collectives on tensors of other frameworks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def to_torch(array: Array) -> torch.Tensor:
     The result is a view, or a copy if the array is read-only or not contiguous.
 
     Raises:
-        UnsupportedType: torch has no such dtype.
+        UnsupportedType: torch has no equivalent of the array's dtype.
     """
     if not array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(array, order="C")  # ascontiguousarray would add a dimension to a scalar.
+        array = np.array(array, order="C")  # Called only if needed, because ascontiguousarray turns a 0-dimensional array into a 1-dimensional one.
     try:
         # ml_dtypes provides this dtype, which numpy itself lacks.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # numpy raises ValueError for another byte order.
+    except (TypeError, ValueError):  # torch.from_numpy raises ValueError if the array does not have the machine's byte order.
         raise UnsupportedType(
             f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
         ) from None
@@ -45,11 +45,12 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def value_of(variable: Any) -> torch.Tensor:
-    """Convert a variable or tensor that numpy can read to a CPU tensor of the same shape and dtype, as a view if
-    possible.
+    """Return the value of a framework's variable or tensor as a CPU tensor of the same shape and dtype.
+
+    The result is a view if possible, otherwise a copy.
     """
     held = getattr(variable, "value", None)
-    # Keras has a property, TensorFlow a method.
+    # ``value`` is a property in Keras and a method in TensorFlow.
     value = variable if held is None or callable(held) else held
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()

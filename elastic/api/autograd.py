@@ -1,10 +1,12 @@
-"""Collectives that are differentiable by autograd. As in Horovod, the loss of a rank is its share of the average loss.
+"""Differentiable collectives for autograd.
+
+As in Horovod, the total loss is taken to be the average of the losses of all ranks.
 
 The backward pass runs collectives among the same ranks and is itself differentiable. Their names are derived from the
 names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched
 by their order. Integer tensors have no gradient and are skipped.
 
-The argument ``members`` contains the ranks of a process set, or is None for the world. Roots are world ranks.
+The argument ``members`` contains the ranks of a process set, or is None for all ranks. Root ranks are world ranks.
 """
 
 from __future__ import annotations
@@ -153,14 +155,14 @@ def _backward(name: str | None) -> str | None:
 def _average(
     how: tuple[str | None, Members], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Average gradients over ranks. Complex gradients are averaged as pairs of real numbers.
+    """Average gradients over the ranks. Complex gradients are averaged as pairs of real numbers.
 
     Args:
         how: name of the collective, and its members.
         gradients: tensors of any shapes and of a floating-point or complex dtype.
 
     Returns:
-        New tensors of the same shapes and dtypes, in the same order.
+        New tensors of the same shapes and dtypes as ``gradients``, in the same order.
     """
     parts = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     averages = allreduce(*how, Op.AVERAGE, 1.0, 1.0, *parts)
@@ -172,7 +174,7 @@ def _average(
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return [
-        # An object that is not a tensor is rejected later, when it is submitted.
+        # Objects other than tensors are rejected later, by the submission.
         not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex()
         for tensor in tensors
     ]

@@ -1,9 +1,9 @@
 """Broadcast parameters, optimizer state and Python objects from one rank to all.
 
 Tensors are packed into a few large broadcasts. Objects are pickled, which is safe because all senders are workers of
-this job. All functions are collective, among the ranks of ``process_set`` if given. ``root_rank`` is always a world
-rank. The ranks compare layouts before any transfer. If the layouts differ between ranks, every rank raises an error and
-no tensor is changed.
+this job. All functions are collective: every rank of ``process_set`` (default: every rank) must call them.
+``root_rank`` is always a world rank. Before any transfer, the ranks compare the names, shapes and dtypes of their
+tensors. If these differ, every rank raises an error and no tensor is changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.negotiation.submission import is_root, start_broadcast, synchronize
 from elastic.pickling import Pickler
 
 _CPU = torch.device("cpu")
-_CHUNK_BYTES = 64 << 20  # bytes packed into one broadcast; larger tensors are sent alone
+_CHUNK_BYTES = 64 << 20  # maximum number of bytes packed into one broadcast; larger tensors are sent separately
 
 Parameters = (
     Mapping[str, torch.Tensor | None]
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy options and state of an optimizer from rank ``root_rank`` to all ranks, without taking a step.
+    """Copy the options and the state of an optimizer from rank ``root_rank`` to all ranks, without a step.
 
     State entries that this rank lacks are allocated, and entries that the root lacks are dropped. Existing tensors are
     overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,
@@ -310,7 +310,7 @@ def _adopt(
 
 
 def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    """Overwrite tensors in place with those of the root, with several tensors per broadcast.
+    """Overwrite tensors in place with those of the root rank, with several tensors per broadcast.
 
     Shapes and dtypes are the same on all ranks.
     """
@@ -337,7 +337,7 @@ def _broadcast_chunk(tensors: list[torch.Tensor], root_rank: int, process_set: P
         return
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
-        # A copy, because a view needs its bytes aligned for its dtype.
+        # Copied, because `view` requires storage that is aligned for the new dtype.
         received = part.clone().view(tensor.dtype).view(tensor.shape)
         tensor.detach().copy_(received)
 
@@ -351,7 +351,7 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
 
 
 def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
-    """Raise ValueError on every rank if the lines differ between ranks."""
+    """Compare lines of text between ranks. Raise ValueError on every rank if they differ."""
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
     own = torch.tensor([digest, -digest], dtype=torch.int64, device=_CPU)

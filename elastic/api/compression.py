@@ -23,7 +23,7 @@ class NoneCompressor:
 
 
 class _CastCompressor:
-    """Compressor that sends floating-point tensors in a smaller dtype, and all other tensors unchanged.
+    """Compressor that casts floating-point tensors to a smaller dtype and sends all other tensors unchanged.
 
     The context is the original dtype.
     """
@@ -42,7 +42,7 @@ class _CastCompressor:
 
 
 class FP16Compressor(_CastCompressor):
-    """Compressor that sends floating-point tensors as float16, with 11 significant bits.
+    """Compressor that sends floating-point tensors as float16 (11 significant bits).
 
     Sums above 65504 overflow to infinity.
     """
@@ -51,13 +51,13 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Compressor that sends floating-point tensors as bfloat16: 8 significant bits, range of float32."""
+    """Compressor that sends floating-point tensors as bfloat16 (8 significant bits, the range of float32)."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """Values for the argument ``compression``.
+    """Compressors for the argument ``compression`` of collectives and optimizers.
 
     Any class with static methods ``compress`` and ``decompress`` is accepted as well.
     """

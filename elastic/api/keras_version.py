@@ -1,4 +1,4 @@
-"""Keras version of this process: Keras 3, or legacy Keras if TensorFlow is configured to use it as ``tf.keras``."""
+"""Import of the Keras that this process uses: Keras 3, or legacy Keras if TensorFlow uses it as ``tf.keras``."""
 
 from typing import TYPE_CHECKING
 

@@ -10,9 +10,10 @@ Common arguments:
         calls in flight. Calls without a name are matched by their order among the calls of the same collective.
     op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
     average: deprecated; True is ``op=Average``, False is ``op=Sum``.
-    prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
+    prescale_factor, postscale_factor: factors applied to the tensor before and after the reduction; Average and Sum
         only. Integers are scaled in float64 and truncated.
-    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods, which sends fewer bytes.
+    compression: `Compression.none` (default), `.fp16` or `.bf16`, or a class with the methods ``compress`` and
+    ``decompress``.
     process_set: the ranks that call the function (default: all ranks of the world).
 
 Forms of a collective: ``X`` waits for the result and is differentiable. ``X_`` writes the result into its argument.
@@ -254,7 +255,7 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start a reduction of a sparse tensor, whose entries are gathered from all ranks and summed.
+    """Start a reduction of a sparse tensor: gather the entries of all ranks and sum them.
 
     Args:
         tensor: sparse COO, of the same shape and dtype on all ranks. The number of entries may differ.
@@ -426,7 +427,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send some rows of a tensor to each rank, and receive rows from each rank. Differentiable.
+    """Send a range of the tensor's rows to each rank, and receive rows from each rank. Differentiable.
 
     Args:
         tensor: tensor of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
@@ -559,7 +560,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of ``process_set`` has called `barrier`.
 
     Raises:
-        PeerLost: a rank was lost meanwhile.
+        PeerLost: a worker was lost before all ranks had called `barrier`.
     """
     submission.barrier(resolve(process_set))
 

@@ -2,10 +2,10 @@
 
 In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them: sums and
 sums of squares per channel in float64, and the number of values. The backward pass reduces two more sums per channel.
-Sums instead of per-rank statistics allow batches of different sizes, including empty ones. A rank that has joined
-contributes no values. From Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+Because sums are combined and not per-rank statistics, batches may differ in size and may be empty. A rank that called
+`join` contributes no values. See Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 
-Communicates only through `elastic.api.ops`. Uses only torch operations, so it runs on any device.
+Communicates only through `elastic.api.ops`. Only torch operations are used, so the layer runs on any device.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """A batch norm layer with statistics over all ranks, for inputs of shape (values, ``num_features``, ...), as for
-    ``torch.nn.BatchNorm1d`` to ``3d``.
+    """Batch normalization with statistics over the batches of all ranks.
+
+    Inputs have the shape ``[batch, num_features, ...]``, as for ``torch.nn.BatchNorm1d`` to ``BatchNorm3d``.
 
     Arguments, parameters, buffers and ``state_dict`` are those of torch's layers, so state dicts can be exchanged with
     them. ``process_set`` selects the ranks that share their statistics. Float16 and bfloat16 inputs are normalized in
     float32.
 
-    In training mode all ranks must call the layer, and run its backward pass, equally often and in the same order.
-    Otherwise the other ranks wait for the missing rank.
+    In training mode, every rank must call the layer and run its backward pass the same number of times and in the same
+    order. If a rank omits a call, the other ranks wait for it.
 
-    As in Horovod, the loss of a rank is its share of the average loss. The gradient of the input is that of the sum of
-    all ranks' losses, because each input affects every output through the statistics. The gradients of weight and bias
-    are those of this rank's loss alone; `DistributedOptimizer` averages them like all others. With ``op=Average``, all
-    parameters of the model then receive the gradient of the average loss.
+    As in Horovod, the total loss is taken to be the average of the losses of all ranks. The gradient of the input is
+    that of the sum of all ranks' losses, because each input affects every output through the statistics. The gradients
+    of weight and bias are those of this rank's loss alone; `DistributedOptimizer` averages them like all others. With
+    ``op=Average``, all parameters of the model then receive the gradient of the average loss.
 
     In evaluation mode, and in a world of one rank, the layer behaves like torch's layer.
 
     Raises:
-        ValueError: the input has less than two dimensions or a different number of channels.
+        ValueError: the input has fewer than two dimensions or a different number of channels.
         NotInitialized: ``init()`` was not called.
         PeerLost: a worker was lost. Also raised by the backward pass.
     """
@@ -142,8 +143,8 @@ class _Normalized(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-# Communication cannot be compiled: torch.compile inserts a graph break here. The equivalent decorator of torch.compiler
-# would import the compiler in every process.
+# torch.compile cannot compile communication and inserts a graph break here. The decorator of torch.compiler with the
+# same effect is not used, because it imports the compiler in every process.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _normalized(*arguments: Any) -> tuple[torch.Tensor, ...]:
     outputs: tuple[torch.Tensor, ...] = _Normalized.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -178,8 +179,9 @@ def _statistics(
 
 
 def _total(direction: str, sums: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    # All layers of one width share a name. They run in the same order on every rank, and a name with a constant shape
-    # is negotiated only once. The order of creation may differ between ranks, so the name contains no number.
+    # All layers with the same number of channels share a name: they run in the same order on every rank, and a name
+    # whose shape stays the same is negotiated only once. The name contains no index of the layer, because ranks may
+    # create layers in different orders.
     name = f"sync_batch_norm.{direction}.{sums.shape[1]}"
     return ops.allreduce(sums, name=name, op=ops.Sum, process_set=process_set)
 

@@ -27,15 +27,15 @@ class IncompleteCommit(UnreadableCommit):
     """Error raised for an incomplete commit, whose manifest was never written."""
 
 
-CLAIMS_READ = 8  # number of newest claims to read when looking for running jobs
+CLAIMS_READ = 8  # maximum number of claims read to find running jobs, newest first
 CLAIM = re.compile(
     r"run-(\d{4,9})"
-)  # file that names the process that claimed the run of this number
+)  # file that identifies the process that claimed a run, by the run's number
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """Folder of a commit, and whether the commit can be used.
+    """Commit in a folder of checkpoints, and whether the commit can be used.
 
     Args:
         name: name of the commit.
@@ -80,7 +80,7 @@ def claim_run(storage: Storage) -> int:
 
 
 class RunOwner(msgspec.Struct, frozen=True):
-    """Process that has claimed a run.
+    """Identity of the process that has claimed a run number.
 
     Args:
         began_at: start time of the process in seconds since 1970.
@@ -92,13 +92,13 @@ class RunOwner(msgspec.Struct, frozen=True):
 
 
 def writing_here(storage: Storage, before: int | None = None) -> RunOwner | None:
-    """Return another running process of this machine that has claimed a run, or None.
+    """Return another running process on this machine that has claimed a run in this folder, or None.
 
     Claims of processes on other machines are not detected.
 
     Args:
         storage: the folder of checkpoints.
-        before: consider only runs with a smaller number.
+        before: run number; only runs with smaller numbers are considered.
 
     Raises:
         OSError: the storage failed.
@@ -167,9 +167,9 @@ def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
-    """Raise Invalid if a commit was written by a newer version.
+    """Raise Invalid if a commit was written by a newer version of this package.
 
-    A job that skipped such a commit would eventually remove it.
+    Such a commit must not be skipped: the job would eventually delete it as outdated.
 
     Raises:
         Invalid: the commit was written by a newer version.
@@ -202,7 +202,7 @@ def verify(storage: Storage, found: Manifest) -> str:
 
 
 def chosen(storage: Storage, which: str) -> Manifest:
-    """Return the manifest of a commit that a user has named.
+    """Return the manifest of the commit that a user specified.
 
     Args:
         storage: the folder of checkpoints.
@@ -228,7 +228,7 @@ def chosen(storage: Storage, which: str) -> Manifest:
 
 
 def prune(storage: Storage, keep: int, floor: int = 0) -> list[CommitName]:
-    """Remove the commits that `manifest.superfluous` selects, and return their names.
+    """Delete the commits that `manifest.superfluous` selects, and return their names.
 
     Raises:
         OSError: the storage failed.

@@ -1,4 +1,4 @@
-"""`elastic.Checkpoints`, by which a script chooses which commits become durable."""
+"""`elastic.Checkpoints`: lets a script choose the commits that are written to storage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from elastic.runtime import lifecycle
 
 
 class Checkpoints:
-    """Durable commits of the running training, for scripts that choose when checkpoints are written.
+    """Control of when checkpoints are written, for training scripts.
 
     The job sets the folder: ``--checkpoint-dir`` or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every manual``,
     checkpoints are written only on `save` and at the end of the training. Without a folder, `save` does nothing and
@@ -25,7 +25,7 @@ class Checkpoints:
     """
 
     def save(self) -> bool:
-        """Request that the next commit becomes durable, and return immediately.
+        """Request a checkpoint of the next commit, and return immediately.
 
         Call this method on all ranks, before the same commit.
 
@@ -33,7 +33,7 @@ class Checkpoints:
         Outside a function under ``elastic.run``, and without ``--checkpoint-dir``, this method does nothing.
 
         Returns:
-            Whether a checkpoint will be written.
+            True if a checkpoint was requested, False if this method had no effect.
         """
         rt = lifecycle.active()
         if rt is None or rt.commits.durable is None:

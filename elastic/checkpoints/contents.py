@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: the tensors and objects of a commit in memory by name, and the rank that writes each.
+"""Contents of a checkpoint: names of the tensors and objects of an in-memory commit, and the rank that writes each.
 
 The names are those of the state dict ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}``,
 flattened as by torch.distributed.checkpoint. Tensors that are not in such a state dict, for example buffers registered
@@ -22,13 +22,13 @@ LEAVES = 1000  # A value with more leaves is stored as a single object.
 
 @dataclass(frozen=True)
 class StateItem:
-    """Tensor of a commit, and its places in the state dict.
+    """Tensor of a commit, and its paths in the state dict.
 
     Args:
         part: part of the state to which the tensor belongs.
         key: name of the tensor within that part.
         tensor: the tensor. For a sharded tensor, the whole tensor on the meta device.
-        paths: all its places in the state dict. Tied parameters have several.
+        paths: all its paths in the state dict. Tied parameters have several.
         by_rank0: whether rank 0 writes the tensor.
         rows: this rank's rows of a sharded tensor, or None.
     """
@@ -72,7 +72,7 @@ def dotted(path: Path) -> str:
 
 
 def contents(held: HeldCommit) -> Contents:
-    """Return the contents of the checkpoint of a commit in memory, of which this rank has a complete copy."""
+    """Return the contents of a checkpoint of an in-memory commit. This rank must hold a complete copy of the commit."""
     items: list[StateItem] = []
     objects: dict[Path, Any] = {}
     for name, value in held.values.items():
@@ -112,7 +112,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
 
 
 def shares(items: list[StateItem], size: int) -> list[list[StateItem]]:
-    """Divide the items among the ranks into shares of about equal size in bytes. Deterministic.
+    """Assign the items to ranks so that all ranks write about the same number of bytes. Deterministic.
 
     Sharded tensors are omitted, since each rank writes its own rows.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of a training function: start and stop of the writer, and resume from the newest checkpoint.
+"""Checkpointing of a training function: starts and stops the writer, and resumes from the newest checkpoint.
 
 Runs in the training thread.
 """
@@ -49,8 +49,8 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
     storage = Storage(found.url)
     if rt.alone and not found.run:  # Without a driver, no run number is assigned.
         found = replace(found, run=catalog.claim_run(storage))
-    # Imported here, because this import of torch.distributed.checkpoint and SymPy takes most of a second, which jobs
-    # without checkpoints need not spend.
+    # Imported here, because the import loads torch.distributed.checkpoint and SymPy, which takes most of a second that
+    # jobs without checkpoints can save.
     from elastic.checkpoints.writer import CheckpointWriter
 
     writer = CheckpointWriter(storage, found, rt.session.send, alone=rt.alone)
@@ -68,9 +68,9 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
 
 
 def entered(rt: WorkerRuntime, world: World) -> None:
-    """Adopt the run number of a new world, so that all members use the same number, even after a driver failover.
+    """Adopt the run number of a new world, so that all its ranks use the same number, even after a driver failover.
 
-    Observations about non-finite gradients are discarded if this worker receives another state.
+    If this worker receives another rank's state, records of non-finite gradients are discarded.
     """
     if rt.commits.durable is not None and world.run:
         rt.commits.durable.run = world.run
@@ -84,14 +84,14 @@ def finish(rt: WorkerRuntime, state: State) -> None:
     """Make the last commit durable after the training function has returned and before the job ends."""
     if rt.commits.durable is None:
         return
-    # A rank that returns later than the others, or has more to write, must not be reported as stuck meanwhile.
+    # Suspends hang detection: a rank that waits here for slower ranks or slow storage is not stuck.
     long = contextlib.nullcontext() if rt.alone else rt.training.long_phase("last checkpoint")
     with long, rt.account.during("storage"):
         rt.commits.finish(state)
 
 
 def returned(rt: WorkerRuntime) -> None:
-    """Record on each rank that the training function has returned. Called after `finish`."""
+    """Record that the training function has returned. Called on each rank, after `finish`."""
     commit = rt.session.recovery.agreed()
     if rt.commits.durable is not None and not rt.alone and commit is not None:
         rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
@@ -119,8 +119,8 @@ def resume(rt: WorkerRuntime, state: State) -> None:
 class TransferOutcome(NamedTuple):
     """Outcome of the transfer of a sharded state to all ranks.
 
-    The fields are the number of bytes received from other ranks, whether the state was read from a checkpoint, and this
-    rank's part.
+    The fields, in order: number of bytes received from other ranks, whether the state was read from a checkpoint, and
+    this rank's part of the state.
     """
 
     copied_bytes: int
@@ -172,7 +172,7 @@ def _resume_shards(
 
 
 def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
-    """Report the error to the driver, which ends the job, because the error would recur on every worker."""
+    """Report an error that would recur on every worker to the driver, which ends the job."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 
@@ -180,7 +180,7 @@ def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
 def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> None:
     generators: list[Any] = []
     if rt.place.rank == 0:
-        # The other ranks wait while the storage is slow or unreachable.
+        # Suspends hang detection: the other ranks wait here while rank 0 reads from slow or unreachable storage.
         long = (
             contextlib.nullcontext()
             if rt.alone
@@ -200,7 +200,7 @@ def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> 
 
 
 def _load(rt: WorkerRuntime, found: CheckpointOptions, state: ObjectState) -> list[Any]:
-    """Load the newest checkpoint and return the random generators' states that each rank committed.
+    """Load the newest checkpoint and return the states of the random generators that each rank committed.
 
     The list is empty if there is no checkpoint and training starts from the beginning.
     """

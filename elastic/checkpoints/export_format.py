@@ -1,4 +1,4 @@
-"""Format of exported checkpoints, chosen by the file name's suffix. Pure: no I/O, no clock."""
+"""Format of an exported checkpoint, determined by the suffix of the file name. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from elastic.errors import Invalid
 class ExportFormat(enum.Enum):
     """Format of an exported checkpoint. The values are the accepted suffixes."""
 
-    TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes of files written by torch.save
+    TORCH = (".pt", ".pth", ".bin", ".ckpt")  # file name suffixes for which torch.save is used
     SAFETENSORS = (".safetensors",)
 
 
 def format_of(file: str) -> ExportFormat:
-    """Return the format in which to write a file.
+    """Return the format that the suffix of a file name selects.
 
     Raises:
         Invalid: the suffix is not supported.

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to one file of whole tensors that torch reads without this package.
+"""Export of a checkpoint to a single file of unsharded tensors, which can be read without this package.
 
 Nothing is unpickled. Values that were stored by pickle, and values that ``torch.load`` refuses by default, are omitted.
 """
@@ -26,16 +26,16 @@ from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import Invalid
 from elastic.state.handlers import model_state, optimizer_state
 
-_OUTSIDE = "elastic"  # first key of tensors that are in no state dict
+_OUTSIDE = "elastic"  # first key of tensors that do not belong to a state dict
 
-Key = tuple[str, str]  # part of the state, and name of a tensor in it
+Key = tuple[str, str]  # part of the state, and name of a tensor in this part
 
 
 class SkippedValue(NamedTuple):
-    """Value that was not exported, or was exported only in part.
+    """Value that was not exported, or was exported only partly.
 
     Args:
-        but_tensors: whether its tensors were exported, but not its other contents.
+        but_tensors: whether the tensors of the value were exported, but not its other contents.
     """
 
     name: str
@@ -44,7 +44,7 @@ class SkippedValue(NamedTuple):
 
 @dataclass
 class ExportedState:
-    """State dicts of models, and other values, by their names in the state.
+    """State dicts of models, and other values, keyed by their names in the state.
 
     Args:
         left_out: values that were omitted.
@@ -102,7 +102,7 @@ def _safetensors() -> Callable[..., None]:
 
 
 def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Return the models' tensors by name, without shared memory, which safetensors cannot store."""
+    """Return the models' tensors by name. Tensors that share memory are copied, because safetensors rejects them."""
     found: dict[str, torch.Tensor] = {}
     used: set[int] = set()
     for part, model in models.items():
@@ -171,7 +171,7 @@ def _take_part(
             raise UnreadableCommit(f"the manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
-    elif tensors:  # The part has an unknown kind or contains pickled values.
+    elif tensors:  # Not exported: a part of an unknown kind, or with pickled values.
         described = _by_path(found, name, tensors)
         flat = all(isinstance(each, torch.Tensor) for each in described.values())
         (made.models if flat else made.others)[name] = described
@@ -230,7 +230,7 @@ _ATOMS = (
 
 
 def _portable(value: Any) -> Any:
-    """Return the value, converted to types that ``torch.load(..., weights_only=True)`` loads.
+    """Convert a value to types that ``torch.load(..., weights_only=True)`` accepts.
 
     Raises:
         _NotPortable: the value has another type.
@@ -242,6 +242,6 @@ def _portable(value: Any) -> Any:
         return kind(map(_portable, value))
     if kind in (OrderedDict, Counter):
         return kind({_portable(key): _portable(each) for key, each in value.items()})
-    if isinstance(value, dict):  # This includes our own `Index`.
+    if isinstance(value, dict):  # `Index`, a subclass of dict, becomes a plain dict.
         return {_portable(key): _portable(each) for key, each in value.items()}
     raise _NotPortable
