@@ -21,13 +21,15 @@ def to_torch(array: Array) -> torch.Tensor:
         UnsupportedType: torch has no equivalent of the array's dtype.
     """
     if not array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(array, order="C")  # Called only if needed, because ascontiguousarray turns a 0-dimensional array into a 1-dimensional one.
+        array = np.array(
+            array, order="C"
+        )  # not ascontiguousarray, which adds a dimension to a 0-d array
     try:
         # ml_dtypes provides this dtype, which numpy itself lacks.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # torch.from_numpy raises ValueError if the array does not have the machine's byte order.
+    except (TypeError, ValueError):  # ValueError: the array has a foreign byte order.
         raise UnsupportedType(
             f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
         ) from None

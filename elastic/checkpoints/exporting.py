@@ -171,7 +171,7 @@ def _take_part(
             raise UnreadableCommit(f"the manifest lacks the parameter groups of optimizer {name}")
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
-    elif tensors:  # Not exported: a part of an unknown kind, or with pickled values.
+    elif tensors:  # Unknown kind or pickled values: export the tensors only.
         described = _by_path(found, name, tensors)
         flat = all(isinstance(each, torch.Tensor) for each in described.values())
         (made.models if flat else made.others)[name] = described

@@ -1,4 +1,6 @@
-"""Record of a finished training: last commit, module signatures, paths that were read. Does not import torch.
+"""Record of a finished training run: its last commit, signatures of the modules, and paths that were read.
+
+Does not import torch.
 
 Rank 0 writes the file `RETURNED` after the training function has returned on all ranks and its last commit is durable.
 Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.
@@ -29,7 +31,7 @@ BLOCK = 1 << 20  # number of bytes read at once
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
-    """Record of rank 0 that the training function has returned.
+    """Record by rank 0 that the training function has returned.
 
     Args:
         modules: signatures of the modules that rank 0 imported, by path. See `signature`.
@@ -97,7 +99,7 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a path belongs to an installed package or to the kernel. Only an update changes such a path."""
+    """Return whether a path belongs to an installed package or to the kernel, so that only an update changes it."""
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):
@@ -106,7 +108,7 @@ def _is_installed(path: str) -> bool:
 
 
 def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, str] | None:
-    """Return the signatures of all paths that the ranks have read, or None if the list of a rank may be incomplete.
+    """Return the signatures of all paths that any rank has read, or None if the list of a rank may be incomplete.
 
     Raises:
         OSError: the storage failed.
@@ -137,9 +139,10 @@ def read_returned(storage: Storage) -> TrainingReturned | None:
 
 
 def imported(began_at: float) -> dict[str, str] | None:
-    """Return the signatures of all module files of this process. Those of installed modules consist of size and time.
+    """Return the signatures of all module files of this process. Installed modules are signed by size and modification
+    time.
 
-    Return None if a file has changed since ``began_at``, in seconds since 1970.
+    Return None if a file has changed since ``began_at`` (seconds since 1970).
     """
     installed = tuple(f"{os.path.realpath(p)}{os.sep}" for p in {sys.prefix, sys.base_prefix})
     found: dict[str, str] = {}
@@ -156,7 +159,7 @@ def imported(began_at: float) -> dict[str, str] | None:
 
 
 def unchanged(files: Mapping[str, str]) -> bool:
-    """Return whether all files still have these signatures."""
+    """Return whether all paths still have the given signatures."""
     return all(
         signature(path, by_time=before.startswith("time:")) == before
         for path, before in files.items()

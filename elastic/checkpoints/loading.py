@@ -1,4 +1,4 @@
-"""Loading of a checkpoint into a state. Only values that are not plain data are unpickled."""
+"""Restore a state from a checkpoint. Only values that are not plain data are unpickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPUTE_AS_BEFORE = (
 
 
 def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
-    """Set the state to the values of a commit, except for sharded tensors, without committing it.
+    """Set the state to the values of a commit, without committing the state. Sharded tensors are not loaded.
 
     Raises:
         StateMismatch: the state does not match the commit. Nothing was changed.

@@ -12,7 +12,7 @@ RUN, FLOOR, FROM = "ELASTIC_CHECKPOINT_RUN", "ELASTIC_CHECKPOINT_FLOOR", "ELASTI
 DEFAULT_EVERY = "60s"
 DEFAULT_KEEP = 3
 DEFAULT_RESTARTS = 3
-# Checkpoints are written only on request of the script, and at the end of the training.
+# Value of ``--checkpoint-every``: checkpoints are written only when the script requests them, and at the end.
 MANUAL = "manual"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -41,7 +41,9 @@ class CheckpointOptions:
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
-    """Parse ``500commits``, ``60s``, ``10m`` or ``1h`` to commits or seconds. ``manual`` sets neither.
+    """Parse an interval such as ``500commits``, ``60s``, ``10m`` or ``1h``. Return the commits and the seconds.
+
+    One of the two is None; both are None for ``manual``.
 
     Raises:
         Invalid: the text has another form.

@@ -1,7 +1,7 @@
 """Lossless conversion of Python values to JSON and back, without pickle. Pure: no I/O, no clock.
 
 Values without a JSON equivalent become objects with the key ``~``: ``{"~": "tuple", "v": [1, 2]}``. Values of any other
-type raise NotPlain. A file cannot cause code to be run.
+type raise NotPlain. Decoding a file never executes code from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NotPlain(ValueError):
 
 
 class CorruptedData(ValueError):
-    """Error raised for input that `encode` has not produced."""
+    """Error raised for input that `encode` did not produce."""
 
 
 def _refuse(value: Any) -> Any:
@@ -61,7 +61,7 @@ def encode(value: Any, other: Encode = _refuse) -> Any:
 
 
 def word(kind: str, content: Any) -> dict[str, Any]:
-    """Return the JSON object that represents a value of the type ``kind``."""
+    """Return the JSON object for a value of the type ``kind`` with the given content."""
     return {"~": kind, "v": content}
 
 
@@ -100,7 +100,8 @@ def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
 
     Args:
         text: the decoded JSON.
-        other: called with type and content of each object that the function ``other`` of `encode` has made.
+        other: converts back the objects that the function ``other`` of `encode` created. Called with the type and the
+            content of each.
 
     Raises:
         CorruptedData: the input was not produced by `encode`.

@@ -17,10 +17,10 @@ from elastic.failpoints import failpoint
 from elastic.protocol.messages import CheckpointWritten, Message
 from elastic.state.state import ObjectState
 
-PATIENCE_S = 120.0  # seconds for which a storage that does not respond is retried
+PATIENCE_S = 120.0  # how long to retry if the storage fails, in seconds
 
 Value = TypeVar("Value")
-# for each folder and commit, the reason why the commit cannot be read
+# the reason why a commit cannot be read, by folder and commit
 Passed = dict[tuple[str, CommitName], str]
 
 
@@ -62,7 +62,7 @@ def load_proposed(
 def proposal(
     storage: Storage, options: CheckpointOptions, passed: Passed
 ) -> tuple[Storage, Manifest] | None:
-    """Return the newest commit that appears complete and is not in ``passed``. Return None if no checkpoint exists.
+    """Return the newest commit that seems to be complete and is not in ``passed``, or None if no checkpoint exists.
 
     Raises:
         Invalid: checkpoints exist, but none can be read.
@@ -102,7 +102,7 @@ def proposal(
 def report(
     manifest: Manifest, url: str, options: CheckpointOptions, send: Callable[[Message], object]
 ) -> None:
-    """Report the restored commit to the driver, which does not know the commit if its writer died before the report.
+    """Report the restored commit to the driver. The driver may not know it, if the writer died before reporting it.
 
     Each run numbers its commits from 1, so commits of earlier runs are skipped.
     """

@@ -1,10 +1,10 @@
 """Choice of the commits that a rank writes to storage. Pure: no I/O, no clock.
 
-All ranks must choose the same commit without waiting for each other. Rank 0 decides: it names a commit far enough ahead
-for the request to reach all ranks before they make that commit. A rank that receives the request too late reports this,
-so no rank writes the commit, and rank 0 names a later one. Rank 0 names no commit while one is being written. (If each
-rank chose commits by its own count, a rank that is still writing would skip a commit that the other ranks write. With
-slow storage, no checkpoint would ever be complete.)
+All ranks must choose the same commit without waiting for each other. Rank 0 decides: it requests a commit that is far
+enough ahead for the request to reach all ranks before they make that commit. If a rank receives the request too late,
+it reports this; then no rank writes the commit, and rank 0 requests a later one. Rank 0 requests no commit while one is
+being written. (If each rank chose independently, a rank that is still writing would skip a commit that the other ranks
+write. With slow storage, no checkpoint would ever be complete.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from elastic.protocol.messages import Commit
 
 LEAD_S = 0.05  # time in which rank 0's request usually reaches all ranks
-SLOW_S = 1.0  # If commits are at least this many seconds apart, the next commit may be requested.
+SLOW_S = (
+    1.0  # If commits are at least this many seconds apart, rank 0 may request the very next commit.
+)
 FURTHEST = 512  # maximum lead, in units of LEAD_S
 # After this time plus three leads, rank 0 repeats its request: the driver may have been replaced, or commits may have
 # become slower than when the lead was computed.
@@ -51,7 +53,7 @@ class Schedule:
         self._target: int | None = None
         self._next = False  # the script has requested the next commit
         self._wanted: int | None = None  # number of the commit that the script has requested
-        # Number of the commit that was begun when it was due, and is not known to be durable yet.
+        # number of the scheduled commit whose write has begun and is not known to be durable yet
         self._owed: int | None = None
         # Number and time of the unanswered request of rank 0.
         self._asked: tuple[int, float] | None = None
@@ -62,7 +64,7 @@ class Schedule:
     def wanted(self) -> None:
         """Request that the next commit is written.
 
-        The script calls this on all ranks alike, so no message is needed.
+        The script calls this on every rank, so no message is needed.
         """
         self._next = True
 
@@ -89,7 +91,7 @@ class Schedule:
         return False
 
     def at_commit(self, commit: Commit, now: float, *, leads: bool, busy: bool) -> Step:
-        """Return the actions of this rank after a commit.
+        """Return what this rank must do after a commit: begin a write, send a request, or neither.
 
         Args:
             commit: the commit that was just made.
@@ -99,7 +101,7 @@ class Schedule:
         """
         if commit.generation != self._generation:
             self._generation, self._target, self._asked = commit.generation, None, None
-            if self._owed is not None:  # A commit that was begun in another world is not completed.
+            if self._owed is not None:  # A write that began in an earlier world is never completed.
                 self._due_at, self._owed = min(self._due_at, now), None
         self._newest = commit.number
         self._pace(now)
@@ -134,7 +136,7 @@ class Schedule:
         With ``again``, the rank received the request too late, and another commit is requested.
         """
         if number == self._owed and (again or number == self._wanted):
-            self._due_at = now  # Retry with one of the next commits.
+            self._due_at = now  # Write one of the next commits instead.
         self.settled(number)
         # Another commit may have been requested since then.
         if self._target == number:
@@ -145,7 +147,7 @@ class Schedule:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """Reduce the lead with which rank 0 requests commits, after a checkpoint was written. Called on rank 0."""
+        """Reduce the lead of rank 0's requests after a checkpoint was written successfully. Called on rank 0."""
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:

@@ -37,17 +37,17 @@ Targets = Mapping[str, tuple[Rows, torch.Tensor]]
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """Checkpoint that all ranks read. ``url`` is the folder that contains it."""
+    """Checkpoint from which all ranks read. ``url`` is the folder of checkpoints that contains it."""
 
     url: str
     manifest: Manifest
 
 
 class ShardReader:
-    """Reader of a checkpoint on one rank, together with the other ranks.
+    """One rank's reader of a sharded checkpoint. All ranks read the same checkpoint together.
 
     Args:
-        met: shards that the ranks hold. None in a world of a single rank without a driver.
+        met: the shards that each rank holds. None in a world of one rank without a driver.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ShardReader:
         self._options = options
         self._met = met
         self._storage = Storage(options.url)
-        self._passed: resuming.Passed = {}  # used on rank 0
+        self._passed: resuming.Passed = {}  # used on rank 0 only
 
     def resume(self, reset: Callable[[], None]) -> bool:
         """Load the newest commit that all ranks can read, and commit it. Return False if no checkpoint exists.

@@ -1,4 +1,4 @@
-"""Python values of a commit as plain data: adds types of torch and numpy to `plain_data`.
+"""Conversion of a commit's Python values to plain data: extends `plain_data` by types of torch and numpy.
 
 Values that are not plain data are pickled, and only these are unpickled.
 """
@@ -18,7 +18,7 @@ from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.snapshot import as_bytes
 from elastic.state.snapshots.state_structure import plain
 
-INLINE = 1 << 16  # limit in bytes; values with a larger tensor are not plain
+INLINE = 1 << 16  # maximum size in bytes of a tensor in a plain value
 
 
 def to_plain(value: Any) -> Any:

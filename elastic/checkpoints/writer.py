@@ -1,9 +1,9 @@
-"""Background writer of one worker's durable commits, from the copies that commits make anyway.
+"""Background writer of one worker's durable commits. It writes the copies that commits make in memory.
 
-The training thread only marks a commit as held, so that later commits are copied to other memory. A background thread
-writes this rank's share, retries while the storage fails, and reports completion. After the driver has received the
-reports of all ranks, rank 0 writes the index and the manifest. A storage failure never fails a step; it only delays the
-next checkpoint.
+The training thread only marks the buffer of a commit as in use, so that later commits are copied to another buffer. A
+background thread writes this rank's share, retries while the storage fails, and reports completion. After the driver
+has received the reports of all ranks, rank 0 writes the index and the manifest. A storage failure never fails a step;
+it only delays the next checkpoint.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.state import ObjectState, hold, prepare_hold
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
-FINISH_S = 60.0  # seconds for the last commit of a training to become durable
+FINISH_S = 60.0  # timeout in seconds for writing the last commit of a training run
 LOOK_S = 0.1  # seconds between two checks of whether the world has ended
 NICE = 19  # niceness of the writing thread
 REPEAT_S = 5.0  # seconds until an unanswered message to the driver is repeated
 NAMED = 3  # maximum number of parameters that a message names
-# Number of the generations of init() and of the training, if no worker was lost.
+# Number of generations if no worker was lost: one of init() and one of the training.
 FIRST_GENERATIONS = 2
 CLOSE_S = 2.0  # seconds for a write in progress to abort
 
@@ -48,11 +48,11 @@ Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritte
 
 
 class _Corrupted(Exception):
-    """Error raised for a commit with infinite or NaN parameters, from which training could not resume."""
+    """Error raised for a commit with infinite or NaN parameters, from which training could not continue."""
 
 
 class _Dropped(Exception):
-    """Error that aborts the write of a checkpoint that is no longer needed."""
+    """Exception that aborts the write of a checkpoint that is no longer needed."""
 
 
 @dataclass
@@ -104,10 +104,10 @@ class CheckpointWriter:
         self._attempt: _Attempt | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._away = False  # whether a storage failure was reported
+        self._away = False  # whether the current storage failure was already reported
         self._commits = 0  # number of commits, counted here if there is no driver
-        self._changed = threading.Condition()  # guards the fields below
-        # for each request, the time of the last message
+        self._changed = threading.Condition()  # guards the following fields
+        # time of the last message to the driver, by request
         self._worlds = 0  # number of worlds in which this worker has trained
         self._unanswered: dict[tuple[int, int], tuple[float, Message]] = {}
         # Generation and number of the last request that was begun on this rank, and whether its outcome is known.
@@ -123,11 +123,11 @@ class CheckpointWriter:
     # ---- training thread -----------------------------------------------------------------------------------------
 
     def saved(self) -> None:
-        """Record that this rank has committed, alone or together with all ranks."""
+        """Record that this rank made a commit, whether or not all other ranks also made it."""
         self.first_not_finite.saved()
 
     def stepped_back(self) -> None:
-        """Record that this rank was restored to its newest commit."""
+        """Record that the state of this rank was restored to its newest commit."""
         self.first_not_finite.stepped_back()
 
     def committed(self, state: ObjectState, commit: Commit, place: Place) -> None:
@@ -170,7 +170,7 @@ class CheckpointWriter:
         self._begin(functools.partial(self._share, attempt))
 
     def _report_gradients(self, commit: Commit) -> None:
-        """Report non-finite gradients immediately, because the faulty worker may exit before the next checkpoint."""
+        """Report non-finite gradients immediately, because a faulty worker may exit before the next checkpoint."""
         first, generation = self.first_not_finite, commit.generation
         if self._alone or not first.lasts():
             self._not_finite = None
@@ -187,7 +187,7 @@ class CheckpointWriter:
         self._send(message)
 
     def want(self) -> None:
-        """Request that the next possible commit is written. Called on all ranks."""
+        """Request a checkpoint of the next possible commit. Called on all ranks."""
         self._schedule.wanted()
 
     def finish(
@@ -201,7 +201,7 @@ class CheckpointWriter:
             state: state of the training.
             commit: the last commit.
             place: place of this rank.
-            over: returns whether the world failed, which ends the wait.
+            over: callable that returns whether the world has failed, which ends the wait.
         """
         if self._alone:
             commit = Commit(commit.generation, self._commits)
@@ -209,7 +209,7 @@ class CheckpointWriter:
         if self._wait(deadline, over):
             if self.newest == commit:
                 return
-            # The last commit is written as an additional request, with a number of its own.
+            # The last commit is written as an additional request, so it needs an unused number.
             self._hold(state, commit, commit.number + 1, place)
             self._wait(deadline, over)
         if self.newest == commit or over() or place.rank:
@@ -231,7 +231,7 @@ class CheckpointWriter:
         if self.newest == commit and first:
             with contextlib.suppress(
                 OSError
-            ):  # A rerun of the command then continues training from this commit.
+            ):  # If the same command is run again, training continues from this commit.
                 name = CommitName(self.run, commit.generation, commit.number)
                 began_at = process_began_at()
                 finished_training.note_read(self._storage, name, place.rank, began_at)
@@ -260,7 +260,7 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def world_over(self, generation: int) -> None:
-        """Begin a new world. Requests of earlier worlds are abandoned, unless only the manifest is missing."""
+        """Drop the requests of the ended world, except those for which only the manifest is missing."""
         self._worlds += 1
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
@@ -274,7 +274,7 @@ class CheckpointWriter:
                 del self._unanswered[old]
 
     def close(self) -> None:
-        """Stop the thread at exit. A checkpoint that is being written remains incomplete and is skipped later."""
+        """Stop the writing thread at exit. A checkpoint in progress remains incomplete and is ignored by later jobs."""
         if self._attempt is not None:
             self._attempt.off.set()
         if self._thread is not None:
@@ -287,7 +287,9 @@ class CheckpointWriter:
         """Handle a message of the driver. Return whether it concerns checkpoints."""
         match message:
             case messages.MakeDurable(generation, number) if self._latest == (generation, number):
-                if self._settled:  # A rank has not received the outcome.
+                if (
+                    self._settled
+                ):  # The request is repeated because some rank has not received its outcome.
                     over = "this rank has already received its outcome"
                     self._send(messages.ShareDropped(generation, number, over, True))
             case messages.MakeDurable(generation, number):
@@ -296,7 +298,7 @@ class CheckpointWriter:
                     late = "the request arrived too late"
                     self._tell(messages.ShareDropped(generation, number, late, True))
                 elif before not in (None, number) and self._latest != (generation, before):
-                    # Other ranks may have begun the previous request and must not wait for this rank.
+                    # Other ranks may have begun the previous request and would wait for this rank.
                     another = f"commit {number} was requested instead"
                     self._tell(messages.ShareDropped(generation, before, another, True))
             case messages.CheckpointSoon():

@@ -62,8 +62,7 @@ def write_share(
     of_rows = [item for item in items if item.rows is not None and item.rows.rows.numel()]
     tensors: list[StoredTensor] = []
     files: dict[str, StoredFile] = {}
-    # Rows are written to separate files, because each rank reads replicated tensors entirely, but only some of the
-    # rows.
+    # Sharded rows are written to a separate file, because a rank reads all replicated tensors, but only its own rows.
     for number, mine in enumerate((shares(items, size)[rank], of_rows)):
         if not mine:
             continue
@@ -145,7 +144,9 @@ def seal(
     alive: Alive,
     look: Callable[[list[Share]], None] = lambda shares: None,
 ) -> Manifest:
-    """Complete a checkpoint after all shares are written. ``look`` may raise an exception to prevent this.
+    """Complete a checkpoint by writing its index and manifest, after all shares were written.
+
+    ``look`` may raise an exception to prevent this.
 
     Raises:
         OSError: the storage failed.

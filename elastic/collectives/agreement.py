@@ -1,4 +1,4 @@
-"""Errors that every rank of a group detects in the same collective, and raises together."""
+"""Raise an error on all ranks of a group together, after every rank has detected it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.errors import CollectiveFailed
 def wait_for_all(group: Collectives) -> None:
     """Wait until every rank has the result of the previous collective. Collective.
 
-    A rank that raises leaves the group. Without this wait, a slower rank would report a lost peer instead of the error.
+    A rank that raises an error leaves the group. Without this wait, a slower rank would report a lost peer instead.
     """
     with contextlib.suppress(CollectiveFailed):
         group.barrier().wait()

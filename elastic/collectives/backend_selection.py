@@ -1,8 +1,8 @@
 """Selection of the backend of a CPU group: shared memory, Gloo or both. Pure: no clock, network or memory.
 
-Every rank has the same rows and therefore computes the same plan. Processes share memory if they are on one host: on
-the same boot of one kernel, in one PID namespace (so that a process is found by its ID), and in one network namespace
-(so that a network failure separates all of them).
+All ranks compute the same plan from the same data. Processes share memory if they are on one host, that is, if they run
+under the same boot of one kernel, in one PID namespace (so that processes can find each other by PID) and in one
+network namespace (so that a network failure affects all of them).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAX_LOCAL_RANKS = 64  # maximum number of ranks per host in a native group
 
 
 class Host(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of a host: the boot ID of the kernel, and the namespaces in which processes can find each other.
+    """Identity of a host: the boot ID of the kernel, and the PID and network namespaces.
 
-    The numbers are inodes.
+    Namespaces are identified by their inodes.
     """
 
     boot: str
@@ -28,7 +28,7 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Identity(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of one process, which distinguishes it from any other process with the same ID."""
+    """Identity of one process, which distinguishes it from other processes with the same PID."""
 
     host: Host
     pid: int
@@ -47,8 +47,9 @@ class Shareable(msgspec.Struct, frozen=True, array_like=True):
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """Data that one rank publishes before the backend is selected.
 
-    ``control`` is a control block for the group of its host, used if this rank is the first there. ``staging`` is the
-    offset of the rank's staging in its arena. ``cores`` is a mask of the cores on which the rank may run, lowest first.
+    ``control`` is the control block of its host's group, used if this rank is the first on the host. ``staging`` is the
+    offset of the rank's staging buffer in its arena. ``cores`` is a bit mask of the cores on which the rank may run;
+    the lowest bit is core 0.
     """
 
     native: bool  # whether native groups are enabled
@@ -57,7 +58,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     control: Shareable | None = None
     staging: int = 0
     cores: bytes = b""
-    why_not: str = ""  # why one of these is missing, and the remedy
+    why_not: str = ""  # why shared memory is unavailable, and the remedy
 
 
 class Backend(enum.Enum):

@@ -6,7 +6,7 @@ import sys
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor. Does not import modules that the script has not imported."""
+    """Return whether a tensor is a DTensor, without importing the module that defines DTensor."""
     known = sys.modules.get("torch.distributed.tensor")
     kind = getattr(known, "DTensor", None)
     return isinstance(kind, type) and isinstance(tensor, kind)

@@ -1,4 +1,4 @@
-"""Supported dtypes and operations of collectives. All backends raise the same errors and compute the same numbers.
+"""Supported dtypes and operations of collectives. All backends raise the same errors and compute the same results.
 
 Small tensors are sent to every rank as a whole and reduced there.
 """
@@ -15,7 +15,7 @@ from elastic.collectives.interface import Op
 
 
 class DType(enum.IntEnum):
-    """Reducible dtypes, numbered as in native/kernels.h."""
+    """Dtypes that reductions support, numbered as in native/kernels.h."""
 
     UINT8 = 0
     INT8 = 1
@@ -74,7 +74,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 def carried(
     tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
 ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """Return the tensor that Gloo and NCCL reduce in place of ``tensor``, and a function to call afterwards, or None.
+    """Return the tensor that Gloo and NCCL reduce instead of ``tensor``, and a function to call afterwards, or None.
 
     For MIN and MAX of floats, the returned tensor contains their `_order`, in 32 or 64 bits.
     """
@@ -110,8 +110,8 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
     """Return integers in the order of these floats. -0.0 is less than 0.0, and NaN is selected by ``op``, MIN or MAX.
 
-    If floats were reduced directly, NCCL would always lose a NaN, and Gloo would lose it depending on the ranks that
-    have it.
+    If floats were reduced directly, NCCL would ignore NaNs, and with Gloo the result would depend on which ranks have
+    them.
     """
     wide = floats if floats.dtype in _INTEGERS else floats.float()
     keys = _turned(wide.view(_INTEGERS[wide.dtype]))

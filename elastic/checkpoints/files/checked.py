@@ -1,10 +1,10 @@
-"""Files of a checkpoint that are counted and checksummed while they are written.
+"""Files of a checkpoint, whose size and checksum are computed while they are written.
 
-The checksum of a file is the SHA-256 of the CRC-32s of its 4 MiB blocks. It detects damage and is computed at memory
-speed.
+The checksum of a file is the SHA-256 of the CRC-32s of its 4 MiB blocks. It detects corruption and is computed at
+memory speed.
 
-On a local disk, files are written in a single pass that bypasses the page cache, which saves the processor time and
-memory of a copy. Without the C++ library, or on a file system without O_DIRECT, files are written through the cache.
+On a local disk, files are written in a single pass that bypasses the page cache, which avoids the CPU time and memory
+of a copy. Without the C++ library, or on a file system without O_DIRECT, files are written through the cache.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from elastic.checkpoints.files.manifest import StoredFile
 from elastic.collectives.shared_memory import memfd, native_library
 
 BLOCK = 4 << 20  # bytes per CRC-32; part of the format, equal to kElasticBlock in native/file.h
-PIECE = 1 << 18  # bytes; small enough to stay in the processor's cache between checksum and write
-AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the file is still wanted
-# Bytes. Smaller writes are combined, because each write may take the GIL from training.
+PIECE = 1 << 18  # bytes; small enough to stay in the CPU cache between checksum and write
+AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the write was cancelled
+# Bytes. Smaller writes are combined, because each write may delay the training thread by acquiring the GIL.
 SMALL = 1 << 14
 
 Bytes = bytes | bytearray | memoryview
-Alive = Callable[[], None]  # called during a write; raises if the write has been cancelled
+Alive = Callable[
+    [], None
+]  # called regularly during a write; raises an exception if the write was cancelled
 
 
 class BlockSums:
@@ -63,7 +65,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Comparison of a file's bytes, which are passed in order, with its recorded checksum."""
+    """Comparison of a file with its recorded checksum. The bytes are passed in order."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks
@@ -77,20 +79,20 @@ class Check:
 class CheckedFile:
     """File that counts and checksums its content while it writes to a stream.
 
-    Each ``write`` can raise OSError, or an exception of ``alive``.
+    ``write`` raises OSError, or the exception that ``alive`` raises to cancel the write.
     """
 
     def __init__(self, stream: IO[bytes], alive: Alive) -> None:
         self._stream = stream
         self._alive = alive
         self._sums = BlockSums()
-        self._small = bytearray()  # bytes not forwarded yet
+        self._small = bytearray()  # bytes not yet written to the stream
         self.count = 0  # number of bytes written so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
         """Write ``content``.
 
-        Return the CRC-32 of all data so far, given ``crc``, the CRC-32 of the data before ``content``.
+        Return the CRC-32 of a record so far. ``crc`` is the CRC-32 of the record's data before ``content``.
         """
         size = memoryview(content).nbytes
         self.count += size
@@ -117,7 +119,7 @@ class CheckedFile:
         return crc
 
     def complete(self) -> None:
-        """Write the buffered bytes to the stream. Called after the last write."""
+        """Write the remaining buffered bytes to the stream. Called after the last `write`."""
         self._put_small()
 
     def stored(self) -> StoredFile:
@@ -136,11 +138,15 @@ class _NativeFile(ctypes.Structure):
 
 
 _Buffer = mmap.mmap | memoryview  # a buffer of BLOCK bytes
-_buffers: list[_Buffer] = []  # unused buffers; allocating new memory costs more than a copy
+_buffers: list[
+    _Buffer
+] = []  # Buffers kept for reuse, because allocating memory takes longer than copying the data.
 
 
 class DirectFile(CheckedFile):
-    """File that the C++ library writes without the page cache. ``close`` returns its buffer for reuse."""
+    """File that the C++ library writes directly to disk, bypassing the page cache. ``close`` releases its buffer for
+    reuse.
+    """
 
     def __init__(self, stream: IO[bytes], alive: Alive, library: native_library.Library) -> None:
         super().__init__(stream, alive)
@@ -168,7 +174,7 @@ class DirectFile(CheckedFile):
 
     def complete(self) -> None:
         super().complete()
-        self._past_the_cache(False)  # O_DIRECT requires whole pages.
+        self._past_the_cache(False)  # O_DIRECT writes only whole pages.
         rest = memoryview(self._buffer)[: self._file.filled]
         while rest:
             rest = rest[os.write(self._file.fd, rest) :]

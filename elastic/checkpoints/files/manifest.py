@@ -1,7 +1,7 @@
-"""Format of a durable commit, and the order of commits. Pure: no I/O, no clock.
+"""Format of a durable commit, and the ordering of commits by age. Pure: no I/O, no clock.
 
-Each commit is a folder, such as ``r0002-g0003-c00000450``: the 2nd run in this folder of checkpoints, generation 3,
-commit 450 of that generation. Later commits compare greater. A commit consists of:
+Each commit is a folder, such as ``r0002-g0003-c00000450``: run 2 in this folder of checkpoints, generation 3, commit
+450 of that generation. Newer commits compare greater. A commit consists of:
 
     __0_0.distcp ...   the tensors, in the layout of torch.distributed.checkpoint: one file per rank
     __0_2.distcp ...   the rows of sharded tensors of a fully sharded state: one file per rank
@@ -22,7 +22,7 @@ import msgspec
 
 from elastic.protocol.messages import Commit, at_step
 
-FORMAT = 1  # incremented if older releases cannot read the format
+FORMAT = 1  # incremented by changes that older releases cannot read
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PICKLED = "python.pkl"
@@ -74,9 +74,9 @@ class StoredRows(msgspec.Struct, frozen=True, omit_defaults=True):
     data: int
     step: int
     sums: list[int]
-    # whether the optimizer keeps a plain tensor of its rank's rows, and not a DTensor
+    # whether the optimizer stores this rank's rows as a plain tensor instead of a DTensor
     plain: bool = False
-    # shape of the whole tensor, if rows are the elements of a flattened tensor
+    # shape of the unsharded tensor if the tensor is flattened before it is sharded, otherwise None
     sizes: list[int] | None = None
     on_host: bool = False  # whether the tensor is in host memory even if its parameter is on a GPU
 
@@ -139,15 +139,15 @@ class Share(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True):
     """Description of a complete commit.
 
-    ``values`` and ``structures`` are Python values by name and by part, see `plain_data`. Values that are not plain
-    data are in the file `PICKLED` instead and are named in ``pickled``. ``group_sizes`` are the numbers of parameters
-    of each group of an optimizer, by part.
+    ``values`` contains Python values by name, and ``structures`` by part of the state, both encoded as in `plain_data`.
+    Values that are not plain data are in the file `PICKLED` instead and are named in ``pickled``. ``group_sizes`` are
+    the numbers of parameters of each group of an optimizer, by part.
     """
 
     format: int
     name: CommitName
-    size: int  # size of the world that wrote it
-    written_at: float  # time of the end of writing, in seconds since 1970
+    size: int  # size of the world that wrote the commit
+    written_at: float  # time at which the commit was completed, in seconds since 1970
     torch_version: str
     layout: str
     values: dict[str, Any]
@@ -164,7 +164,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def sharded(self) -> bool:
-        """Whether the commit contains tensors that are stored by rows."""
+        """Whether the commit contains sharded tensors."""
         return any(each.rows is not None for each in self.tensors)
 
     @property
@@ -179,18 +179,18 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class UnreadableCommit(Exception):
-    """Error raised for a folder without a usable commit. The message is the reason."""
+    """Error raised for a commit that cannot be read. The message states the reason."""
 
 
 class NewerFormat(UnreadableCommit):
-    """Error raised for a commit that a newer version has written. The commit may be complete."""
+    """Error raised for a commit in the format of a newer version. The commit may be intact."""
 
 
 _encoder = msgspec.json.Encoder()
 
 
 def encoded(value: Share | Manifest) -> bytes:
-    """Encode a value as a JSON object. Its last field is the SHA-256 of the object without this field."""
+    """Encode a value as a JSON object with an additional last field: the SHA-256 of the other fields."""
     body = _encoder.encode(value)
     return body[:-1] + f',"checksum":"{hashlib.sha256(body).hexdigest()}"}}'.encode()
 
@@ -267,7 +267,7 @@ def superfluous(
         names: all commits.
         whole: commits known to be complete.
         keep: number of complete commits to keep.
-        floor: smallest run number of this training. Commits of runs with a smaller number are never removed.
+        floor: smallest run number of this training. Commits of runs with smaller numbers are never removed.
     """
     ours = [each for each in sorted(whole) if each.run >= floor]
     if not ours or keep < 1:

@@ -1,4 +1,4 @@
-"""Reader of rows of sharded tensors from the files of a checkpoint. `row_ranges` determines the bytes to read."""
+"""Reader for rows of sharded tensors in the files of a checkpoint. `row_ranges` computes the bytes to read."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def read(
     Args:
         storage: the folder of checkpoints.
         folder: folder of the commit.
-        stored: all ranges of rows of this tensor.
-        wanted: the rows to read.
+        stored: the row ranges of this tensor in the checkpoint, in any number of files.
+        wanted: range of rows to read.
         into: tensor to fill, with as many rows as ``wanted``, of the stored dtype and shape.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Byte ranges of the rows that a rank needs, and a check that a checkpoint contains all rows.
+"""Byte ranges to read for the rows that a rank needs, and a check that a checkpoint contains all rows.
 
 Pure: no I/O, no clock.
 
 Rows are written by the ranks of one world and read by those of another, of any size. Each rank reads only its own rows.
-Checksums cover pieces of rows, so each read begins and ends at piece boundaries.
+Each checksum covers a fixed number of rows, so every read starts and ends at the boundaries of these pieces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic.checkpoints.files.manifest import StoredTensor, UnreadableCommit
 from elastic.sharding.rows import Rows, overlap
 
 PIECE = 4 << 20  # number of bytes per checksum
-READ = 64 << 20  # number of bytes per read, held in memory in addition to the rows
+READ = 64 << 20  # number of bytes per read, buffered in memory in addition to the destination
 
 
 class RowRead(NamedTuple):
@@ -35,7 +35,7 @@ class RowRead(NamedTuple):
 
 
 def rows_of_piece(row_bytes: int) -> int:
-    """Return the number of rows per checksum."""
+    """Return the number of rows that one checksum covers."""
     return max(1, PIECE // max(1, row_bytes))
 
 
@@ -43,8 +43,8 @@ def reads(stored: Sequence[StoredTensor], wanted: Rows, row_bytes: int) -> Itera
     """Yield the reads that provide the wanted rows of one tensor, in row order.
 
     Args:
-        stored: all ranges of this tensor.
-        wanted: the rows needed. May be empty.
+        stored: the row ranges of this tensor in the checkpoint.
+        wanted: range of rows to read. May be empty.
         row_bytes: size of one row in bytes.
     """
     ranges = [(each, each.rows) for each in stored if each.rows is not None]

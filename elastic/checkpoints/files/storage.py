@@ -1,7 +1,7 @@
 """Folder of checkpoints on this machine, on a shared file system, or in an object store through fsspec.
 
-Files appear atomically. Locally, a file is written under a temporary name, synced to disk and renamed. In an object
-store, an object becomes visible once it is complete. All errors of the store are raised as OSError.
+Files are created atomically: a local file is written under a temporary name, synced to disk and renamed; an object in
+an object store becomes visible once the upload is complete. All errors of the store are raised as OSError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from elastic.errors import Invalid
 
 # The test file is not empty, because an empty file can be created on a full disk.
 PROOF_BYTES = 4096
-CONNECT_S, ANSWER_S = 4, 5  # timeouts of one attempt at S3, which answers in less than a second
+CONNECT_S, ANSWER_S = (
+    4,
+    5,
+)  # Timeouts of one request in seconds. S3 normally responds in less than a second.
 
 
 class Storage:
@@ -65,7 +68,7 @@ class Storage:
             loop.set_exception_handler(_retried_anyway)
         self.local = isinstance(fs, LocalFileSystem)
         self.outlives_us = not isinstance(fs, MemoryFileSystem)
-        # Independent of the working directory.
+        # Absolute, so that a later change of the working directory has no effect.
         self.absolute: str = self._root if self.local else self.url
 
     def _path(self, name: str) -> str:
@@ -82,11 +85,11 @@ class Storage:
 
     @contextlib.contextmanager
     def writing(self, name: str, alive: Alive = lambda: None) -> Iterator[CheckedFile]:
-        """Write a new file, which appears when the block ends. If the block raises, no file appears.
+        """Write a new file, which becomes visible at the end of the block. If the block raises, no file is created.
 
         Args:
             name: name of the file.
-            alive: called regularly. Raises to abort the write.
+            alive: called regularly. Raises an exception to abort the write.
 
         Raises:
             OSError: the storage failed.
@@ -253,7 +256,7 @@ class Storage:
             self._fs.rm(self._path(name), recursive=True)
 
     def prove_writable(self) -> None:
-        """Raise Invalid unless a file can be written and removed. The message gives the cause."""
+        """Check that files can be created and removed. Raise Invalid with the cause if not."""
         name = f".writable-{uuid.uuid4().hex[:8]}"
         try:
             self.write(name, bytes(PROOF_BYTES))
@@ -263,7 +266,7 @@ class Storage:
                 f"{self.url} or one of its parents is a file: pass a folder or URL"
             ) from error
         except OSError as error:
-            # The operating system's reason, without its number and the path.
+            # the reason given by the operating system, without errno and path
             why = error.strerror or error
             raise Invalid(
                 f"{self.url} is not writable: {why}. Pass another folder or URL"
@@ -297,7 +300,7 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """Raise Invalid if a URL is empty, or misspelt like ``s3:/bucket``, which would denote a local folder."""
+    """Raise Invalid if a URL is empty or misspelled, such as ``s3:/bucket``, which would be a local path."""
     if not url.strip():
         raise Invalid(
             "the name of the checkpoint folder is empty. A shell variable may be unset. Pass a folder or a URL"
@@ -313,7 +316,8 @@ def _refuse_misspelt(url: str) -> None:
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """Return the timeouts for S3 as options of fsspec. Empty for other protocols, or if fsspec is configured for S3.
+    """Return fsspec options with timeouts for S3. Empty for other protocols, or if the user has configured fsspec for
+    S3.
 
     With the client's own timeouts, an outage would be reported only after minutes.
     """
@@ -341,7 +345,7 @@ def _send_at_once(params: dict[str, Any], **_: object) -> None:
 
 
 def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:
-    """Log the error of a background task at level debug, because the request that failed raises the same error."""
+    """Log the error of a background task at level debug only, because the failed request raises the same error."""
     logging.getLogger(__name__).debug("%s: %r", context.get("message"), context.get("exception"))
 
 

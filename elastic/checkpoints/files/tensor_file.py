@@ -1,7 +1,7 @@
 """Writer of tensors in the format of ``torch.save`` in a single pass over their bytes.
 
-Apart from the CRC-32, the bytes around a tensor's data are the same for all tensors of the same dtype, shape and
-stride. torch writes these bytes once for an empty tensor, and they are cached.
+The bytes before and after a tensor's data depend only on dtype, shape and stride, except for the CRC-32. They are
+obtained once from torch, by saving a tensor without data, and cached.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from elastic.state.snapshots import state_structure
 KINDS = 10_000  # Maximum number of cached headers, one for each dtype, shape and stride, of about 2 kB each.
 _RECORD = b"archive/data/0"  # name of the tensor's data in torch's zip archive
 _CRC = struct.Struct("<I")
-# The data of a record is followed by a mark and its CRC-32. In the zip directory, the CRC-32 is this many bytes before
-# the name.
+# Signature between a record's data and its CRC-32, and the distance in bytes from the CRC-32 to the record's name in
+# the zip directory.
 _MARK, _BEFORE_NAME = b"PK\7\x08", 30
 
 
@@ -90,9 +90,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 class _Onward:
-    """File object that forwards torch's writes.
+    """File object that passes torch's writes on to a checkpoint file.
 
-    The exception of a failed write is kept, because torch would replace it by another exception.
+    It keeps the exception of a failed write, because torch raises a different one.
     """
 
     def __init__(self, file: CheckedFile) -> None:
@@ -150,8 +150,9 @@ class _Around:
 
 @functools.lru_cache(KINDS)
 def _frame(dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> _Frame | None:
-    """Return the cached bytes around a tensor's data, or None if this torch uses another format or refuses the
-    tensor.
+    """Return the cached bytes before and after a tensor's data.
+
+    Return None if this version of torch uses another format or cannot save the tensor.
     """
     try:
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")

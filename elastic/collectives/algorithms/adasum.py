@@ -10,7 +10,7 @@ Distributed Training with Adaptive Summation", MLSys 2021, arXiv 2006.02924, imp
 by recursive vector halving and distance doubling. At level k, two ranks that differ in bit k swap halves of the
 slice that both hold, so a rank sends and computes on 1/2, 1/4, 1/8 .. of the vector; at the end, all ranks
 gather the finished slices. The dot products of a slice are only partial. The ranks of a block of 2^(k+1), which
-together hold whole vectors, add them up. As many bytes are sent as in an allreduce.
+together hold whole vectors, add them up. The number of bytes sent equals that of an allreduce.
 
 The caller decides when to reduce, and provides the group.
 """
@@ -24,18 +24,17 @@ import torch
 from elastic.collectives.interface import Collectives
 from elastic.errors import Unsupported, UnsupportedType
 
-# Tensors are stored in rows of this many elements, and no row belongs to two tensors. Dot products and factors are then
-# computed for all tensors at once, however small they are.
+# Tensors are stored in rows of this many elements, and no row contains elements of two tensors. Dot products and
+# factors are then computed for all tensors at once, even if the tensors are small.
 _ROW = 128
 _CHUNK_ROWS = (1 << 20) // _ROW  # number of rows that are held in float64 at a time
 _HALF = (torch.float16, torch.bfloat16)
-# A smaller squared norm has lost its precision, and dividing by it would amplify the error. No float32 vector has such
-# a norm, except zero.
+# A squared norm below this limit has too little precision to divide by. Of all float32 vectors, only zero has one.
 _NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
 
 
 def check(size: int) -> None:
-    """Raise Unsupported (a ValueError) unless ``size`` ranks can be combined in pairs, that is, a power of two."""
+    """Raise Unsupported (a ValueError) unless ``size``, the number of ranks, is a power of two."""
     if size < 1 or size & (size - 1):
         raise Unsupported(
             f"Adasum requires 1, 2, 4, 8, ... ranks, but there are {size}: use Average, or another number of"
@@ -96,7 +95,7 @@ def _reduce_alike(group: Collectives, vectors: list[torch.Tensor]) -> None:
             group, _wide(left), _wide(right), owners[start : start + half], len(vectors), distance
         )
         distance *= 2
-    # The share is rounded before the transfer, so that all ranks receive the same bits.
+    # Rounded to the tensors' dtype before the transfer, so that all ranks receive the same bits.
     share = mine.to(rows.dtype)
     outputs = [
         rows[place : place + len(share)]

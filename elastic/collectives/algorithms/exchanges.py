@@ -13,7 +13,8 @@ import torch
 from elastic.collectives.algorithms.reductions import Started
 from elastic.collectives.interface import Collectives
 
-# Up to this size, a padded allgather is faster than a broadcast per rank, however uneven the ranks.
+# Up to this size in bytes, a padded allgather is faster than one broadcast per rank, even if ranks have very different
+# numbers of rows.
 _PAD_BYTES = 1 << 20
 
 
@@ -61,10 +62,10 @@ def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) ->
     total, most = sum(rows), max(rows)
     result = tensor.new_empty((total, *tensor.shape[1:]))
     slices = list(torch.split(result, rows))
-    if total == most * group.size:  # All ranks have equally many rows.
+    if total == most * group.size:  # All ranks have the same number of rows.
         return [group.allgather(slices, tensor)], lambda: result
-    # The decision depends on the shape and not on this rank's rows, because all ranks, even those without rows, must
-    # decide alike.
+    # The decision depends on the shape and not on this rank's rows, because all ranks must make the same decision, even
+    # those without rows.
     padded_bytes = most * group.size * math.prod(tensor.shape[1:]) * tensor.element_size()
     if most * group.size <= 2 * total or padded_bytes <= _PAD_BYTES:
         padded = tensor.new_zeros((most, *tensor.shape[1:]))

@@ -1,4 +1,4 @@
-"""Reductions on one group: scaling, precision, and shared buffers for small tensors.
+"""Reductions over one group of ranks, with scaling, precision rules, and packing of small tensors.
 
 Each function that starts a reduction returns the works to wait for and a function that produces the result. It checks
 its arguments before it sends anything.
@@ -21,7 +21,7 @@ Started = tuple[list[Work], Callable[[], Any]]
 Into = Sequence[torch.Tensor | None]  # destinations of results; see `allreduce`
 
 _HALF = (torch.float16, torch.bfloat16)
-# dtypes in which an average fits, but the sum before it may not
+# dtypes in which the sum can overflow even if the average does not
 _SMALL = (torch.uint8, torch.int8, torch.int16)
 
 
@@ -103,9 +103,9 @@ def allreduce(
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Divide the indices of tensors into lists. The tensors of a list share a buffer: small ones of one dtype.
+    """Group the indices of tensors into batches. Small tensors of one dtype form a batch and share a buffer.
 
-    The result is equal on all ranks, like dtypes and shapes.
+    The result depends only on dtypes and shapes, so it is equal on all ranks.
     """
     batches: list[list[int]] = []
     small: dict[torch.dtype, list[int]] = {}
@@ -150,7 +150,7 @@ def _adasum(
 def reducescatter(
     group: Collectives, tensor: torch.Tensor, op: Op, prescale: float, postscale: float
 ) -> Started:
-    """Reduce a tensor and return this rank's rows. The first ``rows % size`` ranks have one row more.
+    """Reduce a tensor and return this rank's rows. The first ``rows % size`` ranks receive one additional row.
 
     Summands are added in rank order, half-precision ones in float32.
     """
@@ -193,9 +193,9 @@ def scale_(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _scale(postscale: float, size: int) -> tuple[float, int]:
-    """Return the factor and the divisor that turn a sum into an average.
+    """Return the factor and the divisor that convert a sum to an average.
 
-    As in Horovod, the sum is divided by the size, but multiplied by the quotient of scale and size if a scale is given.
+    As in Horovod, the sum is divided by the size, or multiplied by ``scale / size`` if a scale is given.
     """
     return (1.0, size) if postscale == 1.0 else (postscale / size, 1)
 
@@ -252,7 +252,10 @@ def _place_all(
         return
     given = {index: target for index in indices if (target := into[index]) is not None}
     if len(given) == len(indices) and flat.data_ptr() == given[indices[0]].data_ptr():
-        for index, target in given.items():  # The result is already in place.
+        for (
+            index,
+            target,
+        ) in given.items():  # The reduction has already written the result to its destination.
             results[index] = target
         return
     parts = torch.split(flat, [tensors[index].numel() for index in indices])

@@ -16,7 +16,7 @@ from elastic.collectives.interface import Collectives
 def total(
     group: Collectives, gradients: Sequence[torch.Tensor], scale: float = 1.0, divisor: int = 1
 ) -> list[torch.Tensor]:
-    """Return the sums over all ranks as coalesced COO tensors, scaled as by `Collectives.allreduce`.
+    """Return the sum of each gradient over all ranks as a coalesced COO tensor, scaled as by `Collectives.allreduce`.
 
     Gradient i has the same shape, dtype and number of sparse dimensions on every rank. The number of its entries
     may differ and may be 0. Summands are added in rank order.
@@ -54,7 +54,8 @@ def _total_of(group: Collectives, gradient: torch.Tensor, counts: list[int]) -> 
     longest = max(counts)
     if longest == 0:
         return gradient
-    # All ranks' tensors must have the same shape, so they are padded to the longest and cut on arrival.
+    # An allgather requires the same shape on all ranks, so tensors are padded to the longest one and trimmed
+    # afterwards.
     indices = _gathered(group, _padded(gradient.indices().t(), longest))
     values = _gathered(group, _padded(gradient.values(), longest))
     return torch.sparse_coo_tensor(

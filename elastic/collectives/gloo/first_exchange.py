@@ -1,4 +1,4 @@
-"""Exchange of headers, which describe the call of each rank, at the beginning of a collective.
+"""First exchange of a collective: each rank sends a header that describes its call.
 
 Gloo ends the process if a rank sends more than another expects, and returns wrong results if it sends less. Each
 collective therefore begins with a message of variable length, and every receiver has room for the longest one. Its
@@ -15,8 +15,8 @@ import struct
 
 import torch
 
-# Measured with 2 to 8 ranks on loopback: up to this size, a direct exchange is at least as fast as a ring. Over long
-# distances, it is much faster.
+# Measured with 2 to 8 ranks on loopback: up to this size in bytes, a direct exchange is at least as fast as a ring. If
+# latency is high, it is much faster.
 DIRECT_BYTES = 256 << 10  # maximum number of bytes that a rank sends directly to all others
 DIRECT_RANKS = 32
 _HEADER = struct.Struct("=BBHiq")
@@ -72,7 +72,7 @@ class Header:
 
 
 class FirstExchange:
-    """First exchanges of one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
+    """State of the first exchanges in one group of ``size`` ranks: arguments for Gloo, and receive buffers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -84,7 +84,7 @@ class FirstExchange:
         self._spare: collections.deque[Places] = collections.deque(maxlen=_SPARE)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a tensor of ``nbytes`` bytes is sent together with the header.
+        """Return whether a tensor of ``nbytes`` bytes is small enough to be sent with the header.
 
         The result is equal on all ranks.
         """
@@ -93,7 +93,7 @@ class FirstExchange:
     def begin(
         self, header: Header, payload: torch.Tensor | None
     ) -> tuple[Places, torch.Tensor, list[int], list[int]]:
-        """Prepare the exchange of a header and ``payload``, a flat tensor of bytes, with every other rank.
+        """Prepare the exchange of a header and ``payload``, a 1-d uint8 tensor, with every other rank.
 
         Returns:
             The receive buffers, the bytes to send to all ranks one after another, and the numbers of received and sent
@@ -116,7 +116,7 @@ class FirstExchange:
 
 
 class Places:
-    """Receive buffers of one exchange, with one row for each other rank."""
+    """Receive buffers of one exchange. Each other rank has one row."""
 
     def __init__(self, rank: int, size: int, row: int) -> None:
         self.flat = torch.empty((size - 1) * row, dtype=torch.uint8, device="cpu")
@@ -126,7 +126,7 @@ class Places:
         self._begins = [None if r == rank else (r - (r > rank)) * row for r in range(size)]
 
     def agree(self, header: Header) -> bool:
-        """Return whether every other rank has made the same call."""
+        """Return whether every other rank sent the same header."""
         packed, found, length = header.packed, self._bytes, _HEADER.size
         return all(
             found[begin : begin + length] == packed for begin in range(0, len(found), self._row)

@@ -1,4 +1,4 @@
-"""Point-to-point messages over Gloo, each with a header.
+"""Point-to-point messages over Gloo.
 
 Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. A
 header is therefore sent first, together with messages of up to `INLINE_BYTES`. Every receive has room for it. A
@@ -28,7 +28,7 @@ _HEADER = struct.Struct("=QQ")
 
 
 class MessageCarrier(Protocol):
-    """Interface of a Gloo group that its messages need."""
+    """Methods of a Gloo group that `GlooMessages` uses."""
 
     rank: int
 
@@ -55,8 +55,7 @@ class GlooMessages:
 
     def __init__(self, group: MessageCarrier) -> None:
         self._group = group
-        # For each tag, long receives from any rank whose headers have not arrived. Gloo completes them in the order of
-        # the calls.
+        # Long receives from any rank that wait for a header, by tag. Gloo completes them in the order of the calls.
         self._headless: dict[int, collections.deque[ReceivedMessage]] = {}
         self._changing = threading.Lock()
 
@@ -100,7 +99,7 @@ class GlooMessages:
         return message
 
     def _follow(self, tag: int) -> None:
-        """Receive the bodies of messages from any rank in the background, because their senders wait for it."""
+        """Receive message bodies from any rank in the background, because a sender waits until its body is received."""
         waiting = self._headless[tag]
         while True:
             waiting[0].meet()
@@ -116,7 +115,7 @@ def _body_tag(tag: int, type_: TensorType) -> int:
 
 
 class SentMessage:
-    """A sent message in flight.
+    """Sent message that is in flight.
 
     Gloo reports completion only to a waiting caller, and a wait that times out closes the connection. The wait for this
     message therefore has the timeout of a collective, or ends when the sockets are closed.
@@ -146,7 +145,7 @@ class SentMessage:
 
 
 class ReceivedMessage:
-    """A message that is being received. ``headed`` is set once the header has arrived, if a thread begins the body."""
+    """Message that is being received. If a thread receives the body, it sets ``headed`` once the header has arrived."""
 
     def __init__(self, group: MessageCarrier, tensor: torch.Tensor, tag: int) -> None:
         self.headed: threading.Event | None = None

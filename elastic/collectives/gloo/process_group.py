@@ -1,6 +1,7 @@
-"""Collectives over Gloo: the interface on ``ProcessGroupGloo``, with the abort that Gloo lacks.
+"""Collectives over Gloo: implements the interface with ``ProcessGroupGloo`` and adds an abort, which Gloo lacks.
 
-Always connected eagerly. Measured on 2 cores, from the beginning to the end of the first allreduce, in ms (p50):
+All connections are made eagerly. Time from the start of connecting to the end of the first allreduce on 2 cores, in ms
+(p50):
 
     ranks   eager   lazy
       2       3       5
@@ -8,12 +9,12 @@ Always connected eagerly. Measured on 2 cores, from the beginning to the end of 
       8      25      23
      16      77      56
 
-Lazy connections would not speed up recovery, and every first use of a pair could hang: a listener ignores its timeout
-if its peer exits before it (gloo issue 520).
+Lazy connections would not speed up recovery, and the first use of any connection could hang: a listening rank ignores
+its timeout if its peer exits before it connects (gloo issue 520).
 
-Gloo connects in a separate thread, because the rank that waits for a connection does not have a socket yet that could
-be closed. `abort` abandons that thread, which ends at the timeout at the latest. After that, closing the group's
-sockets ends everything.
+Gloo connects in a separate thread, because a rank that waits for a connection has no socket yet that could be closed.
+`abort` abandons that thread, which ends by the timeout. Once the group is connected, `abort` closes its sockets, which
+ends all operations.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from elastic.rendezvous.store import Call, Store
 
 _THREADS = 2  # number of collectives of one group that can progress at the same time
 _DRAIN_STEP_S = 0.0005
-_QUIET_S = 0.02  # seconds without activity until a group counts as drained
-_CLOSE_S = 0.1  # seconds in which work in flight usually ends once the sockets are closed
+_QUIET_S = 0.02  # A group counts as drained after this many seconds without activity.
+_CLOSE_S = 0.1  # time in seconds in which work in flight usually ends after the sockets are closed
 # A waiting thread checks this often whether the group was aborted, because Gloo occasionally (in 1 of 80 aborts) loses
 # the wake-up of a queued send. The check does not slow an allreduce, and a waiting rank uses 1 % of a core for it.
 _SLICE = timedelta(milliseconds=20)
@@ -56,7 +57,7 @@ _LOOK_EVERY = 50  # number of slices between two such checks
 _AT_ONCE = timedelta(milliseconds=1)
 _AT_ONCE_S = _AT_ONCE.total_seconds()
 
-# Data that a rank publishes: its listener, Gloo's key and value, and its own data.
+# data that a rank publishes: its listener, Gloo's key and value, and data of the caller
 _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.msgpack.Decoder(
     tuple[Endpoint, str, bytes, bytes]
 )
@@ -95,11 +96,11 @@ class GlooCollectives:
         # inodes of the group's sockets, once it is connected
         self._sockets: frozenset[int] | None = None
         self._failed: str | None = None
-        self._aborted = False  # whether an abort is the reason for `_failed`
-        # the differing calls, if they are the reason for `_failed`
+        self._aborted = False  # whether `_failed` is due to an abort
+        # description of the differing calls, if `_failed` is due to them
         self._differs: Differing | None = None
-        self._late = False  # whether a late rank is the reason for `_failed`
-        # the mismatch, if it is the reason for `_failed`
+        self._late = False  # whether `_failed` is due to a late rank
+        # description of the mismatch, if `_failed` is due to one
         self._mismatch: TensorMismatch | None = None
         self._messages = GlooMessages(self)
         self._key = ""  # identifies the group on all of its ranks
@@ -111,7 +112,7 @@ class GlooCollectives:
         self._agreed = agreed
         self._first_exchange = FirstExchange(rank, size)
         self._beginning = threading.Lock()
-        # Works with an exchange left to begin. Only the first of them can be in its first exchange.
+        # Works whose exchanges have not all begun. Only the first of them can be in its first exchange.
         self._queue: collections.deque[GlooWork] = collections.deque()
         self._following = False  # whether a thread begins the queued exchanges
 
@@ -129,7 +130,7 @@ class GlooCollectives:
         """Block until this rank is connected to every other rank.
 
         Args:
-            word: data to publish with this rank's address.
+            word: caller's data to publish with this rank's address.
             heard: called in another thread with the data of all ranks, by rank, before anything is connected. If it
                 raises, nothing is connected.
 
@@ -138,7 +139,7 @@ class GlooCollectives:
         """
         self._word, self._heard, self._key = word, heard, purpose
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
-        # The exchange and the connections have their own deadlines. This deadline covers everything else.
+        # The exchange and the connections have separate deadlines. This deadline covers the remaining steps.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"Gloo did not connect {self.size} ranks within {longest_s:g} s")
@@ -213,8 +214,8 @@ class GlooCollectives:
             options.reduceOp = REDUCE[op]  # type: ignore[assignment]
             second = ("allreduce", [carried], options)
             return self._call(called, second=second, then=then)
-        # Each rank sends everything to every other and sums locally: one message delay, compared with twice the number
-        # of ranks in Gloo's ring.
+        # Each rank sends its tensor to every other rank and sums locally. This takes one message delay; Gloo's ring
+        # takes two per rank.
         flat = carried.detach().reshape(-1)
 
         def reduce(parts: list[torch.Tensor]) -> None:
@@ -272,14 +273,14 @@ class GlooCollectives:
         return self._messages.send(tensor, to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceivedMessage:
-        """Begin to receive into a contiguous tensor.
+        """Start receiving into a contiguous tensor.
 
         With ``source`` None, the message may come from any rank. See `Messenger.receive`.
         """
         return self._messages.receive(tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank.
+        """Block until rank 0 has received a message from each other rank.
 
         After a failure, the group can send no more messages.
 
@@ -310,7 +311,7 @@ class GlooCollectives:
         Args:
             called: header of the call.
             payload: tensor that is sent with the header.
-            own: this rank's contribution to ``put``; by default ``payload``.
+            own: this rank's entry in the payloads passed to ``put``; by default ``payload``.
             put: called with every rank's payload.
             compare: returns whether the payloads show that all ranks made the same call.
             second: the method of Gloo's group for a second exchange, and its arguments.
@@ -350,8 +351,8 @@ class GlooCollectives:
     def _begin_next(self) -> None:
         """Begin all exchanges that can begin, in the order of the calls.
 
-        Gloo counts them, and the counts of all ranks must match, so a second exchange directly follows its first,
-        whenever that ends on this rank.
+        Gloo numbers the exchanges, and the numbers must match on all ranks. Therefore a second exchange always directly
+        follows its first exchange, regardless of when that completes on this rank.
         """
         while self._queue and self._failed is None:
             work = self._queue[0]
@@ -370,7 +371,7 @@ class GlooCollectives:
             self._queue.popleft()
 
     def _same_called(self, work: GlooWork) -> bool:
-        """Return whether all ranks made the same call, after the first exchange. If not, the group has failed."""
+        """Return whether all ranks made the same call, after the first exchange. If not, fail the group."""
         try:
             work.first.wait()
         except RuntimeError as error:
@@ -539,12 +540,12 @@ class GlooCollectives:
     def failure(self, error: str) -> CollectiveFailed:
         """Return the error of a failed collective.
 
-        It contains the first cause that this rank detected, and Gloo's message.
+        The error contains the first cause that this rank detected, and Gloo's message.
         """
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
             "Timed out" in error and not self._aborted
-        )  # Gloo does not report a timeout in any other way.
+        )  # Gloo reports a timeout only through its message.
         return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:
@@ -572,7 +573,8 @@ def _watch(under_way: collections.deque[Any], work: Any) -> None:
 
 
 class _Left:
-    """Group that cannot be freed until the timeout, because freeing it would wait for a work that lost its wake-up.
+    """Aborted group that cannot be freed before its timeout, because freeing it would block on a work that lost its
+    wake-up.
 
     The interpreter does not drop its reference at exit, since a thread that ends in the middle of freeing a group would
     abort the process.
@@ -674,7 +676,7 @@ class GlooWork:
 
 
 class _Addresses(c10d.Store):
-    """The store that is given to Gloo.
+    """Store that is passed to Gloo.
 
     It exchanges each published value with all ranks once, then reads from memory.
     """
