@@ -21,9 +21,8 @@ def to_torch(array: Array) -> torch.Tensor:
         UnsupportedType: torch has no equivalent of the array's dtype.
     """
     if not array.flags.writeable or not array.flags.c_contiguous:
-        array = np.array(
-            array, order="C"
-        )  # not ascontiguousarray, which adds a dimension to a 0-d array
+        # not ascontiguousarray, which adds a dimension to a 0-d array
+        array = np.array(array, order="C")
     try:
         # ml_dtypes provides this dtype, which numpy itself lacks.
         if array.dtype.name == "bfloat16":

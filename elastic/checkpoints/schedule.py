@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from elastic.protocol.messages import Commit
 
 LEAD_S = 0.05  # time in which rank 0's request usually reaches all ranks
-SLOW_S = (
-    1.0  # If commits are at least this many seconds apart, rank 0 may request the very next commit.
-)
+# If commits are at least this many seconds apart, rank 0 may request the very next commit.
+SLOW_S = 1.0
 FURTHEST = 512  # maximum lead, in units of LEAD_S
 # After this time plus three leads, rank 0 repeats its request: the driver may have been replaced, or commits may have
 # become slower than when the lead was computed.

@@ -287,9 +287,8 @@ class CheckpointWriter:
         """Handle a message of the driver. Return whether it concerns checkpoints."""
         match message:
             case messages.MakeDurable(generation, number) if self._latest == (generation, number):
-                if (
-                    self._settled
-                ):  # The request is repeated because some rank has not received its outcome.
+                # The request is repeated because some rank has not received its outcome.
+                if self._settled:
                     over = "this rank has already received its outcome"
                     self._send(messages.ShareDropped(generation, number, over, True))
             case messages.MakeDurable(generation, number):

@@ -30,9 +30,8 @@ AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the write was
 SMALL = 1 << 14
 
 Bytes = bytes | bytearray | memoryview
-Alive = Callable[
-    [], None
-]  # called regularly during a write; raises an exception if the write was cancelled
+# called regularly during a write; raises an exception if the write was cancelled
+Alive = Callable[[], None]
 
 
 class BlockSums:
@@ -138,9 +137,8 @@ class _NativeFile(ctypes.Structure):
 
 
 _Buffer = mmap.mmap | memoryview  # a buffer of BLOCK bytes
-_buffers: list[
-    _Buffer
-] = []  # Buffers kept for reuse, because allocating memory takes longer than copying the data.
+# Buffers are kept for reuse, because allocating memory takes longer than copying the data.
+_buffers: list[_Buffer] = []
 
 
 class DirectFile(CheckedFile):

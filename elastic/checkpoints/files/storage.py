@@ -26,10 +26,8 @@ from elastic.errors import Invalid
 
 # The test file is not empty, because an empty file can be created on a full disk.
 PROOF_BYTES = 4096
-CONNECT_S, ANSWER_S = (
-    4,
-    5,
-)  # Timeouts of one request in seconds. S3 normally responds in less than a second.
+# Timeouts of one request in seconds. S3 normally responds in less than a second.
+CONNECT_S, ANSWER_S = 4, 5
 
 
 class Storage:

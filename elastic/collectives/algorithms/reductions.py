@@ -252,10 +252,8 @@ def _place_all(
         return
     given = {index: target for index in indices if (target := into[index]) is not None}
     if len(given) == len(indices) and flat.data_ptr() == given[indices[0]].data_ptr():
-        for (
-            index,
-            target,
-        ) in given.items():  # The reduction has already written the result to its destination.
+        # The reduction has already written these results to their destinations.
+        for index, target in given.items():
             results[index] = target
         return
     parts = torch.split(flat, [tensors[index].numel() for index in indices])
