@@ -87,9 +87,8 @@ if TYPE_CHECKING:
     from elastic.state import TorchState as TorchState
 
 
-if (
-    not TYPE_CHECKING
-):  # Hidden from type checkers, which would otherwise accept any attribute of the module.
+# Hidden from type checkers, which would otherwise accept any attribute of the module.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

@@ -1,11 +1,11 @@
-"""Detection of other packages that install into the folders of this package: elastic (crystals) and horovod."""
+"""Detection of other packages that install files into this package's folders: horovod, and elastic (for crystals)."""
 
 from __future__ import annotations
 
 import os
 import warnings
 
-# Files and folders of the other packages that do not exist in this package.
+# Files and folders that exist in the other packages but not in this one.
 MARKS = {
     "elastic": ("elastic.py", "_version.py", "cli"),
     "horovod": ("_keras", "common/basics.py", "spark/gloo_run.py"),
@@ -13,7 +13,7 @@ MARKS = {
 
 
 def warn_of_conflicts(package: str, folder: str) -> None:
-    """Issue a RuntimeWarning if the package's folder has files of another package. Called by the driver only."""
+    """Issue a RuntimeWarning if this package's folder contains files of another package. Called only by the driver."""
     if "ELASTIC_WORKER" in os.environ:
         return
     for mark in MARKS[package]:

@@ -1,4 +1,4 @@
-"""The runtime of this process, as an interface for lower layers: collectives, reports and traces.
+"""Access to this process's runtime for lower layers: collectives, reports and traces.
 
 `elastic.runtime.lifecycle` registers itself when it is imported. Layers above it use it directly.
 """
@@ -43,7 +43,8 @@ class Context(Protocol):
     tracing: Any
     account: Any
     reporting: Any
-    first_not_finite: Any  # first non-finite gradient, or None without a comparison of replicas
+    # record of the first non-finite gradient, or None if replicas are not compared
+    first_not_finite: Any
 
     @property
     def place(self) -> Place: ...

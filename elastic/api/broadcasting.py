@@ -24,9 +24,8 @@ from elastic.negotiation.submission import is_root, start_broadcast, synchronize
 from elastic.pickling import Pickler
 
 _CPU = torch.device("cpu")
-_CHUNK_BYTES = (
-    64 << 20
-)  # maximum number of bytes packed into one broadcast; larger tensors are sent separately
+# maximum number of bytes packed into one broadcast; larger tensors are sent separately
+_CHUNK_BYTES = 64 << 20
 
 Parameters = (
     Mapping[str, torch.Tensor | None]

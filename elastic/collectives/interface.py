@@ -1,4 +1,4 @@
-"""Interface of all collectives: one group of ranks, of one generation, on one backend.
+"""Interface of collectives. An implementation serves one group of ranks of one generation over one backend.
 
 Callers do not depend on Gloo or NCCL. Implementations do not depend on State, the optimizer or the driver. Every tensor
 is contiguous and on the group's device. Ranks are indices in the group.
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 # A tensor of at least this size is reduced separately and in place, since copying it to a shared buffer and back would
 # cost more than it saves (measured over Gloo, see benchmarks/negotiation.py).
 ALONE_BYTES = 1 << 20
-# Maximum tag of a message: some backends use larger ones internally, and torch has 31 bits.
+# maximum tag of a message: torch's tags have 31 bits, and some backends use larger ones internally
 MAX_TAG = (1 << 30) - 1
 
 
 class Op(enum.IntEnum):
-    """Reductions, with Horovod's numbers."""
+    """Reduction operations, numbered as in Horovod."""
 
     AVERAGE = 0
     SUM = 1
@@ -67,8 +67,8 @@ class Collectives(Protocol):
 
     rank: int
     size: int
-    # Whether `allreduce` scales and divides during the reduction, at no cost, and sums float16 and bfloat16 in float32,
-    # so that they cannot overflow before that. Equal on every rank.
+    # Whether `allreduce` scales and divides as part of the reduction, at no extra cost, and sums float16 and bfloat16
+    # in float32, so that sums cannot overflow before they are scaled. Equal on every rank.
     scales_inside: bool
 
     def allreduce(self, tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1) -> Work:
@@ -124,7 +124,7 @@ class GathersAndScatters(Protocol):
     """
 
     def allgather_into(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> Work:
-        """Set each output to the tensors of all ranks, one after the other.
+        """Set each output to the concatenation of all ranks' tensors, in rank order.
 
         An output has ``size`` times as many elements.
         """
@@ -136,7 +136,7 @@ class GathersAndScatters(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Set each output to the sum of the ranks' parts for this rank, multiplied by ``scale / divisor``.
+        """Set each output to the sum over all ranks of the part for this rank, multiplied by ``scale / divisor``.
 
         Each of ``tensors`` has ``size`` times as many elements as its output: the parts, in the order of the ranks.
         """
@@ -149,7 +149,7 @@ class GathersAndScatters(Protocol):
 
 @runtime_checkable
 class StreamOrdered(Protocol):
-    """A collective on a GPU after which operators can be queued without waiting on the host."""
+    """Collective on a GPU that a stream can follow, so that operators can be queued without waiting on the host."""
 
     def follow(self, limit_s: float | None = None) -> None:
         """Make the current stream wait for the collective.
@@ -157,7 +157,7 @@ class StreamOrdered(Protocol):
         The group fails if the collective does not end within ``limit_s`` seconds after the end of the previous
         collective. If the group's own timeout is shorter, it applies instead.
 
-        The collective can still fail after this returns and leave invalid values, which operators behind it then read.
+        The collective can still fail after this returns. Operators queued after it then read invalid values.
         `Runtime.settle` raises in that case, and must be called before any value is kept.
 
         Raises:
@@ -167,7 +167,7 @@ class StreamOrdered(Protocol):
 
 @runtime_checkable
 class ReducesInto(Protocol):
-    """A group that can write the result of a reduction to other memory at no cost, which saves a copy of the tensor."""
+    """Group that can write the result of a reduction to other memory, which avoids a copy of the tensor."""
 
     def allreduce_into(
         self,
@@ -190,7 +190,7 @@ class ReducesInto(Protocol):
 
 @runtime_checkable
 class SumsTrees(Protocol):
-    """A group that can sum values in other ranks' memory in a given order, without sending them."""
+    """Group that can sum values directly in other ranks' memory, in a given order."""
 
     def reduce_tree(
         self,
@@ -199,13 +199,14 @@ class SumsTrees(Protocol):
         program: Sequence[tuple[int, int] | None],
         divisor: int = 1,
     ) -> Work:
-        """Sum rows of ``places`` of any ranks in a given order. Only the first ``elements`` of a row are used.
+        """Sum rows of ``places`` of any ranks in a given order, over the first ``elements`` elements of each row.
 
         The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
 
         Args:
-            places: tensor in memory that all ranks map, with equal row strides and as many rows as this rank needs.
-            elements: number of elements of a row to use.
+            places: 2-d tensor in memory that all ranks map. Row strides are equal on all ranks; numbers of rows may
+                differ.
+            elements: number of elements to sum, from the start of each row.
             program: program in postfix notation. ``(rank, row)`` pushes a value, and None replaces the top two values
                 by their sum.
             divisor: divisor of the result.
@@ -216,7 +217,7 @@ class SumsTrees(Protocol):
 
 
 class Counts(NamedTuple):
-    """Progress of the collectives of one group.
+    """Progress counters of one group's collectives.
 
     The first three fields are numbers of collectives, in the order of their launch.
     """
@@ -224,17 +225,17 @@ class Counts(NamedTuple):
     launched: int
     arrived: int
     done: int
-    # longest time from a launch until the GPU had reached it, or 0 if shorter than the polling interval
+    # longest time in seconds from a launch until the GPU reached the collective; 0 if shorter than the polling interval
     took_s: float
-    failed: bool  # whether the device returns an error
+    failed: bool  # whether the device has returned an error
 
 
 class DeviceCollectives(Collectives, Protocol):
-    """A group of several ranks on GPUs. Its kernels run after calls have returned."""
+    """Group of several ranks on GPUs. Calls return before their kernels have run."""
 
     @property
     def unsettled(self) -> bool:
-        """Return whether streams wait for a collective with an unknown outcome."""
+        """Return whether a stream waits for a collective whose outcome is not known yet."""
 
     def settle(self) -> None:
         """Wait until all collectives that streams follow have ended.
@@ -246,7 +247,7 @@ class DeviceCollectives(Collectives, Protocol):
     def followed_since(self) -> float | None:
         """Return the launch time of the oldest running collective, or None if no stream waits for a collective.
 
-        Also returns None if the group has failed, because a kernel that survives an abort does not wait for a peer.
+        Also returns None if the group has failed, because a kernel that is still running then does not wait for a peer.
         Fails the group if the backend has detected an error, which the training thread cannot do while it waits in
         CUDA.
         """

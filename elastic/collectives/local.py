@@ -1,4 +1,4 @@
-"""Collectives in a world of one rank: results are available immediately. They fail only after an abort."""
+"""Collectives in a world of one rank: results are available immediately. Calls fail only after an abort."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Description of a message's tensor, and the error for a mismatch with the receiver's. Pure, except for torch."""
+"""Type of a message's tensor, and the error raised if it differs from that of the receiver's tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.protocol.calls import Called
 
 
 class TensorType(NamedTuple):
-    """Type of a contiguous tensor. ``code`` identifies its dtype, equally in every version of torch."""
+    """Type of a contiguous tensor. ``code`` identifies its dtype and is the same in every version of torch."""
 
     nbytes: int
     code: int
@@ -24,7 +24,7 @@ def type_of(tensor: torch.Tensor) -> TensorType:
 
 
 def code_of(dtype: torch.dtype) -> int:
-    """Return the code of a dtype, a number of 32 bits."""
+    """Return the 32-bit code of a dtype."""
     return _CODES.get(dtype) or zlib.crc32(str(dtype).encode())
 
 
@@ -35,7 +35,7 @@ _NAMED = {code: dtype for dtype, code in _CODES.items()}
 
 
 def mismatch(source: int, sent: TensorType, to: int, received: TensorType) -> TensorMismatch:
-    """Return the error for both ranks of a message that does not match its receive."""
+    """Return the error to raise on both ranks if a message does not match the receiver's tensor."""
     found = (
         Called(source, "send", tensors=_text(sent)),
         Called(to, "recv", tensors=_text(received)),

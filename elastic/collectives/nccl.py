@@ -1,20 +1,19 @@
-"""Collectives over NCCL: the interface on ``ProcessGroupNCCL``, with nonblocking communicators.
+"""Collectives over NCCL: implements the interface with ``ProcessGroupNCCL`` and nonblocking communicators.
 
-The training thread never waits inside NCCL or CUDA for a peer. It polls whether a collective has completed, and only
-then orders its stream behind it. An abort therefore does not depend on the waiting thread. On a side stream, such as
-those on which FSDP2 communicates, the training thread does not wait at all: the stream waits (`NcclWork.follow`), and
-`settle` polls at the next commit.
+The training thread never waits inside NCCL or CUDA for a peer. It polls until a collective has completed, and only then
+makes its stream wait for the collective. An abort therefore needs no cooperation of the waiting thread. On a side
+stream, such as those that FSDP2 uses for communication, the training thread does not wait: the stream waits
+(`NcclWork.follow`), and `settle` polls at the next commit.
 
 A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and
 nothing is freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next
-world is formed. A member reports ready for that world only after its own kernels have ended. A communicator
+world is formed. A worker reports that it is ready for that world only after its own kernels have ended. A communicator
 that is not connected yet, or whose NCCL cannot revoke, is aborted and freed immediately.
 
-After an abort the stream continues, and the kernels that were waiting leave invalid data behind: no result and
-no gradient of an aborted step may be used. Unless a side stream follows a collective, nothing that reads a
-result is queued before the collective is known to have succeeded. After a side stream has followed one,
-parameters can contain such data, until the newest commit is restored. Commits never contain such data, because they
-call `settle` first.
+After an abort the stream continues, and the interrupted kernels leave invalid data: no result and no gradient of an
+aborted step may be used. Unless a side stream follows a collective, nothing that reads a result is queued before the
+collective is known to have succeeded. After a side stream has followed one, parameters can contain such data, until the
+newest commit is restored. Commits never contain such data, because they call `settle` first.
 
 Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
 This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
@@ -43,7 +42,7 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
 
-# Collectives of a step usually end within this time, so poll without sleeping until then.
+# Poll without sleeping for this time, in seconds, in which the collectives of a step usually end.
 _SPIN_S = 0.001
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
@@ -70,8 +69,8 @@ class NcclCollectives:
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
-        self._aborted = False  # whether an abort is the reason for `_failed`
-        # error caused by the script, if it is the reason for `_failed`
+        self._aborted = False  # whether `_failed` is due to an abort
+        # error of the script, if `_failed` is due to one
         self._invalid: Invalid | None = None
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
@@ -82,7 +81,8 @@ class NcclCollectives:
         self._revoking = threading.Lock()
         self._revoked = False
         self._launching = threading.Lock()  # NCCL must not be queried for errors during a launch
-        self._built = threading.Event()  # set once the communicator is built or given up
+        # set once the communicator is created or its creation is abandoned
+        self._built = threading.Event()
         self._swapping = Call()
         self._under_way: collections.deque[NcclWork] = collections.deque()
         self._launched = 0
@@ -238,7 +238,7 @@ class NcclCollectives:
     def _scaled(
         self, options: Any, result: torch.Tensor, scale: float, divisor: int
     ) -> list[Callable[[], object]]:
-        """Set the sum that NCCL computes. Return the functions that complete the result afterwards."""
+        """Configure the sum that NCCL computes. Return the functions that complete the result afterwards."""
         if scale == 1.0 and divisor == self.size:
             options.reduceOp = c10d.ReduceOp.AVG
         elif result.dtype is torch.bfloat16 and scale != divisor:
@@ -264,7 +264,7 @@ class NcclCollectives:
                 for name, *arguments in calls:
                     getattr(backend, name)(*arguments)
             finally:
-                # Without this call, NCCL would wait for more calls.
+                # Ends the NCCL group call even after an error; otherwise NCCL would wait for more calls.
                 work = backend._end_coalescing()
             return work
 
@@ -439,7 +439,7 @@ class NcclCollectives:
         self._built.set()
 
     def _stop(self) -> None:
-        """End the group's work on the GPU, and keep its memory allocated if NCCL supports that."""
+        """Stop the group's kernels on the GPU. Keep its memory allocated if this version of NCCL can."""
         with self._revoking:
             if self._communicator and not self._revoked:
                 error = nccl_library.revoke(self._communicator)
@@ -450,7 +450,7 @@ class NcclCollectives:
             _abort(self._backend)
 
     def _free(self) -> None:
-        """Free the group once, in a separate thread, which waits for the kernels and for the peers of NCCL's thread."""
+        """Free the group, only once, in a separate thread, because this waits for the kernels and for peers."""
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0
@@ -471,9 +471,9 @@ class NcclCollectives:
             raise CollectiveFailed(self._failed, aborted=self._aborted)
 
     def _heed_error(self) -> None:
-        """Fail if NCCL has detected an error.
+        """Fail the group if NCCL has detected an error.
 
-        Torch's `Work.wait` would immediately free the communicator in that case.
+        Called before torch's `Work.wait`, which would free the communicator immediately in that case.
         """
         if self._failed is not None or not self._launching.acquire(blocking=False):
             return
@@ -487,14 +487,14 @@ class NcclCollectives:
 
 
 def warm_up(device: torch.device) -> None:
-    """Create a communicator of this rank alone, reduce a tensor, and free the communicator.
+    """Warm up NCCL: create a communicator of this rank alone, reduce a tensor, and free the communicator.
 
     The first communicator of a process loads kernels and inspects the machine: 0.7 s on an H100, later ones took 0.04
     s.
     """
     nccl: Any = c10d.ProcessGroupNCCL
     backend = None
-    # Errors are reported when a group is needed.
+    # Errors are ignored here. They recur, and are reported, when a group is created.
     with contextlib.suppress(RuntimeError):
         backend = nccl(c10d.HashStore(), 0, 1, _options(_WARM_UP_S))
         backend.eager_connect_single_device(device)
@@ -527,7 +527,7 @@ class NcclWork:
         self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()
 
     def event_back(self) -> list[torch.cuda.Event]:
-        """Give up the work's CUDA event for reuse, once the work is done. Empty without an event."""
+        """Return the work's CUDA event for reuse, once the work is done. The list is empty if there is no event."""
         event, self._arrived = self._arrived, None
         return [] if event is None else [event]
 
@@ -550,7 +550,7 @@ class NcclWork:
 
     def finished(self) -> bool:
         """Return whether the kernels of the collective have ended, successfully or not."""
-        # This may be called by any thread, and most threads use device 0.
+        # The current device may be wrong: this runs in any thread, and most threads use device 0.
         with torch.cuda.device(self._group._device):
             return bool(self._work.is_completed())
 
@@ -562,7 +562,7 @@ class NcclWork:
             torch.cuda.current_stream(self._group._device).wait_event(self._end)
 
     def mark_end(self, stream: torch.cuda.Stream) -> None:
-        """Record an event behind coalesced calls, whose future does not order streams."""
+        """Record an event after coalesced calls, because their future does not synchronize streams."""
         with torch.cuda.device(self._group._device), torch.cuda.stream(stream):
             self._work.wait()
             self._end = torch.cuda.Event()
@@ -600,13 +600,13 @@ class NcclWork:
             elif waited > _SPIN_S:
                 time.sleep(_STEP_S)
         self._group._heed_error()
-        # The kernels of an aborted communicator end without an error. Only the flag shows the failure.
+        # The kernels of an aborted communicator end without an error, so check whether the group has failed.
         self._group._raise_if_failed()
 
     def wait(self) -> None:
         self.wait_on_host()
         try:
-            self._work.wait()  # This orders the current stream behind the collective.
+            self._work.wait()  # Makes the current stream wait for the collective.
         except RuntimeError as error:
             self._group._communicator = 0  # torch has freed the communicator.
             self._group._fail(str(error))
@@ -616,7 +616,7 @@ class NcclWork:
     def _put_in_place(self) -> None:
         self._complete()
         if self._in_place is not None:
-            # Another thread may have written the result on another stream.
+            # Another thread may have written the result, on its stream.
             torch.cuda.current_stream(self._group._device).wait_event(self._in_place)
 
     def _put(self, then: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ _DEFAULT = 0  # value of NCCL_REVOKE_DEFAULT
 
 @functools.cache
 def _linked() -> ctypes.CDLL | None:
-    """Return torch's CUDA library. Symbols resolve to the NCCL that it was linked with, or to a preloaded one."""
+    """Return torch's CUDA library. Its symbols resolve to the NCCL library that it uses, linked or preloaded."""
     try:
         return ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -40,7 +40,7 @@ def can_revoke() -> bool:
 
 
 def revoke(communicator: int) -> int:
-    """Begin to end all kernels of a communicator permanently. Does not wait and needs no GPU.
+    """Start to terminate all kernels of a communicator permanently. Does not wait, and needs no GPU.
 
     Args:
         communicator: communicator from ``_comm_ptr()``, not freed yet.
@@ -69,7 +69,7 @@ def _error(result: int) -> int:
 
 
 def words(error: int) -> str:
-    """Return NCCL's message for an error code."""
+    """Return NCCL's description of an error code."""
     library = _linked()
     assert library is not None, "NCCL is not loaded, so it returned no error"
     library.ncclGetErrorString.restype = ctypes.c_char_p

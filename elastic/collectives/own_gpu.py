@@ -35,7 +35,7 @@ def meet(device: torch.device) -> None:
 
 
 def settle() -> None:
-    """Make the device of the training thread the device of other threads.
+    """Make the current device of the training thread the device of all other threads.
 
     Called in the training thread. Does not initialize a GPU.
     """
@@ -45,7 +45,7 @@ def settle() -> None:
 
 
 def uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU, which is the same in all processes, or an empty string if it has none."""
+    """Return the UUID of a GPU, which identifies it in all processes, or an empty string if it has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 

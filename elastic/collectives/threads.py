@@ -1,7 +1,7 @@
-"""Threads that run torch code.
+"""Threads that run torch code and must end before the interpreter exits.
 
-When the interpreter exits, it ends every thread that returns from C++ to Python. If that unwinds C++ frames, the
-process aborts. The exiting thread therefore waits for these threads first.
+An exiting interpreter terminates every thread that returns from C++ to Python. If that unwinds C++ frames, the process
+aborts. The exiting thread therefore waits for these threads first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def begin(name: str, target: Callable[..., object], *args: Any) -> threading.Thr
 
 
 def finish(timeout_s: float) -> bool:
-    """Wait for the threads that `begin` has started. Return whether all ended within the timeout."""
+    """Wait for all threads started by `begin`. Return whether all of them ended within the timeout."""
     global _leave_at
     until = time.monotonic() + timeout_s
     _leave_at = until - _LEAVE_S
@@ -51,13 +51,13 @@ def finish(timeout_s: float) -> bool:
 
 
 def leave_behind(timeout_s: float) -> None:
-    """End the process with its exit code although some threads never end.
+    """Exit the process with its exit code even if some threads never end.
 
     C++ objects are not destroyed. If the interpreter does not finish in time, the process is ended with stack dumps and
     exit code 1.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
-    with contextlib.suppress(AttributeError):  # Only glibc has this function.
+    with contextlib.suppress(AttributeError):  # Only glibc provides this function.
         c = ctypes.CDLL(None)
         c.on_exit(ctypes.cast(c._exit, ctypes.c_void_p), None)
 

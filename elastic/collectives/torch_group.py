@@ -16,5 +16,5 @@ REDUCE = {
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a flat uint8 tensor. Gloo and NCCL support only some dtypes, but all bytes."""
+    """Return a view of a tensor's memory as a flat uint8 tensor, because Gloo and NCCL support only some dtypes."""
     return tensor.detach().reshape(-1).view(torch.uint8)

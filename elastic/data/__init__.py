@@ -1,4 +1,4 @@
-"""Data loading in which commits contain each sample once per epoch. Names are imported at first use."""
+"""Elastic data loading, in which commits contain each sample once per epoch. Names are imported on first access."""
 
 from __future__ import annotations
 

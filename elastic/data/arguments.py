@@ -1,4 +1,4 @@
-"""Arguments of a loader, which are checked before anything is loaded."""
+"""Arguments of a loader, validated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether samples are read in sequence and cannot be indexed."""
+    """Return whether a dataset is iterable, so that samples are read in sequence and cannot be indexed."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
@@ -76,7 +76,7 @@ class LoaderArguments:
         return self.batch_size is None or self.batch_sampler is not None
 
     def dealing(self, size: int) -> SamplePartition:
-        """Return the division of steps among the ranks of a world of ``size`` ranks."""
+        """Return the partition of steps among the ranks of a world of ``size`` ranks."""
         if self.global_batch_size is not None:
             return SamplePartition(self.shards or size, self.global_batch_size, self.drop_last)
         each = 1 if self.ready or self.batch_size is None else self.batch_size

@@ -26,7 +26,7 @@ class BatchGradients:
         return bool(self._present() - self._before)
 
     def silence(self) -> None:
-        """Set every gradient to zero until `count` is called, as on a rank that has joined."""
+        """Set every gradient to zero until `count` is called, so that this rank contributes only zeros."""
         self._hooks = [
             each.register_hook(torch.zeros_like) for each in self.parameters() if each.requires_grad
         ]

@@ -1,4 +1,4 @@
-"""Conversion of a loader for one process, or for a fixed number of ranks, to an elastic loader."""
+"""Conversion of a torch loader to an elastic loader."""
 
 from __future__ import annotations
 

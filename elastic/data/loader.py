@@ -1,8 +1,8 @@
-"""A DataLoader whose position is part of the job's state, so commits contain each sample once per epoch.
+"""DataLoader whose position is part of the job's state, so that commits contain each sample once per epoch.
 
-torch's own DataLoader loads the samples. This module adds two things: the samples of a batch are determined by the
-job's position (see `positions`), and progress is counted where batches are handed out and optimizers step (see
-`progress`), not where loader workers prefetch.
+torch's DataLoader loads the samples. This module determines the samples of each batch from the job's position (see
+`positions`), and counts progress when batches are handed out and optimizers step (see `progress`), not when loader
+workers prefetch.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this 
 
 
 class DataLoader:
-    """Iterable of this rank's batches of an epoch, from the job's position on. Put the loader in the state.
+    """Data loader that resumes in the middle of an epoch after a failure, in a world of any size.
 
-    ``loader = elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then
-    ``TorchState(model=..., optimizer=..., loader=loader)``.
+    It yields this rank's batches of an epoch, from the job's position on. Put the loader in the state: ``loader =
+    elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then ``TorchState(model=...,
+    optimizer=..., loader=loader)``.
 
     Args:
         dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable. Every rank reads the whole stream of an
@@ -65,8 +66,8 @@ class DataLoader:
         global_batch_size: alternative to ``batch_size``: number of samples per step over all ranks, for any number of
             ranks.
         shuffle, seed: determine the order of the samples, as in torch's ``DistributedSampler``.
-        sampler, batch_sampler: sampler of the whole job's indices, deterministic for given seeds of torch, random and
-            numpy.
+        sampler, batch_sampler: sampler of the indices of all ranks together, deterministic for given seeds of torch,
+            random and numpy.
         drop_last: whether to omit an incomplete last step of an epoch.
         sample_seeds: True seeds the random generators before each sample is loaded (see `SeededDataset`), False never
             seeds them. By default, only loaders with exact ``shards`` seed them, per batch, or per sample of a stream.
@@ -82,12 +83,12 @@ class DataLoader:
         weight: weight of the current batch. The average over ranks of a batch mean times ``weight`` is the mean over
             the whole step. The weight is 1.0 except in the last steps of an epoch, and 0.0 if this rank has no sample
             and received a placeholder.
-        shard: number of the current batch's shard.
+        shard: number of the shard to which the current batch belongs.
         ahead: number of batches that the loop fetches before it trains on the current one; 0 by default.
 
     Raises:
         Invalid: an argument is invalid, or the dataset has changed.
-        NotInitialized: a worker of a job has not joined it yet.
+        NotInitialized: this worker of a job has not called ``init()`` yet.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class DataLoader:
         streams = self.arguments.streams
         self._source: Source = (StreamSource if streams else IndexedSource)(self.arguments)
         self._progress = DataProgress()
-        self._passes = 0  # Number of passes that were started. It identifies the current iterator.
+        # number of iterations started so far, which identifies the current iterator
+        self._passes = 0
         # whether batches of this pass were handed out, on which an optimizer step may depend
         self._handed_some = False
         self._in_state = self._awaits_steps = False
@@ -144,9 +146,10 @@ class DataLoader:
         self._dealt = SamplePartition(1, 1)  # partition of the samples in the current pass
         self._began_in = 0  # epoch of the current pass
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
-        self._moves = 0  # number of times the position was set from outside
+        self._moves = 0  # number of times that the position was set other than by iterating
         self._noting = environment.digests()
-        self._handed: list[tuple[Position, int, list[int]]] = []  # unreported samples, for tests
+        # samples trained since the last `take_trained`, for tests
+        self._handed: list[tuple[Position, int, list[int]]] = []
         optimizer_steps.watch()
         loaders.add(self)
 
@@ -198,7 +201,7 @@ class DataLoader:
         self._progress.settle()
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch in the current world.
+        """Return the number of steps in a whole epoch in the current world.
 
         Raises TypeError if the dataset is a stream.
         """
@@ -233,7 +236,7 @@ class DataLoader:
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
     def layout(self) -> str:
-        """Return the loader's lines of the state's layout, which must be equal on all ranks and in a checkpoint."""
+        """Return the loader's part of the state's layout, as lines that must be equal on all ranks and in a checkpoint."""
         arguments, length = self.arguments, self._source.length(self.epoch)
         by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler
         order = "shuffled" if arguments.shuffle else "in order"
@@ -244,7 +247,7 @@ class DataLoader:
                 "of a stream" if length is None else f"of {length}",
                 order if by is None else f"by {type(by).__name__}",
                 f"seed {arguments.seed}",
-                # In a job without exactness, a restart may use other batches.
+                # Outside exact jobs, a restart may use a different batch size.
                 *([f"batch {arguments.global_batch_size}"] if exact else []),
                 *(["drop_last"] if exact and arguments.drop_last else []),
                 *([arguments.seeds.value] if exact and arguments.seeds else []),
@@ -252,7 +255,7 @@ class DataLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the loader for a commit. Their number does not depend on the dataset."""
+        """Return the loader's values for a commit. Their size does not depend on the dataset."""
         return self._progress.state_dict(before_steps=self._look_for_steps())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -313,7 +316,8 @@ class DataLoader:
             self._handed_some
             and self._awaits_steps
             and not progress.by_steps
-            # A rank whose shards are empty has no gradients, but must make the same decision as the other ranks.
+            # With shards, gradients are not checked: a rank with empty shards has none, but must decide like the
+            # others.
             and (self.arguments.shards is not None or self._gradients.new)
         )
 
@@ -331,7 +335,7 @@ class DataLoader:
 
         Args:
             world: the current world.
-            again: whether this iteration began earlier in this world, with other parts.
+            again: whether this iteration already began in this world with other parts.
         """
         progress = self._progress
         self._dealt = dealing = self.arguments.dealing(world[1])
@@ -414,7 +418,7 @@ class LoaderIterator(Iterator[Any]):
         if at != self._at:
             self._batches = iter(())  # The old loader workers end before new ones start.
             self._shards, self._over = None, False
-            # Other shards of the same world do not restart an epoch that is in progress.
+            # If only the shards of the world change, an epoch in progress is not restarted.
             again = self._at is not None and self._at[:2] == at[:2]
             self._batches = loader._begin(world, again)
             self._at = at

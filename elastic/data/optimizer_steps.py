@@ -1,4 +1,4 @@
-"""Count of the steps of all torch optimizers of this process, which shows a loader the batches that were trained."""
+"""Step counter over all torch optimizers of this process. Loaders use it to detect which batches were trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _watching = False
 
 
 def _note(*_: object) -> None:
-    # The store of a constant is compiled into a graph without a guard or a graph break.
+    # torch.compile compiles the store of a constant without a guard or a graph break.
     global _stepped
     _stepped = True
 

@@ -15,7 +15,9 @@ from elastic.errors import Invalid
 
 
 def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the permutation of torch's ``DistributedSampler`` for this seed and epoch: int64 of shape ``[length]``."""
+    """Return the permutation that torch's ``DistributedSampler`` uses for a seed and epoch: int64 of shape
+    ``[length]``.
+    """
     generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
     return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu")
 
@@ -44,8 +46,8 @@ class EpochOrder:
 
 
 def permutation(shuffle: bool, seed: int) -> EpochOrder:
-    """Return an order in which each sample occurs once, shuffled with ``seed`` or not."""
-    # Slicing a numpy array costs a fraction of slicing a tensor.
+    """Return an order in which each sample occurs once, optionally shuffled with ``seed``."""
+    # Slicing a numpy array is much faster than slicing a tensor.
     return EpochOrder(
         lambda length, epoch: (
             shuffled(length, seed, epoch) if shuffle else sequential(length)
@@ -54,9 +56,9 @@ def permutation(shuffle: bool, seed: int) -> EpochOrder:
 
 
 def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
-    """Return the order drawn by a sampler under a seed of the epoch: indices, or lists of indices.
+    """Return the order that a sampler draws when seeded for an epoch: indices, or lists of indices.
 
-    Raises Invalid if the sampler draws different values each time, because the ranks would disagree.
+    Raises Invalid if the sampler draws different values each time, because the ranks would use different orders.
     """
 
     def draw(length: int, epoch: int) -> Sequence[Any]:
@@ -77,9 +79,9 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context in which this process's generators of torch (CPU), random and numpy are seeded.
+    """Context manager that seeds this process's generators of torch (CPU), random and numpy.
 
-    Restores them afterwards.
+    The generators are restored at the end of the block.
     """
     with kept():
         plant(seed)
@@ -88,7 +90,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context after which this process's generators of torch (CPU), random and numpy are restored."""
+    """Context manager that restores this process's generators of torch (CPU), random and numpy at the end of the block."""
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     try:

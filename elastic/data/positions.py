@@ -25,7 +25,7 @@ from elastic.errors import Invalid
 
 
 class Position(NamedTuple):
-    """Position of the job: all ranks together have consumed ``consumed`` samples of the order of ``epoch``."""
+    """Position of the job in its data: all ranks together have consumed ``consumed`` samples of epoch ``epoch``."""
 
     epoch: int = 0
     consumed: int = 0
@@ -80,7 +80,7 @@ class SamplePartition:
         return step[start : start + size + (number < larger)]
 
     def weight(self, step: range, number: int) -> float:
-        """Return the weight of a part. The average over parts of mean times weight is the mean over the step.
+        """Return the weight of a part: the average over all parts of (mean * weight) is the mean over the step.
 
         The weight is 1.0 if all parts have the same size, and 0.0 for an empty part.
         """

@@ -1,9 +1,9 @@
 """Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
-A batch is first handed out to the script, and then trained. Batches that loader workers have prefetched do not count.
-If an optimizer steps between batches, its steps define what has been trained: a commit before the step, or in the
-middle of a gradient accumulation, has the position of the last step, and the batches since then are handed out again.
-If no optimizer ever steps, as in an evaluation, every batch that was handed out counts.
+A batch is first handed out to the script, and then trained on. Batches that loader workers have prefetched do not
+count. If an optimizer steps between batches, its steps define what has been trained: a commit before the step, or in
+the middle of a gradient accumulation, has the position of the last step, and the batches since then are handed out
+again. If no optimizer ever steps, as in an evaluation, every batch that was handed out counts.
 
     handed out      | b0 | b1 | b2 | b3 |
     optimizer steps           ^              a commit here has the position after b1: b2 and b3 are handed out again
@@ -28,7 +28,7 @@ class DataProgress:
     def __init__(self) -> None:
         self.position = Position()  # position of the next batch
         self.length: int | None = None  # length of the dataset at the start of this epoch
-        self.by_steps = False  # whether an optimizer has stepped between batches
+        self.by_steps = False  # whether an optimizer has stepped between two batches
         self.ahead = 0
         self._trained = Position()  # position at the last optimizer step
         # end positions of the batches that were handed out and not trained on yet
@@ -59,7 +59,7 @@ class DataProgress:
         return self.position
 
     def hand(self, consumed: int) -> None:
-        """Record that a batch was handed out, after which ``consumed`` samples of the epoch are consumed."""
+        """Record that a batch was handed out. ``consumed`` is the resulting number of consumed samples of the epoch."""
         self.position = Position(self.position.epoch, consumed)
         self._handed.append(self.position)
 
@@ -74,7 +74,7 @@ class DataProgress:
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None
         if self.ahead:
-            # The last batches are still being trained on, until `settle`.
+            # The last batches count as trained on only after `settle`.
             self._handed = deque([Position(last.epoch, self._handed[-1].consumed)], maxlen=1)
         else:
             self.settle()
@@ -93,7 +93,7 @@ class DataProgress:
         return self._trained if self.by_steps or before_steps else self.reached
 
     def go_to(self, position: Position, length: int | None = None) -> None:
-        """Set the position. All samples before the position are consumed, and no sample after it."""
+        """Set the position. Exactly the samples before the position are then consumed."""
         if position != self.position or length is not None:
             self.length = length
         self.position = position

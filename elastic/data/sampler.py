@@ -1,4 +1,4 @@
-"""Division of an epoch's samples among the workers of the world, repeated whenever the world changes.
+"""Sampler that divides an epoch's samples among the workers, and again whenever the world changes.
 
 The epoch has one order, the same on all workers. Round r of a partition is the next ``num_replicas`` samples of that
 order, one per rank. The samples that all workers have finished are therefore always a prefix of the order. The length
@@ -21,7 +21,7 @@ from elastic.runtime import lifecycle
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler that counts each sample once per epoch in the committed history, except repeats that fill the last round.
+    """Sampler with which commits contain each sample once per epoch, except samples repeated to fill the last round.
 
     `elastic.data.DataLoader` needs no repeats and no ``record_batch``.
 
@@ -72,7 +72,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = 0
         self._noting = environment.digests()
         self._trained: dict[int, list[int]] = {}  # uncommitted samples by epoch; used in tests
-        self._start = 0  # start of this partition in the epoch's order
+        self._start = 0  # index in the epoch's order at which this partition starts
         self._dealt_to: tuple[int, int, int] | None = None
         self._order: torch.Tensor | None = None
         self._order_of: tuple[int, int, int] | None = None
@@ -158,7 +158,7 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
     def _follow_world(self) -> None:
-        # A partition of an older world would repeat samples and never visit others.
+        # A partition of an earlier world would repeat some samples and omit others.
         if self._dealt_to != present_world():
             self.reset()
 

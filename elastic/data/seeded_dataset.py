@@ -1,4 +1,4 @@
-"""Loading of samples under their own seeds, so that random augmentation does not depend on the loading process."""
+"""Dataset that seeds the random generators per sample, so that augmentation does not depend on the loading process."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class SeededDataset(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return the batch unchanged: the collate function of torch's loader if the dataset returns whole batches."""
+    """Return the batch unchanged. Used as the collate function of torch's loader if the dataset returns whole batches."""
     return batch

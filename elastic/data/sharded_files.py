@@ -1,4 +1,4 @@
-"""Dataset of samples in many files, which are read one file at a time."""
+"""Dataset of samples stored in several files, of which one is read at a time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ShardedFiles(Dataset[Any]):
         self._read = read
         self._ends = list(accumulate(self.lengths))
         self._indexed: bool | None = None
-        # Number of the open file, its content, and the index of its next sample.
+        # number of the open file, its samples, and the index of the next sample to read
         self._open: tuple[int, Any, int] | None = None
 
     def __len__(self) -> int:
@@ -94,8 +94,8 @@ class ShardedFiles(Dataset[Any]):
         return torch.cat(pieces).numpy()
 
     def _opened(self, number: int) -> Any:
-        # `kept` restores the generators. A sample then draws the same numbers in every process, regardless of skipped
-        # samples.
+        # `kept` restores the random generators, so that a sample draws the same numbers in every process, regardless of
+        # skipped samples.
         with kept():
             return self._read(self.files[number])
 

@@ -1,4 +1,4 @@
-"""Sources of assigned samples, which torch's DataLoader loads by index or as parts of a stream."""
+"""Sources of the samples assigned to a rank. torch's DataLoader loads them by index or from a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.data.stream import NOBODY, StreamDataset
 from elastic.errors import Invalid
 
 Collate = Callable[[Any], Any]
-Loaded = tuple[range, int, Any]  # a step, the number of a part, and its batch
+Loaded = tuple[range, int, Any]  # the step, the number of the part, and the part's batch
 
 
 class Source(Protocol):
@@ -31,7 +31,7 @@ class Source(Protocol):
     seeded: SeededDataset | None
 
     def length(self, epoch: int) -> int | None:
-        """Return the number of samples in an epoch, or None if only the end of the stream determines the number."""
+        """Return the number of samples in an epoch, or None for a stream, whose length is unknown."""
 
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
@@ -178,7 +178,7 @@ def _collate(arguments: LoaderArguments) -> Collate:
 
 
 def _options(arguments: LoaderArguments) -> dict[str, Any]:
-    # Without a generator of its own, torch would draw from the training process's generator for each iteration.
+    # Without this argument, torch would draw from the training process's default generator in each iteration.
     generator = torch.Generator(device="cpu").manual_seed(arguments.seed)
     return {"num_workers": arguments.num_workers, "generator": generator, **arguments.options}
 

@@ -1,9 +1,9 @@
 """Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
 
 A stream has no index. Every rank therefore reads the whole stream, and reaches a position by reading all samples before
-that position or by calling the stream's own ``skip(n)``. The rank of a sample depends only on the sample's place in the
-stream. With W loader workers, each reads the whole stream and worker ``n % W`` creates batch n, because torch returns
-batches in that order.
+that position or by calling the stream's own ``skip(n)``. The rank that a sample is assigned to depends only on the
+sample's index in the stream. With W loader workers, each reads the whole stream and worker ``n % W`` creates batch n,
+because torch returns batches in that order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.data.order import kept, plant
 from elastic.data.positions import Position, SamplePartition
 from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
-# Start and end of a step, the number of a part, and the part's samples.
+# start and end of a step, the number of a part, and the part's samples
 Cut = tuple[int, int, int, list[Any]]
 END = object()
 NOBODY = -1  # placeholder for a rank without a part of the step
@@ -45,7 +45,7 @@ class StreamDataset(IterableDataset[Any]):
         self._source = source
         self._seed = seed
         self._collate = collate
-        # number of this loader worker and of all loader workers, or None in the training process
+        # index of this loader worker and the number of loader workers, or None in the training process
         self._worker: tuple[int, int] | None = None
         self._assignment = torch.zeros(
             6 + most_parts, dtype=torch.int64, device="cpu"
@@ -64,7 +64,7 @@ class StreamDataset(IterableDataset[Any]):
         info = get_worker_info()
         if info is not None:
             self._worker = info.id, info.num_workers
-            # Otherwise a dataset that divides itself among loader workers would give each of them a different stream.
+            # Hide the loader worker from the dataset: each worker must read the whole stream, not its own part.
             loader_worker._worker_info = None
         samples = self._samples(epoch, consumed)
         cuts = _cuts(_steps(samples, dealing, consumed), dealing, mine[:number])
@@ -138,7 +138,7 @@ def _cuts(
             if part == NOBODY:  # Only the bounds of the step are needed.
                 yield step.start, step.stop, part, []
                 continue
-            # A part without samples gets a placeholder that must not count.
+            # A part without samples gets a placeholder, whose loss and gradients must not count.
             some = dealing.part(step, part) or step[:1]
             chosen = samples[some.start - step.start : some.stop - step.start]
             yield step.start, step.stop, part, chosen

@@ -1,4 +1,4 @@
-"""Decision about the islands that take part in a merge: all of them, or a quorum after a grace period.
+"""Decision which islands take part in a merge: all of them, or a quorum after a grace period.
 
 Pure: no I/O, no clock.
 
@@ -20,21 +20,22 @@ from elastic.errors import Invalid
 
 
 class Notification(msgspec.Struct, frozen=True, array_like=True):
-    """Message from one leader to all leaders."""
+    """Message from one leader to all leaders about the current merge."""
 
     merge: int  # number of the merge, counted from the start of the job
     leader: int  # rank of the sender
-    expired: bool = False  # whether the message reports the end of the grace period, and not that the change was sent
+    # True if the grace period is over, False if the island has sent its change
+    expired: bool = False
     weighted: bool = False  # whether the script of the sender reports tokens
 
 
 def needed(quorum: int | None, islands: int) -> int:
-    """Return the number of islands that suffice: the quorum, or half of the islands, rounded up. At most all."""
+    """Return the number of islands that a merge needs: the quorum, at most all islands; default: half, rounded up."""
     return min((islands + 1) // 2 if quorum is None else quorum, islands)
 
 
 def absence(merge: int, absent: Sequence[str], before: Sequence[str], grace_s: float) -> str:
-    """Return the log line for a merge whose absent islands differ from those of the merge before, or ""."""
+    """Return the log line for a merge, or "" if its absent islands are those of the previous merge."""
     if set(absent) == set(before):
         return ""
     if not absent:
@@ -47,7 +48,7 @@ def absence(merge: int, absent: Sequence[str], before: Sequence[str], grace_s: f
 
 
 class Attendance:
-    """Islands that have sent their change for the current merge.
+    """Record of the islands that have sent their change for the current merge.
 
     Args:
         leaders: ranks of the leaders.
@@ -81,7 +82,7 @@ class Attendance:
             Invalid: the scripts of only some of the islands report tokens.
         """
         if notification.merge != self.merge:
-            return None  # The merge was decided without it.
+            return None  # The merge was already decided without this island.
         if notification.expired:
             self.expired = True
         else:

@@ -1,16 +1,16 @@
-"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps on its own.
+"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps without communication.
 
 Then all workers average the changes of their parameters.
 
 Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
 parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -
 inner`` of one fragment into a buffer, lets the outer optimizer step with it as the gradient, and mixes the result into
-the inner parameters. A lost worker fails at most the collective, which has written only to that buffer, so the merge
-is repeated in the next world.
+the inner parameters. If a worker is lost, only the collective fails, and it has written only to that buffer. The merge
+is then repeated in the next world.
 
-In an island, DistributedDataParallel averages gradients in every step. Its leader exchanges the pseudo-gradients with
-the other leaders, and broadcasts the mean in the island. With ``grace_s``, a merge does not wait for late islands: see
-`rounds` and `exchange`.
+In an island, DistributedDataParallel averages gradients in every step. The island's leader exchanges the
+pseudo-gradients with the other leaders, and broadcasts the mean in the island. With ``grace_s``, a merge does not wait
+for late islands: see `rounds` and `exchange`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
-# Integers as wide as a floating-point element, by bytes.
+# integer dtypes of the same width as floating-point dtypes, by size in bytes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DiLoCo:
-    """Optimizer of the DiLoCo algorithm (arXiv:2311.08105).
+    """Optimizer that implements DiLoCo (arXiv:2311.08105).
 
     With ``fragments`` and ``delay``, it implements Streaming DiLoCo (arXiv:2501.18512).
 
@@ -84,7 +84,8 @@ class DiLoCo:
         outer_optimizer: new torch optimizer of the model's trained parameters. DiLoCo replaces them in it with the
             outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
         every: number of inner steps per round, the same on all workers.
-        fragments: number of parts of the parameters, which are sent one at a time over the round.
+        fragments: number of parts into which the parameters are divided. The parts are sent one at a time during the
+            round.
         delay: number of inner steps between sending a fragment and merging its mean, so that the collective overlaps
             training.
         mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. It is the mixing
@@ -139,7 +140,8 @@ class DiLoCo:
         _check_quorum(grace_s, quorum, dtype)
         self.grace_s, self.quorum = grace_s, quorum
         self.rounds = Rounds(RoundSchedule(every, fragments, delay), quorum=grace_s is not None)
-        # The exchange of this world on a leader, if a quorum is given and there are several leaders; otherwise None.
+        # Exchange with the other leaders. Not None iff this rank is a leader, ``grace_s`` is given, and there are
+        # several leaders.
         self._exchange: QuorumExchange | None = None
         self.mix = (0.5 if delay else 0.0) if mix is None else float(mix)
         if not 0.0 <= self.mix < 1.0:
@@ -160,7 +162,7 @@ class DiLoCo:
         self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
         self.bytes_sent = 0
-        # Whether this object is in a state, so that an interrupted merge can be repeated in the next world.
+        # whether this object is in a state, so that an interrupted merge can be repeated in the next world
         self.in_state = False
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
         self._residuals: list[torch.Tensor] = []
@@ -169,19 +171,19 @@ class DiLoCo:
             self._residuals = [
                 torch.zeros(n, dtype=torch.float32, device=self.inner[0].device) for n in elements
             ]
-        # The last sent fragment and its errors, which become its residual at the merge.
+        # The last sent fragment and its quantization errors, which become the fragment's residual at the merge.
         self._sent_residual: tuple[int, torch.Tensor] | None = None
-        # Handle and buffer of the mean, and of the total of tokens if islands are weighted.
+        # handle and buffer of the mean, and of the total number of tokens if islands are weighted by tokens
         self._in_flight: list[tuple[int, torch.Tensor]] = []
         self._mean: torch.Tensor | None = (
             None  # the received mean; None until it is complete on the leader
         )
-        self._absent: list[str] = []  # islands that are absent from that mean
-        self._absent_before: list[str] = []  # islands that were absent from the previous mean
-        self._waited_s = 0.0  # for the last mean
+        self._absent: list[str] = []  # islands that did not take part in that mean
+        self._absent_before: list[str] = []  # islands that did not take part in the previous mean
+        self._waited_s = 0.0  # as above, for the last mean
         self._outer_before: list[
             torch.Tensor
-        ] = []  # outer parameters before the state of another rank is received
+        ] = []  # copy of the outer parameters before the state of another rank is received
 
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if given is None:

@@ -1,9 +1,9 @@
-"""Search, by address, for the sockets that one group opened inside Gloo, to close or hide them.
+"""Find the sockets that Gloo opened for one group, by their addresses, to close or hide them.
 
 Gloo has no abort: a rank that waits for a frozen peer blocks in the kernel until the group's timeout. ``shutdown(2)``
-on the group's connections ends the wait immediately. Python does not own them, so they are found in the list of open
-descriptors: a group has one listener, on its own port. Accepted connections have that port, and opened ones lead to a
-peer's listener. No other socket in the process can have these addresses.
+on the group's connections ends the wait immediately. Python has no handle to them, so they are found in the list of
+open descriptors: a group has one listener with a unique port. Accepted connections use that port, and outgoing
+connections lead to a peer's listener. No other socket in the process can have these addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DESCRIPTORS = "/dev/fd"  # folder of open descriptors, /proc/self/fd on Linux
 
 
 def find_listener(blob: bytes) -> Endpoint | None:
-    """Return the listening socket of this process whose C address occurs in ``blob``, the data that Gloo publishes."""
+    """Find the group's listening socket: the one whose C address occurs in ``blob``, the data that Gloo publishes."""
     for _, held in _sockets():
         with contextlib.suppress(OSError):
             if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -38,7 +38,7 @@ def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[in
     """Return the inodes of the group's sockets, once it is connected.
 
     While the group is created, addresses identify them. Later, the other end may have closed its port, and a group of
-    the next generation may use the port again. An inode stays with its socket.
+    the next generation may use the port again. The inode of a socket never changes.
     """
     return frozenset(os.fstat(held.fileno()).st_ino for _, held in _of_group(own, peers))
 
@@ -89,7 +89,7 @@ def unread(
 
 
 def keep_from_programs(own: Endpoint | None, peers: frozenset[Endpoint]) -> None:
-    """Close the group's descriptors in child programs, because Gloo leaves them inheritable."""
+    """Mark the group's descriptors as close-on-exec, because Gloo leaves them inheritable by child programs."""
     for fd, _ in _of_group(own, peers):
         with contextlib.suppress(OSError):
             os.set_inheritable(fd, False)
@@ -122,7 +122,7 @@ def _of_group(
                 ours = os.fstat(held.fileno()).st_ino in known
             else:
                 ours = held.getsockname()[:2] == own or held.getpeername()[:2] in peers
-        except OSError:  # The socket may not be connected, or may have been closed meanwhile.
+        except OSError:  # The socket is not connected, or another thread has closed it.
             continue
         if ours:
             yield fd, held

@@ -1,7 +1,7 @@
-"""Detection of sleeping Gloo threads from the kernel's counters. Read-only.
+"""Detection of idle Gloo threads from the scheduling counters of the kernel. Read-only.
 
-A collective that lost its wake-up never completes, although no thread works on it. Its thread has not run for a while,
-unlike the thread of a collective that still writes.
+A collective that lost its wake-up never completes, and no thread works on it. Its thread has not run for a while,
+unlike the thread of a collective that still writes to tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Group of CPU ranks, which choose a way to connect that all of them support.
+"""Group of CPU ranks, which select a backend that all of them support.
 
 First every rank publishes its host and the memory it can share; `backend_selection` decides. If ranks can share memory,
 each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is used only if all ranks
@@ -38,7 +38,7 @@ class CpuGroup:
     Args:
         timeout_s: timeout for connecting, in seconds.
         collective_timeout_s: timeout of each collective, in seconds.
-        apart: whether all ranks know that each was started on its own host, so that Gloo will be used. The ranks then
+        apart: whether all ranks know that no two of them share a host, so that Gloo will be used. The ranks then
             exchange Gloo's addresses immediately instead of in a second exchange.
         messages: whether the group is for messages, which use Gloo unless all ranks are on one host.
         agreed: whether the ranks agree on every call in advance. See `GlooCollectives`.
@@ -99,7 +99,8 @@ class CpuGroup:
         ranks = Topology(plan.hosts, self._rank)
         peers = ranks.inter_node_ranks
         inter_node = self._gloo(peers.index(self._rank), len(peers)) if peers else None
-        # A rank that is alone on its host has no shares to reduce. If hosts differ, leaders carry whole tensors.
+        # A rank that is alone on its host has no shares to reduce. If hosts have different numbers of ranks, leaders
+        # send whole tensors.
         group = HierarchicalCollectives(ranks, host, inter_node)
         self._adopt(group)
         try:
@@ -160,7 +161,7 @@ class CpuGroup:
             )
         except BaseException:
             self._drop(host)
-            host = None  # Otherwise the exception would keep the memory alive.
+            host = None  # The exception's traceback would keep the memory alive.
             raise
         why = next((each.decode() for each in reasons if each), "")
         if why:
@@ -176,7 +177,7 @@ class CpuGroup:
             self._adopt(alone)
             return alone, ""
         found = native_library.load()
-        assert found is not None  # This is guaranteed, because this rank has offered memory.
+        assert found is not None  # Cannot be None: this rank has offered memory.
         try:
             shared = SharedCollectives(
                 found,
@@ -217,7 +218,7 @@ class CpuGroup:
 
     def _adopt(self, part: _Part) -> None:
         self._parts.append(part)
-        if self._aborted:  # The group was aborted before the part was registered.
+        if self._aborted:  # The group was aborted before this part was registered.
             part.abort()
 
     def _drop(self, part: _Part | None) -> None:

@@ -16,12 +16,12 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
 from elastic.rendezvous.store import Store, StoreListener, listen
 
-# Device type of a group for point-to-point messages: a `Messenger`.
+# device type that selects a group for point-to-point messages, a `Messenger`
 MESSAGES = "messages"
 
 
 def meeting(purpose: str, device_type: str, size: int) -> str:
-    """Return the store key under which the ranks of a group meet while it is created."""
+    """Return the rendezvous store key under which the ranks of a group exchange data while it is created."""
     return f"{purpose}/nccl/{size}" if device_type == "cuda" else f"{purpose}/{size}"
 
 
@@ -40,7 +40,7 @@ def prepare(native: bool) -> None:
 def prepare_gpu(device: torch.device) -> None:
     """Import the modules and load the libraries that groups on this GPU need.
 
-    This worker already has tensors on the GPU.
+    Call this in a worker that already has tensors on the GPU.
     """
     if distributed.is_nccl_available():
         from elastic.collectives import nccl
@@ -57,7 +57,7 @@ class Abortable(Protocol):
 
 
 class ConnectingGroup:
-    """One group of one generation, from before it is connected to its end.
+    """Group of one generation, which can be aborted before, while and after it is connected.
 
     Args:
         purpose: name of the group, unique within the generation and equal on all its ranks.
@@ -134,7 +134,7 @@ def _making(
     messages = device_type == MESSAGES
     if not messages:
         check_device(device_type)
-    # The backends are imported here, because each requires its part of torch's build.
+    # Backends are imported on demand, because torch may be built without one of them.
     if messages or device_type == "cpu":
         from elastic.collectives.groups.cpu import CpuGroup
 

@@ -1,7 +1,7 @@
 """Executor that runs multi-step collectives one after another in a thread.
 
 Work is executed in the order of submission, so the steps of two collectives are never interleaved, and all ranks
-execute them in the same order. An idle thread ends quickly, so it does not delay the exit of the process.
+execute them in the same order. An idle thread ends quickly and therefore does not delay the exit of the process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from elastic.collectives import threads
 from elastic.errors import CollectiveFailed
 
 _LINGER_S = 0.05
-# Seconds between two checks whether this is a forked child, which has no executor thread.
+# Interval in seconds at which waits check whether this process is a forked child, which has no executor thread.
 _SLICE_S = 1.0
 
 
 class OrderedExecutor:
-    """Executor of works in one thread.
+    """Executor that runs works one after another in a thread.
 
     ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never blocks.
     """
@@ -28,14 +28,15 @@ class OrderedExecutor:
         self._name = name
         self._wake = wake
         self._changed = threading.Condition()
-        # Works in order. The first one is being executed.
+        # works in the order of submission; the first one is being executed
         self._queue: collections.deque[OrderedWork] = collections.deque()
         self._running = False
-        self.failure: CollectiveFailed | None = None  # why execution has stopped, or None
+        # error that has stopped the execution, or None
+        self.failure: CollectiveFailed | None = None
         self.forgotten = False
 
     def submit(self, run: Callable[[], None]) -> OrderedWork:
-        """Submit work, which is executed after all work submitted before.
+        """Submit work, to be executed after all previously submitted work.
 
         Raises:
             CollectiveFailed: `stop` was called.

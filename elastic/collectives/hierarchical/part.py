@@ -1,4 +1,6 @@
-"""One of the two groups of a hierarchy, as its thread uses the group: the ranks of a host, or one rank of each host."""
+"""Use of one of the two groups of a hierarchy by its thread. The groups are the ranks of a host, and one rank of each
+host.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 from elastic.collectives import threads
 from elastic.collectives.interface import Collectives, Work
 
-_SLICE_S = 0.02  # seconds between two checks whether the process exits
+_SLICE_S = 0.02  # interval in seconds between two checks for the exit of the process
 _LOOK_EVERY = 50  # number of slices between two such checks
 
 

@@ -1,11 +1,10 @@
-"""Division of the work between the ranks of a group with several hosts and several ranks per host. Pure: no I/O, no
-clock.
+"""Plan of collectives over several hosts with several ranks each: which rank sends what. Pure: no I/O, no clock.
 
-A rank communicates through its host's memory and through the network between hosts. Every rank has the number of its
+A rank communicates through its host's memory and through the network between hosts. Every rank knows the number of its
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:
 
-- If all hosts have equally many ranks, every rank is a carrier: the ranks with one index form an *inter-node group*,
-  one rank of each host. All ranks of a host send at the same time, each its own share.
+- If all hosts have the same number of ranks, every rank is a carrier: the ranks with the same index form an *inter-node
+  group*, with one rank of each host. All ranks of a host send at the same time, each one its share.
 - Otherwise the *leaders*, the ranks with index 0, send for all ranks of their host.
 
 Ranks are numbered within the group and may be placed on the hosts in any order.
@@ -20,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 _ALIGNED = 64  # Alignment in elements, so that chunks begin at cache lines.
-# Number of chunks that are reduced on the host before the first must return from the network.
+# maximum number of chunks that are reduced on the host before the first one has returned from the network
 AHEAD = 2
 
 Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
@@ -28,7 +27,7 @@ Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts of all ranks of the group, as seen by one rank."""
+    """Placement of the group's ranks on hosts, as seen by one rank."""
 
     hosts: tuple[tuple[int, ...], ...]
     rank: int
@@ -73,7 +72,7 @@ class Topology:
 
     @cached_property
     def even(self) -> bool:
-        """Whether all hosts have equally many ranks, so that every rank is a carrier."""
+        """Whether all hosts have the same number of ranks, so that every rank is a carrier."""
         return len({len(host) for host in self.hosts}) == 1
 
     @property
@@ -100,12 +99,13 @@ class Topology:
 
 
 class Turn(enum.Enum):
-    """Step in the reduction of a chunk. The steps are in this order."""
+    """Step in the reduction of a chunk. Members are listed in the order of the steps."""
 
-    REDUCE = enum.auto()  # The collective among the ranks of the host can start.
-    # The chunk is reduced on the host, so the collective among the hosts can start.
+    REDUCE = enum.auto()  # Start the collective among the ranks of the host.
+    # The chunk is reduced on the host: start the collective between hosts.
     CROSS = enum.auto()
-    SPREAD = enum.auto()  # The chunk is back, so its carrier can send it to the ranks of the host.
+    # The chunk has returned from the network: its carrier sends it to the ranks of the host.
+    SPREAD = enum.auto()
 
 
 def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, 
 
 
 def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
-    """Yield the turns of ``number`` chunks. Some chunks use the network while others are reduced and distributed.
+    """Yield the turns of ``number`` chunks, so that some are on the network while others are reduced and distributed.
 
     The order does not depend on timing, so all ranks of a host start the same collectives in the same order.
     """
@@ -142,9 +142,9 @@ def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
 class Route(NamedTuple):
     """Peers of a rank in the steps of a broadcast. None means that the rank has no peer in a step."""
 
-    first: int | None  # index on this host of the root, which sends to the carrier
+    first: int | None  # index of the root if it is on this host: it sends to the carrier
     cross: int | None  # host of the root, which sends to the other hosts
-    last: int | None  # index on this host of the carrier, which sends to the other ranks
+    last: int | None  # index of the carrier on this host, which sends to the other ranks
 
 
 def route(topology: Topology, root: int) -> Route:
@@ -164,16 +164,14 @@ def route(topology: Topology, root: int) -> Route:
 
 
 class Exchange(NamedTuple):
-    """One alltoall among the ranks of a host or across hosts: the parcels that a rank sends to and receives from
-    each peer.
-    """
+    """One alltoall, within a host or between hosts: the parcels that a rank sends to and receives from each peer."""
 
     sent: list[list[Parcel]]
     received: list[list[Parcel]]
 
 
 class Posting(NamedTuple):
-    """The exchanges that make up an alltoall: to the carriers, between hosts, and to the receivers.
+    """The exchanges of a hierarchical alltoall: to the carriers, between hosts, and to the receivers.
 
     The first two may be unnecessary.
     """
@@ -184,7 +182,7 @@ class Posting(NamedTuple):
 
 
 def posting(topology: Topology) -> Posting:
-    """Return a rank's exchanges in an alltoall. Parcels are in order of sender and receiver, host by host."""
+    """Return a rank's exchanges in an alltoall. Parcels are ordered by host, then by sender and receiver."""
     everybody = [rank for host in topology.hosts for rank in host]
     own, mine = topology.rank, topology.local_ranks
     collect = None

@@ -1,22 +1,22 @@
 """Collectives of a group with several ranks on several hosts: shared memory within a host, Gloo between hosts.
 
-A large allreduce proceeds chunk by chunk. The ranks of a host reduce a chunk in shared memory, after which each owns a
-share of it. Each rank reduces its share with the ranks of the same index on the other hosts (an *inter-node group*),
-and the ranks of the host read each other's shares. Every byte crosses the network once per host instead of once per
-rank, all ranks of a host send in parallel, and some chunks are on the network while others are in memory. If hosts have
-different numbers of ranks, one rank of each host, its leader, sends for all.
+A large allreduce is split into chunks. The ranks of a host reduce a chunk in shared memory, so that each of them owns a
+reduced share of it. Each rank reduces its share with the ranks of the same index on the other hosts (an *inter-node
+group*), and the ranks of the host read each other's shares. Every byte crosses the network once per host instead of
+once per rank, all ranks of a host send in parallel, and some chunks are on the network while others are in memory. If
+hosts have different numbers of ranks, one rank per host, its leader, sends the data of all.
 
-There is no group of all ranks, only that of this host and the inter-node group, so a rank has as many connections as
-there are other hosts, not other ranks. The ranks of its host and of its inter-node group detect a lost rank. Each rank
-that detects the loss aborts both of its groups, which wakes the ranks that wait for it. In this way the failure reaches
+No group contains all ranks: a rank belongs to the group of its host and to its inter-node group, so it needs one
+connection per other host instead of one per other rank. A lost rank is detected by the ranks of these two groups. Each
+rank that detects the loss aborts both of its groups, which wakes their other ranks. In this way the failure spreads to
 every rank.
 
-All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to their own
-type for the network, and summed by Gloo in that type. A half-precision sum is scaled before it crosses the
-network, so that it does not overflow. Others are scaled afterwards, so that an average is the sum divided by
-the number of ranks, as it is within a host.
+All ranks get the same bits. float16 and bfloat16 are summed in float32 within a host, rounded once to half precision
+for the network, and summed by Gloo in half precision. A half-precision sum is scaled before it crosses the network, so
+that it does not overflow. Other sums are scaled afterwards, so that an average is the sum divided by the number of
+ranks, as within a host.
 
-This module is the interface; `steps` carries out the collectives, in a thread, in order.
+This module implements the interface. `steps` executes the collectives in a thread, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLOSE_S = 0.1  # seconds in which work in flight usually ends after an abort
 
 
 class Neighbours(Halves, Protocol):
-    """Interface of the connected group of the ranks of this host."""
+    """Interface of the connected group of this host's ranks."""
 
     def close_in_forked_child(self) -> None: ...
 
@@ -53,7 +53,7 @@ class InterNodeGroup(Collectives, Protocol):
     def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
 
     def look(self) -> None:
-        """Fail the group if a connection was lost unnoticed."""
+        """Fail the group if a connection was lost without Gloo waking this rank."""
 
     def close_in_forked_child(self) -> None: ...
 
@@ -63,7 +63,7 @@ class HierarchicalCollectives:
 
     Args:
         topology: placement of the ranks.
-        host: the ranks of this host. May be a world of one if hosts have unequally many ranks.
+        host: the group of this host's ranks. May have one rank if hosts have different numbers of ranks.
         inter_node: the ranks of `Topology.inter_node_ranks`, in that order, or None if there are none.
     """
 
@@ -84,7 +84,8 @@ class HierarchicalCollectives:
         self._inter_node = inter_node
 
         def end_parts() -> None:
-            # Both groups are aborted. Ranks that wait in either group wake up and abort their other group in turn.
+            # Ranks that wait in either of the aborted groups wake up and abort their other group, so that all ranks
+            # fail.
             host.abort()
             if inter_node is not None:
                 inter_node.abort()

@@ -1,7 +1,7 @@
 """Steps of one rank in collectives over several hosts. Each call returns when its result is in place.
 
-Called by one thread at a time. All ranks of a host start the same collectives in the same order on their host, as do
-the ranks of an inter-node group. See `plan` for the carriers.
+Called by one thread at a time. All ranks of a host start the same collectives in the same order, as do all ranks of an
+inter-node group. See `plan` for the carriers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 
-# Part of a chunk that one rank sends between hosts at a time; large enough to keep the network busy. Of 0.5, 1 and 2
-# MiB, the largest was the fastest (25 MiB, two hosts with two ranks each, single runs on a busy machine).
+# Part of a chunk that one rank sends between hosts at a time; large enough to keep the network busy. 2 MiB was faster
+# than 0.5 and 1 MiB (25 MiB tensor, two hosts with two ranks each, single runs on a busy machine).
 SHARE_BYTES = 1 << 21
 LEADER_BYTES = 1 << 22  # part of a chunk that a leader sends
-SMALL_BYTES = 1 << 15  # a smaller tensor is not divided into chunks
+SMALL_BYTES = 1 << 15  # minimum size of a tensor that is divided into chunks
 _COPIES = plan.AHEAD + 2  # number of chunks in flight at once
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -57,7 +57,7 @@ class Steps:
     """Steps of one rank in collectives over several hosts.
 
     Args:
-        halves: group of the ranks of this host, or None if hosts have unequally many ranks.
+        halves: group of this host's ranks, or None if hosts have different numbers of ranks.
         wire: group between hosts, or None if the leader of this host sends for this rank.
     """
 
@@ -83,7 +83,7 @@ class Steps:
             self._reduce_by_shares(flat, op, scale)
 
     def _reduce_small(self, flat: torch.Tensor, op: Op, scale: Scale) -> None:
-        # The tensors are not scaled yet, so a half-precision sum could overflow.
+        # Scale before the network, because a half-precision sum of unscaled tensors could overflow there.
         adds = op in (Op.SUM, Op.PRODUCT)
         wide = flat.float() if adds and flat.dtype in _HALF else flat
         assert self._wire is not None
@@ -241,9 +241,9 @@ class Steps:
         output.copy_(torch.cat([parcels[sender, topology.rank] for sender in range(topology.size)]))
 
     def barrier(self) -> None:
-        """Wait for all ranks, in two steps if every rank is a carrier.
+        """Wait until all ranks have called this method. Takes two steps if every rank is a carrier.
 
-        A rank that has passed its inter-node barrier knows that every host has arrived.
+        After its inter-node barrier, a rank knows that all ranks of every host have arrived.
         """
         host, wire = self._host, self._wire
         if not self._topology.even:
@@ -276,7 +276,9 @@ def _exchanged(
 
 
 def _scales(dtype: torch.dtype, op: Op, scale: Scale) -> tuple[Scale, Scale]:
-    """Return the scales before and after the network. A half-precision sum is scaled before, which keeps it small."""
+    """Return the scales to apply before and after the network. A half-precision sum is scaled before, to avoid
+    overflow.
+    """
     return (scale, Scale()) if op is Op.SUM and dtype in _HALF else (Scale(), scale)
 
 

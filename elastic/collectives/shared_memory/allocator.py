@@ -18,7 +18,7 @@ class Allocator:
         # Offsets of allocated regions, ascending. `_bytes` contains their sizes.
         self._starts: list[int] = []
         self._bytes: dict[int, int] = {}
-        self.reach = 0  # one past the last byte that was ever allocated
+        self.reach = 0  # end of the highest region that was ever allocated
 
     def allocate(self, size: int) -> int | None:
         """Return the offset of a new region of ``size`` bytes, rounded up to pages, or None if no gap is large
@@ -56,7 +56,7 @@ class Allocator:
         return self._bytes[offset]
 
     def around(self, offset: int) -> int | None:
-        """Return the offset of the region that contains this byte. Return None if the byte is free."""
+        """Return the offset of the allocated region that contains this byte, or None if the byte is free."""
         position = bisect.bisect_right(self._starts, offset) - 1
         if position < 0:
             return None
@@ -65,5 +65,5 @@ class Allocator:
 
     @property
     def lent(self) -> int:
-        """Return the number of bytes that are allocated now."""
+        """Return the number of bytes that are currently allocated."""
         return sum(self._bytes.values())

@@ -1,8 +1,8 @@
 """Memory of this process that the other ranks of its host can map: one range for tensors and staging.
 
-A gradient bucket in it is reduced in place, by any rank of the host. The range is as large as the machine's memory, but
-only touched pages are used, so it never grows and a peer maps it once. It has no name: a crash leaves nothing behind,
-and the size of /dev/shm does not matter.
+Any rank of the host can reduce a gradient bucket in this memory in place. The range is as large as the machine's
+memory, but only touched pages are allocated, so it never needs to grow and a peer maps it only once. The memory is
+anonymous: it is freed after a crash and independent of the size of /dev/shm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.collectives.shared_memory import memfd
 from elastic.collectives.shared_memory.allocator import Allocator
 from elastic.rendezvous import environment
 
-# Limit at which the arenas of 64 ranks fit into the address space of each of their processes.
+# Maximum size of an arena, so that the arenas of 64 ranks fit into the address space of one process.
 _MOST_BYTES = 1 << 40
 
 OFF = "ELASTIC_NATIVE is 0"
@@ -74,8 +74,8 @@ class Arena:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._regions = Allocator(size, memfd.PAGE)
-        # A tensor may be freed at any instruction of any thread, even the one that holds the lock. Its region is
-        # therefore added here without a lock and reclaimed by the next allocation.
+        # The garbage collector may free a tensor at any point in any thread, even in the one that holds the lock. The
+        # tensor's region is therefore added here without a lock and reclaimed by the next allocation.
         self._dead: collections.deque[int] = collections.deque()
         self._held_back: set[int] = set()
 
@@ -101,7 +101,7 @@ class Arena:
             region.release()
 
     def touch(self, size: int) -> None:
-        """Allocate the pages of the next tensors, of ``size`` bytes together, in advance."""
+        """Allocate the pages of the next tensors in advance. ``size`` is their total size in bytes."""
         region = self.take(size)
         if region is not None:
             with contextlib.suppress(OSError):  # Kernels before 5.14 do not support this.
@@ -131,7 +131,7 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """Return the number of bytes that are allocated to tensors and groups now."""
+        """Return the number of bytes that are currently allocated to tensors and groups."""
         with self._lock:
             self._bury()
             return self._regions.lent
@@ -212,7 +212,7 @@ def _sentence(size: int, error: OSError) -> str:
 
 
 def what_to_do(error: OSError) -> str:
-    """Return the cause and the remedy, for the user, of a failure to create or map memory of this process."""
+    """Return a message for the user with the cause and the remedy of a failure to create or map this process's memory."""
     return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 

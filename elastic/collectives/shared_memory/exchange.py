@@ -1,6 +1,6 @@
 """Memory that the ranks of one host share for one group: the offer of each rank, and the mapping of all offers.
 
-A rank makes its offer before it knows whether the offer is used, so that a single exchange suffices for the decision.
+A rank offers memory before the backend is selected, so that a single exchange is enough for the decision.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 class HostCopy:
-    """Copies from given tensors, and later from similar ones, into given buffers."""
+    """Copier from tensors to given buffers. It can be reused for later tensors of the same layout."""
 
     def __init__(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
         self._buffers = buffers

@@ -1,8 +1,8 @@
 """Sums of host tensors in one pass, by the C++ library's reduction kernels.
 
-torch reads and writes memory once for each addition. These accesses dominate the cost, since gradients are larger than
-the caches. Elements are added in the order of the tensors and rounded after each addition, so the bits are those of
-torch's result.
+torch reads and writes memory once for each addition. Memory accesses dominate the cost, because gradients are larger
+than the caches. Elements are added in the order of the tensors and rounded after each addition, so the result is
+bitwise equal to torch's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from elastic.collectives.dtypes_and_ops import DType
 from elastic.collectives.shared_memory import host_copy, native_library
 
-# Half precision would be rounded once for the whole sum rather than after each addition.
+# Not half precision: the library would round the whole sum once instead of after each addition.
 _DTYPES = {torch.float32: DType.FLOAT32, torch.float64: DType.FLOAT64}
 _SUM = 1  # value of the sum in native/kernels.h
 
 
 def may(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `add_up` supports tensors of this kind."""
+    """Return whether `add_up` supports the device and the dtype of a tensor."""
     return device.type == "cpu" and dtype in _DTYPES and native_library.load() is not None
 
 

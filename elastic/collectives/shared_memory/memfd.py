@@ -16,7 +16,7 @@ PAGE = mmap.PAGESIZE
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# Linux constants, which Python defines only if the headers of its build did.
+# Linux constants, which Python lacks if it was built with old kernel headers.
 _MADV_REMOVE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 9, 16, 23
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -76,7 +76,9 @@ def make_private(fd: int, address: int, size: int) -> None:
 
 
 def give_back(address: int, size: int) -> None:
-    """Return the pages of a part of a shared mapping to the system, for all processes. It is zero afterwards."""
+    """Return the pages of a range of a shared mapping to the system, for all processes. The range reads as zero
+    afterwards.
+    """
     try:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))
     except OSError:  # This kernel does not support memfd.
@@ -89,7 +91,7 @@ def populate(address: int, size: int) -> None:
 
 
 def huge(address: int, size: int) -> None:
-    """Request huge pages for untouched memory, which the system allocates and frees in a tenth of the time.
+    """Request huge pages for untouched memory. Allocating and freeing them takes a tenth of the time of normal pages.
 
     Has no effect if the kernel does not support huge pages.
     """

@@ -11,11 +11,11 @@ import torch
 from elastic.errors import CollectiveFailed, TensorMismatch
 
 UNDER_WAY = -1  # value of kUnderWay in native/lanes.h
-_SLICE_S = 0.05  # seconds in native code until Python can handle a signal
+_SLICE_S = 0.05  # maximum time in seconds of one native call, after which Python can handle signals
 # Tags of monitored_barrier. They differ from torch's tags, which have 32 bits.
 _HERE, _GO_ON = 1 << 40, 1 << 41
-# Extra seconds after the timeout of monitored_barrier, for rank 0 to name the missing rank. A rank that arrived and
-# then leaves the group withdraws its message and would be named instead.
+# Extra seconds that other ranks wait after the timeout of monitored_barrier, until rank 0 has named the missing rank.
+# If a rank that has arrived left the group earlier, its message would be withdrawn and it would be named instead.
 _VERDICT_S = 1.0
 
 
@@ -80,7 +80,7 @@ class SharedMessage:
         return True
 
     def missing(self) -> list[int]:
-        """Return the ranks for which the message waits. For a message from any rank, these are all other ranks."""
+        """Return the ranks that this message waits for. For a receive from any rank, these are all other ranks."""
         others = [rank for rank in range(self._group.size) if rank != self._group.rank]
         return others if self._peer is None else [self._peer]
 

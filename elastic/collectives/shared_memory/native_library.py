@@ -1,6 +1,6 @@
-"""C++ library of native/, which is found next to this file, verified and loaded once.
+"""Loader of the C++ library built from native/. The library file is next to this file; it is verified and loaded once.
 
-Everything works without it, but slower: tensors then use Gloo even within a host. Therefore nothing here raises. A
+The library is optional, so nothing here raises. Without it, tensors use Gloo even within a host, which is slower. A
 truncated or partly overwritten file would crash the process when it is mapped or called, so the build appends the
 file's SHA-256, and a file with another checksum is not loaded.
 
@@ -15,7 +15,7 @@ import hashlib
 from pathlib import Path
 
 FILE = Path(__file__).with_name("libelastic_native.so")
-ABI = 11  # Value in native/abi.cc, which changes with every function and struct.
+ABI = 11  # ABI version in native/abi.cc, which changes whenever a function or struct changes.
 MAX_RANKS = 64  # value of kMaxRanks in native/kernels.h
 
 _CHECKSUM = 64  # number of hexadecimal digits at the end of the file
@@ -99,7 +99,7 @@ def _found() -> tuple[Library | None, str]:
 
 
 def read(file: Path) -> tuple[Library | None, str]:
-    """Return the library in a file and an empty line, or None and the reason."""
+    """Load a library file. Return the library and an empty string, or None and the reason."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:

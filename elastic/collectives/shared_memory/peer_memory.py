@@ -1,4 +1,4 @@
-"""Memory of other processes on this host: this process's identity, and its mappings of their memory.
+"""Mappings of the memory of other processes on this host, and the identity of this process.
 
 A peer's memory is opened as /proc/PID/fd/N and used only if the process and the memory are the ones that the peer
 published, since a process ID or descriptor number may have been reused. An arena remains mapped while its process
@@ -64,7 +64,7 @@ class _Mapped:
             try:
                 _thread.start_new_thread(memfd.unmap, (self.address, self.bytes))
                 return
-            except RuntimeError:  # No thread could be started.
+            except RuntimeError:  # No thread could be started: unmap in this thread.
                 pass
         memfd.unmap(self.address, self.bytes)
 
@@ -88,8 +88,8 @@ class Mapping:
 
 _open: dict[tuple[Identity, int], _Mapped] = {}  # mapped memory, by owner and inode
 _lock = threading.Lock()
-# A group may be freed at any instruction of any thread, even the one that holds the lock. Released mappings are
-# therefore added here without a lock.
+# The garbage collector may free a group at any point in any thread, even in the one that holds the lock. Released
+# mappings are therefore added here without a lock.
 _released: collections.deque[_Mapped] = collections.deque()
 _watching_forks = False
 
@@ -161,7 +161,7 @@ def _find(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 
 
 def _settle() -> None:
-    # Another thread that holds the lock sweeps after it has released the lock.
+    # The thread that holds the lock sweeps after releasing it.
     while _released and _lock.acquire(blocking=False):
         try:
             while _released:
@@ -181,7 +181,7 @@ def _drop_unused(mapped: _Mapped) -> None:
 
 def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
     with contextlib.ExitStack() as undo:
-        # Opened first, so that reuse of the process ID is detected from here on.
+        # The pidfd is opened first, so that any later reuse of the process ID is detected.
         pidfd = os.pidfd_open(owner.pid)
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:

@@ -1,8 +1,9 @@
-"""Collectives in shared memory, among ranks of one host: the interface on the native group. See native/group.h.
+"""Collectives in shared memory between ranks of one host: implements the interface with a native group. See
+native/group.h.
 
 A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this process's
 arena is reduced in place. Any other tensor is copied through staging, and its result is copied back, or to its
-destination if that is in the arena. The bits of the result are the same in all cases.
+destination if that is in the arena. The result is bitwise equal in all cases.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from elastic.collectives.shared_memory.messages import SharedMessage
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
 from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 
-# Seconds in native code until Python can handle a signal.
+# maximum time in seconds of one native call, after which Python can handle signals
 _SLICE_S = 0.05
-_CLOSE_S = 0.1  # seconds that closing waits for other ranks to stop writing
+_CLOSE_S = 0.1  # maximum time in seconds that closing waits for other ranks to stop writing
 
 _FAILED, _NOT_YET, _DONE = -1, 0, 1
 
@@ -43,7 +44,7 @@ _REASONS = {
 }
 _CHILD = "process groups can't be used in a forked child: run collectives in the worker itself"
 
-# Tensors of groups that another rank may still write to. They are never freed.
+# Tensors to which a rank of a closed group may still write. They are never freed.
 _lost: list[object] = []
 
 
@@ -59,7 +60,7 @@ class Memory(NamedTuple):
 
 
 class SharedCollectives:
-    """Connected group of one generation, for CPU tensors. `abort` works at any time, from any thread.
+    """Connected group of one generation for CPU tensors in shared memory. Any thread may call `abort` at any time.
 
     Args:
         timeout_s: limit of each wait for another rank, in seconds.
@@ -91,7 +92,8 @@ class SharedCollectives:
         self._native = _Native(library, rank, size, memory, timeout_s, oversubscribed)
         self._library = library
         self._submitting = threading.Lock()
-        # Memory that native code may still access, by ticket, since the caller may drop its handle and tensors.
+        # Memory that native code may still access, by ticket. Referenced here, because the caller may drop its handle
+        # and tensors.
         self._held: collections.deque[tuple[int, object]] = collections.deque()
         # messages whose memory native code may still access
         self._messages: set[SharedMessage] = set()
@@ -190,7 +192,7 @@ class SharedCollectives:
         )
 
     def share(self, elements: int, dtype: torch.dtype, rank: int | None = None) -> slice:
-        """Return the elements of a flat tensor that a rank, by default this one, owns in `reduce_shares`."""
+        """Return the elements of a flat tensor that a rank (default: this rank) owns after `reduce_shares`."""
         begin, end = ctypes.c_uint64(), ctypes.c_uint64()
         owner = self.rank if rank is None else rank
         self._library.elastic_share(
@@ -316,7 +318,7 @@ class SharedCollectives:
     # ---- abort and close -------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
-        """Return whether the group has failed, and no rank can still write to this message's tensor."""
+        """Return whether the group has failed and no rank can write to this message's tensor any more."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
         # The message may have arrived before the failure.
@@ -352,8 +354,7 @@ class SharedCollectives:
     def close(self) -> None:
         """End the group's thread and unmap the shared memory, within milliseconds.
 
-        If another rank may still write, or a call does not return, the memory is unmapped once no work is referenced
-        any more.
+        If another rank may still write, or a call has not returned, the memory is unmapped once all works are freed.
         """
         self.abort()
         self._native.close()
@@ -437,7 +438,7 @@ class SharedWork:
 
 
 class _Native:
-    """Handle of a native group, freed when neither the group nor any of its works is left.
+    """Handle of a native group, freed together with the last reference from the group or its works.
 
     The shared memory is released earlier, when the group is closed, because a work or an exception may be kept for
     long.
@@ -522,7 +523,7 @@ class _Native:
         self._forgotten = True
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At interpreter exit, modules are destroyed in any order, and these resources end with the process.
+        # Skipped at interpreter exit, when modules may already be destroyed. The system frees the resources.
         if at_the_end() or not getattr(self, "handle", None) or self.elsewhere:
             return
         self.close()

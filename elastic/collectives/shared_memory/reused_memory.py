@@ -1,4 +1,4 @@
-"""Flat tensors in the arena whose pages are reused after they are freed.
+"""Pool of flat tensors in the arena: the pages of freed tensors are reused.
 
 Used for results that are passed without a copy to another framework, which keeps them for an unknown time. Allocating
 new memory for each result would cost more than the reduction, since the kernel zeroes every new page.
@@ -28,8 +28,8 @@ class ReusedMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[Region] = []  # unused regions, those unused for longest first
-        # A tensor may be freed at any instruction of any thread, even the one that holds the lock.
+        self._free: list[Region] = []  # unused regions, least recently used first
+        # The garbage collector may free a tensor at any point in any thread, even in the one that holds the lock.
         self._dead: collections.deque[Region] = collections.deque()
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
