@@ -1,4 +1,7 @@
-"""Exceptions of three kinds: interruptions, errors for users, and bugs (an ``assert``). Pure: no I/O, no clock."""
+"""Exceptions: interruptions of training, and errors reported to users. Pure: no I/O, no clock.
+
+Bugs of this package are found by ``assert``.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from typing import Any, NamedTuple
 
 # Maximum number of characters of an exception in a log line. The traceback contains the full text.
 SUMMARY_LIMIT = 1000
-# For each class, the subclass to create in its place in scripts written for Horovod. See `horovod_errors`.
+# For each class, the subclass that is created instead of it in scripts written for Horovod. See `horovod_errors`.
 raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 
 
 class Interrupted(BaseException):
-    """Base of the exceptions that unwind user code to ``elastic.run``. They are not errors. Do not catch them.
+    """Base class of the exceptions that return control from user code to ``elastic.run``.
+
+    They are not errors. Do not catch them.
 
     The class derives from ``BaseException``, so that ``except RuntimeError:`` in user code, as for out-of-memory
-    errors, cannot catch a change of the world.
+    errors, does not catch them by accident.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -25,7 +30,7 @@ class Interrupted(BaseException):
 
 
 class PeerLost(Interrupted):
-    """Interruption by a failed collective. ``elastic.run`` restores the last commit and rejoins."""
+    """Interruption by a failed collective. ``elastic.run`` restores the last commit and joins the next world."""
 
 
 class WorldChanging(Interrupted):
@@ -36,14 +41,14 @@ class WorldChanging(Interrupted):
 
 
 class HorovodInternalError(RuntimeError):
-    """Error of a failed collective. Raise it under ``elastic.run`` to restore the last commit and rejoin."""
+    """Horovod's error for a failed collective. Raise it under ``elastic.run`` to restore the last commit and rejoin."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Interruption by a change of the hosts. Raise it under ``elastic.run`` to rejoin with the current state.
+    """Horovod's interruption by a change of the hosts. Raise it under ``elastic.run`` to rejoin with the current state.
 
     Args:
-        skip_sync: kept because scripts set and read it. Commits decide whether state is copied.
+        skip_sync: accepted for compatibility with Horovod. Commits determine whether the state is copied.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -55,11 +60,11 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class LeaveRequested(Interrupted):
-    """Interruption of a worker that leaves and has stopped at a safepoint. ``elastic.run`` ends the process."""
+    """Interruption of a leaving worker at a safepoint. ``elastic.run`` ends the process."""
 
 
 class ElasticError(Exception):
-    """Base of the errors for users."""
+    """Base class of all errors that are reported to users."""
 
 
 class NotInitialized(ElasticError, ValueError):
@@ -76,7 +81,7 @@ class ShardLost(ElasticError):
     The job ends unless a checkpoint exists.
 
     Args:
-        lost: for each missing shard of the newest commit, its number, the number of shards, and the hosts that held it.
+        lost: for each missing shard of the newest commit: its number, the number of shards, and the hosts that held it.
     """
 
     def __init__(self, lost: Sequence[tuple[int, int, Sequence[str]]]) -> None:
@@ -103,7 +108,7 @@ class GradientsDiffer(ElasticError):
     Args:
         step: step of the gradients.
         shard: shard of the gradients.
-        computed: rank and digest of each computation, in their order.
+        computed: rank and digest of each computation, in the order of the computations.
     """
 
     def __init__(self, step: int, shard: int, computed: Sequence[tuple[int, str]]) -> None:
@@ -127,7 +132,9 @@ class JobFailed(ElasticError, RuntimeError):
 
 
 class ScriptMistakes(ElasticError):
-    """Error raised with ``--strict`` if the script's first steps show a mistake. The job ends with exit code 2."""
+    """Error raised with ``--strict`` if the checks of the script's first steps find a mistake. The job exits with code
+    2.
+    """
 
 
 class RequestRefused(ElasticError):
@@ -154,9 +161,9 @@ class WorkerOrphaned(JobFailed, DriverLost):
 
 
 class Differing(NamedTuple):
-    """A group whose ranks called different collectives.
+    """Record of a group whose ranks called different collectives.
 
-    ``key`` identifies the group on all its ranks within their world.
+    ``key`` identifies the group on all its ranks and is unique in their world.
     """
 
     key: str
@@ -169,15 +176,16 @@ class CollectiveFailed(HorovodInternalError):
 
     The runtime converts the error to ``PeerLost`` if the job can recover.
 
-    In a world of a fixed size the error reaches the script, because the lost worker is not replaced.
+    In a static job, the error reaches the script, because the lost worker is not replaced.
 
     Attributes:
         aborted: whether the group was aborted, by this or another rank, so that the cause is not known here.
         ended: the rank whose process exited, if known.
-        differs: the group, if its ranks called different collectives.
+        differs: the group, if the failure is due to ranks that called different collectives, otherwise None.
         late: whether a rank did not arrive in time.
-        rank: rank in the group of the worker that left, exited, differed or was late, if known.
-        awaited: key in the store under which ranks were awaited.
+        rank: rank (within the group) of the worker that caused the failure: it left, exited, made a different call or
+            was late. None if unknown.
+        awaited: key in the rendezvous store for which ranks waited.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Horovod's exceptions, and subclasses by which scripts that use Horovod's names catch interruptions.
+"""Horovod's exceptions, and forms of this package's interruptions that scripts written for Horovod can catch.
 
 Pure: no I/O, no clock.
 
@@ -17,7 +17,7 @@ from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 
 
 class HorovodPeerLost(PeerLost, HorovodInternalError):
-    """``PeerLost``, in a form that a script written for Horovod catches.
+    """Form of ``PeerLost`` that is caught by ``except HorovodInternalError`` in scripts written for Horovod.
 
     If a handler of the script does not re-raise the exception, it is raised again at the next collective, step or
     commit.
@@ -25,7 +25,7 @@ class HorovodPeerLost(PeerLost, HorovodInternalError):
 
 
 class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
-    """``WorldChanging``, in a form that a script written for Horovod catches.
+    """Form of ``WorldChanging`` that is caught by ``except HostsUpdatedInterrupt`` in scripts written for Horovod.
 
     ``skip_sync`` is False, because it becomes known only with the next world whether a new worker lacks the state.
     """
@@ -39,7 +39,7 @@ class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Error for a library that was built against a different version of the framework."""
+    """Error that Horovod raises for a library built against another version of the framework."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(
@@ -55,6 +55,6 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def raise_as_horovod() -> None:
-    """From now on, raise PeerLost and WorldChanging in this process as subclasses of Horovod's exceptions."""
+    """Make this process raise PeerLost and WorldChanging as subclasses of Horovod's exceptions from now on."""
     errors.raised_as[PeerLost] = HorovodPeerLost
     errors.raised_as[WorldChanging] = HorovodWorldChanging

@@ -212,13 +212,14 @@ class DiLoCo:
 
     @property
     def position(self) -> int:
-        """Number of inner steps of the job. Every change of the world sets it to the largest value of all workers, so
-        that all merge after the same steps."""
+        """Number of inner steps of the job. Every change of the world sets it to the maximum over all workers, so that
+        all workers merge after the same steps.
+        """
         return self.rounds.position
 
     @property
     def own_steps(self) -> int:
-        """Number of inner steps that this worker's inner parameters contain. It is that of its island."""
+        """Number of inner steps that this worker's inner parameters contain; equal for all workers of an island."""
         return self.rounds.own_steps
 
     @property
@@ -239,8 +240,8 @@ class DiLoCo:
         the following ``commit()`` keeps this inner step before it raises.
 
         Args:
-            tokens: number of tokens, or of samples, in this worker's batch. Changes are then weighted by the tokens
-                since the last merge; without it, all islands have equal weights. Pass it on all workers or on none.
+            tokens: number of tokens, or samples, in this worker's batch. Changes are then weighted by the number of
+                tokens since the last merge. Default: all islands have equal weights. Pass it on all workers or on none.
 
         Raises:
             PeerLost: the world failed, and this object is in no state.
@@ -313,7 +314,7 @@ class DiLoCo:
         return None
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
-        """Take part in the merges of this world, also while the script computes. Called on a leader."""
+        """Start taking part in this world's merges in the background. Called on a leader."""
         rt = context.current()
         assert self.grace_s is not None
         attendance = Attendance(leaders, self.quorum, merge)
@@ -321,7 +322,7 @@ class DiLoCo:
             self._exchange = QuorumExchange(rt, leaders, attendance, self.grace_s, self._zeros)
 
     def _decisions(self, merge: int, root: int) -> Decisions:
-        """Return the decisions since a merge, the same on all workers of this island."""
+        """Return the decisions since a merge, which are the same on all workers of this island."""
         found = Decisions(0, False) if self._exchange is None else self._exchange.decisions(merge)
         if self._group is None or len(self._group.islands.members) == 1:
             return found
@@ -331,7 +332,7 @@ class DiLoCo:
         return Decisions(decided, bool(wanted))
 
     def _take_merges(self, root: int, missing: dict[int, bool]) -> None:
-        """Adopt the outer parameters of a rank on which the last collective completed, if it failed on this rank.
+        """Receive the outer parameters from a rank on which the last collective completed, if it failed on this rank.
 
         Collective.
         """
@@ -347,7 +348,7 @@ class DiLoCo:
         self.adopt_gained(missing)
 
     def _take_inner(self, root: int, kept: bool) -> None:
-        """Adopt the inner state of another worker of this island. Collective in the island.
+        """Receive the inner state of another worker of this island. Collective in the island.
 
         Joining workers lack this state, and so do workers whose last step was interrupted.
         """
@@ -369,8 +370,8 @@ class DiLoCo:
         with torch.no_grad():
             change = self._change(self.parts[fragment])
             if self._format is not None and not group.islands.leads:
-                # The result is not sent. Quantization records the errors, which are sent if this worker leads the
-                # island later.
+                # The result is not sent: packing records this worker's quantization errors, which it sends if it
+                # becomes the leader.
                 self._quantized(fragment, change, self._format)
         digest = change.view(_INTEGERS[change.element_size()]).sum(dtype=torch.int64).cpu()
         counted = torch.tensor([tokens], dtype=torch.float64, device="cpu").view(torch.int64)
@@ -524,7 +525,7 @@ class DiLoCo:
             elements, rows = len(self._residuals[fragment]), len(islands.leaders)
             return quantization.mean(mean, elements, self._format, rows, weighted=weighted)
         if weighted:
-            # If no worker has a token, all changes are zero already.
+            # If no worker has a token, all changes are zero and need no division.
             mean = mean.to(self._kind(fragment)[1]) / (float(totals[0]) or 1.0)
         return mean
 
@@ -569,7 +570,7 @@ class DiLoCo:
         return mean
 
     def _kind(self, fragment: int) -> tuple[int, torch.dtype]:
-        """Return the number of elements of a fragment, and their dtype."""
+        """Return the number of elements of a fragment and the dtype of its mean."""
         own = [self.inner[i] for i in self.parts[fragment]]
         dtypes = [each.dtype for each in own]
         return sum(each.numel() for each in own), functools.reduce(torch.promote_types, dtypes)
@@ -598,7 +599,7 @@ class DiLoCo:
         self.adopt_gained({fragment: missed})
 
     def remember_outer(self, fragment: int | None = None) -> None:
-        """Copy the outer parameters, of one fragment or of all, before they change, for `adopt_gained`."""
+        """Copy the outer parameters of one fragment, or of all, before they change. `adopt_gained` uses the copy."""
         part = range(len(self.outer)) if fragment is None else self.parts[fragment]
         self._outer_before = [
             each.detach().clone() if i in part else each.detach()
@@ -606,7 +607,7 @@ class DiLoCo:
         ]
 
     def adopt_gained(self, gained: dict[int, bool]) -> None:
-        """Complete merges, performed on this or another rank, after this rank received the outer parameters.
+        """Complete merges after this rank received the merged outer parameters.
 
         Args:
             gained: the merged fragments, and whether the merge lacks the change of this island, see
@@ -623,7 +624,7 @@ class DiLoCo:
                     self.inner[i].add_(self.outer[i] - before[i])
 
     def adopt(self, fragment: int) -> None:
-        """Complete a merge with the change of this island, after this rank received the outer parameters."""
+        """Complete a merge that contains the change of this island, after this rank received the outer parameters."""
         if self._residuals:
             number, errors = self._sent_residual or (-1, self._residuals[fragment])
             # Errors that were sent in a step that was later rolled back must not be sent twice.
@@ -642,8 +643,7 @@ class DiLoCo:
     # ---- interface for the state handler ---------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Synchronize the counters with the ranks of a new world, and complete a merge that the previous world left
-        pending. Collective.
+        """Synchronize with the ranks of a new world, and complete a pending merge of the previous world. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -652,14 +652,15 @@ class DiLoCo:
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
     def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
-        """Set the counters that `Rounds.shared` of another rank has returned. Returns the result of
-        `Rounds.take_shared`."""
+        """Set the counters to the result of another rank's `Rounds.shared`. Return the result of `Rounds.take_shared`."""
         self._in_flight, self._exchange = [], None
         return self.rounds.take_shared(values)
 
     def own_state(self) -> dict[str, Any]:
-        """Return copies of this worker's own state: the model, the inner optimizer, the residuals of quantization, and
-        `Rounds.own`."""
+        """Return copies of the state that may differ between workers.
+
+        It consists of the model, the inner optimizer, the quantization residuals, and `Rounds.own`.
+        """
         optimizer = self.inner_optimizer
         model = {name: each.detach().clone() for name, each in self._model_tensors().items()}
         inner = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
@@ -667,7 +668,8 @@ class DiLoCo:
             "model": model,
             "optimizer": inner,
             "counts": self.rounds.own(),
-            "residuals": list(self._residuals),  # replaced, never written
+            # not copied, because it is replaced and never written in place
+            "residuals": list(self._residuals),
         }
 
     def take_own_state(self, state: dict[str, Any]) -> None:
@@ -696,8 +698,7 @@ class DiLoCo:
 
 
 class LocalSGD(DiLoCo):
-    """Optimizer of Local SGD: each worker takes ``every`` steps on its own, then all workers continue from the mean of
-    their parameters.
+    """Optimizer that implements Local SGD: workers average their parameters after every ``every`` local steps.
 
     This is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's
     entries are not part of a commit.
@@ -721,7 +722,7 @@ class LocalSGD(DiLoCo):
 
 
 def _replica(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the model if it averages its gradients within an island.
+    """Return the model if it is a DDP module over an island, or None if it does not average its gradients.
 
     Raises:
         Invalid: the model is sharded, or averages its gradients with other workers.

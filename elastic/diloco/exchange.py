@@ -1,4 +1,6 @@
-"""Merges among the leaders of islands that do not wait for a late island. `attendance` decides which islands take part.
+"""Merges between the leaders of islands, without waiting for late islands.
+
+`attendance` decides which islands take part.
 
 The engine's thread receives the notifications of the other leaders while the script computes. It starts the collectives
 of a merge at the decision: with the change of this island, or with zeros of weight 0 if the island is absent, so that
@@ -23,17 +25,17 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.negotiation.messages import ALL, NOTIFY, Members, Request
 from elastic.negotiation.pending import Pending
 
-# Maximum number of decided merges that this rank holds for its script. Beyond that, the other ranks wait for the
-# script, because each result takes the memory of a fragment.
+# Maximum number of decided merges whose results this rank buffers for its script, because each takes the memory of a
+# fragment. If the buffer is full, the other ranks wait for the script.
 MOST_HELD = 8
 NAME = "diloco"
 
-_CHECK_S = 0.05  # seconds between two checks whether the world still exists
+_CHECK_S = 0.05  # interval in seconds between two checks whether the world has ended
 
 
 @dataclass
 class DecidedMerge:
-    """Merge whose participants are decided.
+    """Merge whose participating islands are decided.
 
     Attributes:
         present: leaders of the islands in the mean.
@@ -45,7 +47,7 @@ class DecidedMerge:
 
 
 class QuorumExchange:
-    """Merges of one leader in one world.
+    """The merges of one world, as seen by one leader.
 
     Args:
         rt: the runtime.
@@ -83,7 +85,7 @@ class QuorumExchange:
     # ---- calls of the script's thread ------------------------------------------------------------
 
     def send(self, merge: int, collectives: list[Pending], weighted: bool) -> None:
-        """Send this island's change for a merge, unless the merge was decided without it."""
+        """Send this island's change for a merge, unless the merge was already decided without it."""
         with self._changed:
             if merge < self._attendance.merge or self._offered is not None:
                 return
@@ -105,7 +107,7 @@ class QuorumExchange:
             return Decisions(decided, bool(self._attendance.sent))
 
     def wait(self, merge: int) -> DecidedMerge:
-        """Wait until a merge is decided, and return it with its collectives, which may still run.
+        """Wait until a merge is decided, and return it. Its collectives may still be running.
 
         Raises:
             CollectiveFailed: the world has ended.
@@ -144,7 +146,7 @@ class QuorumExchange:
                 elif notification.expired and self._attendance.waits:
                     self._log_wait()
             except CollectiveFailed:
-                pass  # The script's thread raises it.
+                pass  # The script's thread raises this error.
             except (Invalid, msgspec.MsgspecError) as error:
                 self._error = error if isinstance(error, Invalid) else Invalid(str(error))
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Process group of this worker's island, for DistributedDataParallel inside of DiLoCo."""
+"""Process group of this worker's island, for DistributedDataParallel within DiLoCo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PURPOSE = "island"
 
 
 class IslandGroup(ElasticProcessGroup):
-    """Process group of the ranks of this worker's island in the current world. It follows the world.
+    """Process group of this worker's island. Its ranks are updated when the world changes.
 
     Attributes:
         islands: the islands of the current world.
@@ -43,11 +43,11 @@ class IslandGroup(ElasticProcessGroup):
         super().enter(rt)
 
     def fits(self, size: int) -> bool:
-        """Return True: the group has ranks in every world."""
+        """Return whether the group can be used in the current world: always True."""
         return True
 
     def outlive(self) -> bool:
-        """Return False: the group remains usable, because `enter` sets its ranks in the next world."""
+        """Return whether the group became unusable: always False, because `enter` sets its ranks in the next world."""
         return False
 
     def share(self, tensor: torch.Tensor, root: int) -> None:
@@ -60,7 +60,7 @@ class IslandGroup(ElasticProcessGroup):
         self.broadcast([tensor], root=self.ranks.index(root)).wait()
 
     def rows(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all members, in rank order.
+        """Gather a tensor from each member of the island, in rank order.
 
         Raises:
             PeerLost: a rank was lost.
@@ -105,7 +105,7 @@ _known: Any = torchs_groups
 
 
 def _islands_of(rt: WorkerRuntime) -> Islands:
-    """Exchange the names of the islands. Collective, except on a worker that has not joined a world."""
+    """Exchange the names of the ranks' islands. Collective, except on a worker that has not joined a world yet."""
     place = rt.place
     if rt.provisional:
         return Islands.apart(place.size, place.rank)

@@ -2,10 +2,10 @@
 
 Pure: no I/O, no clock.
 
-A rank belongs to the island of its host, which does not change while its process lives. Ranks are distributed again in
-each world, so the layout is computed from the names that the ranks of a world exchange. The lowest rank of an island
-leads it: if the leader is lost, the next world has another one. An island that has lost all its ranks no longer counts,
-and a new island starts with the outer parameters.
+A rank belongs to the island of its host, which does not change while its process lives. Ranks are reassigned in each
+world, so the islands are computed from the island names that the ranks exchange. The lowest rank of an island leads it:
+if the leader is lost, another rank leads in the next world. An island that has lost all its ranks is removed. A new
+island starts with the outer parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Islands:
-    """Islands of a world, as one of its ranks sees them.
+    """Islands of a world, as seen by one of its ranks.
 
     Args:
         names: name of the island of each rank.
@@ -30,7 +30,7 @@ class Islands:
     @staticmethod
     @functools.lru_cache(maxsize=1)  # cached, because each step calls this
     def apart(size: int, rank: int) -> Islands:
-        """Return islands of one rank each."""
+        """Return a layout in which every rank is an island."""
         return Islands(tuple(map(str, range(size))), rank)
 
     @property
@@ -45,7 +45,7 @@ class Islands:
 
     @property
     def leader(self) -> int:
-        """Rank that takes part in the exchange between islands for this island."""
+        """Rank that represents this island in the exchange between islands."""
         return self.members[0]
 
     @property
@@ -66,8 +66,8 @@ class Islands:
 
         Args:
             changes: for each rank of the world, the number of changes of its inner parameters.
-            took: for each rank, whether it has received several merges at once, which rounds differently from one merge
-                after another. Default: no rank has.
+            took: for each rank, whether it has received several merges at once, which rounds differently from separate
+                merges. Default: False for all ranks.
         """
         differs = any(took[rank] for rank in self.members if took) and len(self.members) > 1
 

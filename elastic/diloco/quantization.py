@@ -18,7 +18,7 @@ WEIGHT_BYTES = 8
 
 
 class CodeFormat(NamedTuple):
-    """Format of a packed element, as a multiple of its block's scale.
+    """Format of the packed elements, which are multiples of their block's scale.
 
     With integers, the error of an element is at most half the scale. With float8, it is at most 1/16 of the
     element, or 2**-10 times the scale for the smallest elements.
@@ -53,7 +53,7 @@ def pack(values: torch.Tensor, code: CodeFormat) -> torch.Tensor:
     """
     padding = -len(values) % BLOCK
     blocks = torch.nn.functional.pad(values.float(), (0, padding)).view(-1, BLOCK)
-    # A scale of 0, also by underflow, would make codes of 0 / 0.
+    # A scale of 0, possibly due to underflow, would lead to 0 / 0.
     least = torch.finfo(torch.float32).tiny
     scales = (blocks.abs().amax(1, keepdim=True) / code.largest).clamp_(min=least)
     multiples = (blocks / scales).clamp_(-code.largest, code.largest).nan_to_num_(0.0)
@@ -65,7 +65,7 @@ def pack(values: torch.Tensor, code: CodeFormat) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, elements: int, code: CodeFormat) -> torch.Tensor:
-    """Return the values that `pack` has packed, with the errors of quantization.
+    """Convert the result of `pack` back to values, which contain the quantization errors.
 
     Args:
         packed: the result of `pack`.
@@ -119,7 +119,7 @@ def mean(
         for row in rows:
             total += unpack(row, elements, code)
         return total.div_(ranks)
-    # Copied, because a row need not be aligned to 8 bytes.
+    # Copied, because a row may not be aligned to 8 bytes, as float64 requires.
     weights = [float(row[size:].clone().view(torch.float64)) for row in rows]
     for row, weight in zip(rows, weights, strict=True):
         total += unpack(row[:size], elements, code) * (weight / (sum(weights) or 1.0))

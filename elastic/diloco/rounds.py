@@ -1,19 +1,19 @@
-"""Rounds of one DiLoCo worker: its collectives after each inner step, and its synchronization with a new world.
+"""Rounds of one DiLoCo worker: collectives after each inner step, and synchronization with a new world.
 
 Leaders exchange the changes of their islands. A worker without islands is the leader of its own island.
 
 Pure: no I/O, no clock.
 
-`Rounds.step` yields actions, which the caller performs in this order and answers. If a collective fails because a peer
-was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays pending, and is repeated in
-the next world. A collective may complete on some ranks and fail on others. The other ranks then take the merge from a
-rank on which it has completed.
+`Rounds.step` yields actions. The caller performs each action and sends its answer to the generator. If a collective
+fails because a peer was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays
+pending, and is repeated in the next world. A collective may complete on some ranks and fail on others. The other ranks
+then take the merge from a rank on which it has completed.
 
 With a quorum, merges have one order, and are counted from the start of the job. A round ends once the fastest island
-has taken ``every`` inner steps since the last one: the other islands then send their changes after their next inner
-step. A merge does not wait for an island that is late (see `attendance`). The late island receives its mean in the
-background, and moves its inner parameters by the change of the outer ones, so that its own change is the same as before
-and takes part in the next merge.
+has taken ``every`` inner steps: the other islands then send their changes after their next inner step. A merge does not
+wait for an island that is late (see `attendance`). The late island receives the mean in the background and adds the
+change of the outer parameters to its inner parameters. Its own change therefore stays the same and takes part in the
+next merge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elastic.errors import Invalid
 
 @dataclass(frozen=True)
 class CompareReports:
-    """Action: exchange ``report`` with all ranks. The answer is the list of all reports, by rank."""
+    """Action: exchange ``report`` with all ranks. The answer is the list of all ranks' reports."""
 
     report: str
 
@@ -51,13 +51,13 @@ class TakeMerges:
 
 @dataclass(frozen=True)
 class TakeInner:
-    """Action: receive the inner parameters and the inner optimizer from rank ``root`` of this island, unless ``kept``.
+    """Action: receive the inner parameters and the inner optimizer from rank ``root`` of this island.
 
     Collective in the island.
     """
 
     root: int
-    kept: bool  # whether this rank already has the same values
+    kept: bool  # whether this rank already has these values and takes part without changing them
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ class Follow:
 class Decisions(NamedTuple):
     """Decisions of the leaders since a merge."""
 
-    decided: int  # number of consecutive merges whose islands are decided
-    wanted: bool  # whether another island has sent its change for the merge after these
+    decided: int  # number of consecutive decided merges
+    wanted: bool  # whether another island has sent its change for the first undecided merge
 
 
 @dataclass(frozen=True)
 class TakePart:
-    """Action: take part in the merges from number ``merge`` on, in the background as well. Called on a leader."""
+    """Action: start taking part in the merges from number ``merge`` on, in the background. Called on a leader."""
 
     merge: int
     leaders: tuple[int, ...]
@@ -148,11 +148,11 @@ Action = (
     | Follow
     | TakePart
 )
-MOST_ABSENT = 16  # number of last merges whose absent islands are kept
+MOST_ABSENT = 16  # number of latest merges whose absent islands are recorded
 
 
 class WorldReport(NamedTuple):
-    """Report of a rank that enters a world."""
+    """Report that each rank sends when it enters a world."""
 
     position: int
     merged: list[int]
@@ -160,17 +160,17 @@ class WorldReport(NamedTuple):
     origin: tuple[int, int]  # `Rounds.own_steps` and `Rounds.merges_before`
     absent: list[
         tuple[int, tuple[str, ...]]
-    ]  # absent islands of the last merges, by number of the merge
+    ]  # names of the absent islands in the latest merges, by number of the merge
     took: bool  # whether the rank has received merges from another rank
 
 
 class Rounds:
-    """Position, merges and pending fragment of one worker.
+    """State machine of one worker's rounds: its position, merges and pending fragment.
 
     Attributes:
         position: number of inner steps of the job.
         own_steps: number of inner steps that this worker's inner parameters contain.
-        merges_before: number of merges before the inner parameters became a copy of the outer ones.
+        merges_before: number of merges at the time when the inner parameters were last set to the outer ones.
         merged: number of merges, by fragment.
         pending: fragment that is to be merged, or None.
         tokens: tokens of this worker since the last merge of each fragment.
@@ -189,7 +189,7 @@ class Rounds:
         self.weighted: bool | None = None
         self.islands = Islands.apart(1, 0)
         self._sent_tokens = 0.0  # tokens of the last sent fragment
-        # The last merge for which this island has sent its change, and the name of the island at that time.
+        # last merge for which this island has sent its change, and the name of the island at that time
         self._sent_for: tuple[int, str] | None = None
         # Whether this rank has received merges from another rank since it entered a world.
         self._took = False
@@ -225,7 +225,7 @@ class Rounds:
             sent = self._scheduled() if self.quorum else None
 
     def enter(self, world: Hashable, islands: Islands) -> Generator[Action, Any, None]:
-        """Yield the actions that synchronize with the ranks of a new world and complete a merge left pending."""
+        """Yield the actions that synchronize with the ranks of a new world and complete a pending merge."""
         if world != self._world:
             self.islands = islands
             yield from self._meet()
@@ -233,11 +233,11 @@ class Rounds:
         yield from self._merge_due()
 
     def interrupted(self) -> None:
-        """Record that a collective of this step, or of `enter`, failed."""
+        """Record that a collective of `step` or `enter` failed."""
         self._started = False
 
     def shared(self) -> dict[str, Any]:
-        """Return the values that are equal on all ranks after a change of the world."""
+        """Return the values that a state shares between all ranks. They become equal when the world changes."""
         pending = None if self.pending is None else tuple(self.pending)
         return {
             "position": self.position,
@@ -248,7 +248,7 @@ class Rounds:
         }
 
     def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
-        """Set the values from `shared`; the next step compares them with the other ranks.
+        """Set the values that `shared` returned on another rank. The next step compares them with the other ranks.
 
         Returns:
             The fragments that only the other rank had merged, and whether the merge lacks the change of this island.
@@ -266,11 +266,11 @@ class Rounds:
         return gained
 
     def own(self) -> dict[str, Any]:
-        """Return the values of this worker."""
+        """Return the values that may differ between workers."""
         return {"origin": self._origin(), "tokens": list(self.tokens)}
 
     def take_own(self, values: dict[str, Any]) -> None:
-        """Set the values from `own`."""
+        """Set the values that `own` returned."""
         (self.own_steps, self.merges_before), self.tokens = values["origin"], list(values["tokens"])
 
     def _origin(self) -> tuple[int, int]:
@@ -335,10 +335,11 @@ class Rounds:
             )
             self._take_out_tokens(gained)
             self.merged = theirs
-        # Inner parameters are received after the merges. Otherwise this rank would mix the merges into them a second
-        # time.
+        # Inner parameters are received last: if they were received first, this rank would mix the merges into them
+        # twice.
         origins = [tuple(each.origin) for each in told]
-        # Now that all have the same merges, this is the number of changes of the inner parameters, plus a constant.
+        # All ranks have the same merges now, so this equals the number of changes of the inner parameters plus a
+        # constant.
         changes = [own_steps - before for own_steps, before in origins]
         took = [
             self.quorum and (each.took or total < max(merges))
@@ -403,7 +404,8 @@ class Rounds:
     # ---- with a quorum
 
     def _follow(self) -> Generator[Action, Any, None]:
-        """Complete merges that were decided meanwhile, and send this island's change for a merge that others wait for.
+        """Complete merges that have been decided, and send this island's change for a merge for which other islands
+        wait.
 
         A merge is completed after ``delay`` further steps, unless the next one has begun.
         """
@@ -415,7 +417,7 @@ class Rounds:
                 self.position = max(self.position, sent.step)
                 self.pending = sent
                 if decided:
-                    self._started = True  # decided without the change of this island
+                    self._started = True  # The merge was decided without the change of this island.
                 else:
                     yield from self._send()
                     yield from self._merge_due()
@@ -462,5 +464,5 @@ class Rounds:
                 self._merged_tokens(fragment)
 
     def _merged_tokens(self, fragment: int) -> None:
-        """Remove the tokens of a merge, which this rank may have sent in a step that was restored since."""
+        """Subtract the tokens that were sent for a merge, even if the step that sent them was rolled back."""
         self.tokens[fragment] = max(0.0, self.tokens[fragment] - self._sent_tokens)

@@ -2,7 +2,7 @@
 
 Pure: no I/O, no clock.
 
-Inner steps are counted from 1. A round has ``every`` of them. Fragment f of P is sent after inner step n if n is
+Inner steps are counted from 1. A round has ``every`` inner steps. Fragment f of P is sent after inner step n if n is
 congruent to (f + 1) * every // P modulo ``every``, and merged after inner step n + delay. ``delay`` is less than the
 shortest distance between two sends, so at most one fragment is in flight.
 
@@ -35,7 +35,7 @@ class RoundSchedule:
 
     Args:
         every: number of inner steps in a round, at least 1.
-        fragments: number of parts of the parameters, each sent once a round.
+        fragments: number of fragments. Each fragment is sent once per round.
         delay: number of inner steps between sending and merging a fragment. 0 means that the step waits for the result.
 
     Raises:
@@ -72,7 +72,7 @@ class RoundSchedule:
         return None
 
     def merge(self, number: int) -> Sent:
-        """Return the fragment of a merge, counted from 0, if no send is omitted."""
+        """Return the fragment that merge ``number`` (from 0) merges, and its steps, provided that no send is omitted."""
         round_, fragment = divmod(number, self.fragments)
         step = round_ * self.every + (fragment + 1) * self.every // self.fragments
         return Sent(fragment, step, step + self.delay)

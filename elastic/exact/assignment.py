@@ -1,4 +1,4 @@
-"""Assignment of shards to ranks. Pure: a function of the number of shards of each rank."""
+"""Assignment of shards to ranks. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from elastic.exact import load_balancing
 
 
 def assign(shards: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return the shards of each rank if they are divided evenly, so that their numbers differ by at most one.
+    """Assign shards to ranks evenly: the numbers of shards per rank differ by at most one.
 
-    Ranks beyond the number of shards have no shards and are warm spares. See `place`.
+    If there are more ranks than shards, the last ranks get no shards and are warm spares. See `place`.
     """
     if shards < 1 or ranks < 1:
         raise ValueError(
@@ -23,8 +23,8 @@ def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the shards of each rank, in ascending order, given the number of shards of each rank.
 
     Each number is split into powers of two, which are placed largest first. Every piece is therefore aligned to its
-    length and is one node of the tree (see `elastic.exact.tree`), so a rank has few partials. A buddy allocator divides
-    memory in the same way (Knowlton, CACM 1965).
+    length and is one node of the reduction tree (see `elastic.exact.tree`), so a rank has few partial sums. A buddy
+    allocator divides memory in the same way (Knowlton, CACM 1965).
     """
     pieces = [
         (1 << bit, rank)
@@ -42,7 +42,7 @@ def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def balance(shards: int, ranks: int) -> float:
-    """Return the share of the ranks' time that they spend computing.
+    """Return the fraction of the ranks' time that is spent computing.
 
     It is 1.0 if no rank waits for ranks with more shards.
     """

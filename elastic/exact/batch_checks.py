@@ -1,4 +1,4 @@
-"""Checks of the argument of `Shards.over`: this rank's micro-batches of one step."""
+"""Checks of the argument of `Shards.over`, the micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
     Args:
         batches: the argument of `Shards.over`.
         shards: the shards.
-        committed: whether commits contain the number of the step. If so, they must also contain the position in the
-            data.
+        committed: whether commits contain the step number. If so, they must also contain the position in the data.
         verified: whether shards are verified, which also needs batches of other ranks.
     """
     held, count = shards.held, shards.count
@@ -81,7 +80,8 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
 
 
 def _inputs_and_targets(batches: object) -> bool:
-    """Return whether the value looks like a batch of a torch loader.
+    """Return whether the value looks like a batch from a torch DataLoader: a list of tensors such as inputs and
+    targets.
 
     Micro-batches have one dtype and number of dimensions. Their sizes may differ, as with padded text.
     """

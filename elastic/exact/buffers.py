@@ -1,11 +1,11 @@
-"""Buffers that a forward pass changes, such as running statistics: all ranks use the values of shard 0.
+"""Synchronization of buffers that a forward pass changes, such as running statistics, across shards.
 
 Before each shard of a step, every buffer is reset to its value at the start of the step. After the step, it has
 the value computed by shard 0, on every rank. Buffers therefore do not depend on the assignment of shards to
 ranks. Models also have constant buffers, such as masks, which may be large: unchanged buffers are neither
 copied nor sent. Sparse buffers are assumed to be constant.
 
-Parameters have their values from the start of the step in every shard: a forward pass that changes one is rejected.
+Parameters keep their values during a step: a forward pass that changes a parameter is rejected.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from elastic.exact.step import PassResult, ShardStep
 from elastic.runtime import lifecycle
 
 PURPOSE = "buffers of shard 0"
-# Maximum size of compared buffers in bytes. Larger ones, such as masks, count as constant unless torch has counted a
-# write.
+# Maximum size of compared buffers in bytes. Larger ones, such as masks, count as constant unless their version counter
+# has changed.
 COMPARED_BYTES = 1 << 20
 
 
 class KeptBuffer:
-    """Buffer, with its value at the start of the step and the result of shard 0."""
+    """Buffer of a model, with its value at the start of the step and its value after shard 0."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.start = tensor.detach().clone()
@@ -49,7 +49,7 @@ class KeptBuffer:
         return tensor.is_cuda or not torch.equal(_bytes(tensor), _bytes(self.start))
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Record that the buffer now has the value ``start``."""
+        """Record that the buffer currently has the value ``start``."""
         self._seen = self._trait(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class KeptBuffer:
 
 
 class WatchedParameter:
-    """Parameter, with its properties at the start of the step."""
+    """Parameter of a model, with its version and address at the start of the step."""
 
     __slots__ = ("_place", "_tensor", "_version", "name")
 
@@ -76,7 +76,8 @@ class WatchedParameter:
         self._place, self._version = self._now()
 
     def _now(self) -> tuple[int, int]:
-        # On GPUs, an LSTM moves its weights together in a forward pass. The values stay the same at another address.
+        # On GPUs, the forward pass of an LSTM moves its weights to contiguous memory, which changes addresses but not
+        # values.
         return 0 if self._tensor.is_cuda else self._tensor.data_ptr(), self._tensor._version
 
     def changed(self) -> bool:
@@ -85,7 +86,7 @@ class WatchedParameter:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has a version counter. Inference tensors have none, and are not trained."""
+    """Return whether the tensor has a version counter. Inference tensors, which are not trained, have none."""
     return tensor.layout == torch.strided and not is_lazy(tensor) and not tensor.is_inference()
 
 
@@ -207,7 +208,7 @@ class BufferKeeper:
                 )
         names = [name for name, _ in self._named()]
         if names != self._names:
-            # If no name was added or removed, only the order differs.
+            # No name was added or removed, so only the order differs.
             odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
                 f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop"
@@ -241,7 +242,7 @@ class BufferKeeper:
         self.step_abandoned()
 
     def step_abandoned(self) -> None:
-        """Do nothing. The next restored commit also restores the buffers."""
+        """Do nothing, because the commit that is restored next also restores the buffers."""
         self._step, self._modules, self._parameters = None, [], {}
         for kept in self._kept:
             kept.result = None

@@ -1,4 +1,4 @@
-"""Storage of the state with which a rank computed wrong gradients, as evidence for the hardware vendor."""
+"""Save the state with which a rank computed wrong gradients, as evidence for the hardware vendor."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger("elastic.exact")
 def save(
     folder: str, evidence: Miscomputed, rank: int, seed: int, parts: Sequence[dict[str, Any]]
 ) -> None:
-    """Save the state of one rank in a file that ``torch.load(path, weights_only=True)`` reads.
+    """Save the state of one rank to a file that ``torch.load(path, weights_only=True)`` can read.
 
-    The file is ``step-S-shard-K-rank-R.pt``. A file that cannot be written is logged, and training continues.
+    The file is ``step-S-shard-K-rank-R.pt``. If the file cannot be written, the error is logged and training continues.
 
     Args:
         folder: folder of the file. It is created if missing.
         evidence: the report of the wrong gradients.
-        rank: the rank of this process: the culprit, or a rank with the right gradients.
+        rank: the rank of this process, whose gradients were wrong, or right for comparison.
         seed: seed of the shards. The seed, the step and the shard together determine the random generators of the pass.
         parts: weights, buffers and digests of gradients, from the listeners of the shards.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-WORD = "I"  # unsigned words of 32 bits, of which the Mersenne Twister has 624
+WORD = "I"  # type of the Mersenne Twister's state: 624 unsigned 32-bit words
 
 
 def set_seed(seed: int) -> None:
@@ -29,7 +29,7 @@ def set_seed(seed: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Return the generators' states as numbers and bytes (10 KB). Of the GPUs, only the current one is included."""
+    """Return the states of the generators as numbers and bytes (10 KB). Only the current GPU's generator is included."""
     version, words, normal = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),

@@ -1,9 +1,9 @@
-"""Choice of the older commits that a worker keeps, to restore one after a rank has computed wrong gradients.
+"""Retention of older commits in memory, to restore one of them after a rank has computed wrong gradients.
 
 Pure: no I/O, no clock.
 
-Two suffice: the older one is replaced once the newer one is `window` steps old. The older one is therefore between one
-and two windows old, as soon as the run is that long.
+Two commits are kept: the older one is dropped once the newer one is `window` steps old. The older one is therefore
+between one and two windows old, unless the run is still shorter than that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Copy = TypeVar("Copy")
 
 
 class KeptCommits(Generic[Copy]):
-    """Kept commits of one worker, oldest first."""
+    """The commits that one worker keeps, oldest first."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[KeptCommit, Copy]] = []

@@ -1,10 +1,10 @@
-"""Choice of the number of shards that each rank computes, by measured speed.
+"""Division of shards among ranks by measured speed.
 
 Pure: all ranks compute the same division from the same numbers.
 
-Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th, and all pass these
-numbers to `LoadBalancer.exchanged`. Measurements are noisy, so a division changes only if the new one is faster by
-`GAIN` in `PATIENCE` consecutive exchanges. Each recent change raises the required gain by `MORE_GAIN`.
+Ranks exchange their seconds per shard after the second step of a world and after every `PERIOD`-th step. All ranks pass
+these numbers to `LoadBalancer.exchanged`. Measurements are noisy, so a division changes only if the new one is faster
+by `GAIN` in `PATIENCE` consecutive exchanges. Each recent change raises the required gain by `MORE_GAIN`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ WINDOW = 12  # number of latest steps over which the median is taken
 GAIN = 0.06  # minimum gain, relative to the faster division
 MORE_GAIN = 0.04  # additional gain required for each recent change
 MOST_GAIN = 0.2  # Maximum of the required gain, so that a rank that has become fast again gets its shards back.
-RECENT = 25  # number of exchanges in which a change counts as recent
+RECENT = 25  # a change counts as recent for this number of exchanges
 PATIENCE = 2
 
 Division = tuple[int, ...]  # number of shards of each rank
 
 
 def even(shards: int, ranks: int) -> Division:
-    """Return numbers of shards that differ by at most one. Ranks beyond the number of shards get none."""
+    """Divide the shards evenly: the numbers per rank differ by at most one. If there are more ranks than shards, the
+    last ranks get none.
+    """
     least, larger = divmod(shards, ranks)
     return tuple(least + (rank < larger) for rank in range(ranks))
 
 
 def fastest(seconds: Sequence[float], shards: int) -> Division:
-    """Return the division with the shortest step in which each rank has at least one shard.
+    """Return the division with the shortest step time, with at least one shard per rank.
 
     Shards are assigned one after another to the rank that would finish first, ties to the lower rank. This is optimal
     because all shards cost the same.
@@ -66,7 +68,7 @@ def known(seconds: Sequence[float]) -> list[float]:
 
 
 class SpeedWindow:
-    """Seconds per shard of this rank in its last steps.
+    """Sliding window over this rank's seconds per shard in its latest steps.
 
     The first step of the process is excluded, because it includes warm-up.
     """
@@ -94,7 +96,7 @@ class SpeedWindow:
 
 
 class LoadBalancer:
-    """Division of shards in one world. All ranks make the same calls in the same order.
+    """Balancer of the shards in one world. All ranks make the same calls in the same order.
 
     Attributes:
         division: number of shards by rank.
@@ -106,16 +108,17 @@ class LoadBalancer:
         self.division = even(shards, ranks)
         self.pending: Division | None = None
         self._steps = 0
-        # whether batches are fetched early; None before the first commit after a step
+        # whether batches are fetched before the commit; None before the first commit after a step
         self._fetched_early: bool | None = None
         self._exchanges = 0
-        self._insisted = 0  # consecutive exchanges in which another division was faster
+        self._insisted = 0  # number of consecutive exchanges in which another division was faster
         self._changes: list[int] = []  # numbers of the exchanges with recent changes
 
     def due(self) -> bool:
         """Count a step. Return whether the ranks exchange their speeds after this step."""
         self._steps += 1
-        several = 1 < len(self.division) < self.shards  # Otherwise each rank has at most one shard.
+        # With no more shards than ranks, each rank has at most one shard and nothing can be balanced.
+        several = 1 < len(self.division) < self.shards
         return several and (self._steps == 2 or self._steps % PERIOD == 0)
 
     @property
@@ -133,7 +136,7 @@ class LoadBalancer:
         """
         speeds = known(seconds)
         if not speeds or self.pending is not None:
-            # The numbers were measured under the old division.
+            # If a change is pending, these speeds were measured before it.
             return
         self._exchanges += 1
         self._changes = [each for each in self._changes if each > self._exchanges - RECENT]

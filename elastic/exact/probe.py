@@ -1,8 +1,8 @@
-"""Fingerprint of this process's arithmetic, so that a worker with different arithmetic is rejected before it joins.
+"""Fingerprint of this process's arithmetic, used to reject a worker whose results would differ before it joins.
 
 The last bits of results depend on the number of threads, the vector instructions and the library versions. Each process
-therefore runs a few operations of each kind on random numbers, and reports a digest of the results together with the
-settings that are known to matter.
+therefore runs a few operations of each kind on fixed pseudorandom numbers, and reports a digest of the results together
+with the settings that are known to affect them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _settings() -> list[str]:
 
 
 def _precision(ask: Callable[[], str]) -> str:
-    """Return the precision from torch's older settings, or from the newer settings if a script has set those.
+    """Return the float32 precision from torch's older settings, or from the newer ones if a script has set those.
 
     Setting the newer ones disables the older ones.
     """

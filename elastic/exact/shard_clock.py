@@ -1,4 +1,4 @@
-"""Measurement of the time that this process spends on the shards of a step, on the host or in a GPU's stream."""
+"""Timer for the shards of a step, on the host or in a GPU stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.exact.load_balancing import SpeedWindow
 
 
 class ShardClock:
-    """Clock of the time from the start of the first shard of a step to the end of the last one.
+    """Timer that runs from the start of the first shard of a step to the end of the last one.
 
     On a GPU, events are recorded and read in a later step, so that no step waits for them.
     """
@@ -37,7 +37,7 @@ class ShardClock:
             return
         now = self._now()
         if isinstance(began, float):
-            if isinstance(now, float):  # Otherwise the first shard has initialized CUDA.
+            if isinstance(now, float):  # `now` is an event if the first shard has initialized CUDA.
                 self.window.took(now - began, shards)
             return
         self._recorded.append((began, now, shards))

@@ -1,4 +1,4 @@
-"""`Shards`: the global batch of a run as a fixed number of micro-batches, for any size of the world.
+"""`Shards`: division of the global batch into a fixed number of micro-batches, independent of the world size.
 
 A step computes every shard once. A rank computes the shards assigned to it in the current world (`assignment`), in
 ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
@@ -41,7 +41,7 @@ SPEEDS = "speeds of the ranks"
 
 
 class Shards:
-    """Division of a step's global batch into ``count`` micro-batches (shards), all of which every world computes.
+    """Division of a step's global batch into ``count`` micro-batches (shards), independent of the number of workers.
 
         shards = elastic.Shards(8, seed=1)
         optimizer = elastic.DistributedOptimizer(optimizer, model.named_parameters(), shards=shards)
@@ -53,20 +53,21 @@ class Shards:
         optimizer.step()                                # gradients are the mean over all shards
 
     With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run,
-    regardless of the workers that join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of
-    ranks, which is faster if a rank has several shards. The global batch is still the same.
+    even if workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which is
+    faster if a rank has several shards. The global batch is still the same.
 
     ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the current
-    step. Ranks beyond ``count`` compute nothing but take part in every step as warm spares.
+    step. If there are more than ``count`` ranks, the others compute nothing but take part in every step as warm spares.
 
-    With ``by_speed``, a slow rank computes fewer shards than a fast rank, by measured times. The assignment changes
-    only at commits. Otherwise, the numbers of shards differ by at most one. The results are the same.
+    With ``by_speed``, slow ranks compute fewer shards than fast ranks, based on measured times. The assignment changes
+    only at commits. Without ``by_speed``, the numbers of shards per rank differ by at most one. The results are the
+    same.
 
-    ``verify`` is the share of the shards that two ranks compute, such as 1/64. If their gradients differ, other ranks
-    compute the shard too, and the worker with the wrong result leaves the job: see docs/verification.md. In a step with
-    such shards, the loop runs more often; see `verifying`. The job then returns to one of two older commits of the
-    state, whose copies are kept in host memory. ``verify_window`` is the least number of steps to repeat (default:
-    eight steps with checks). With 0, no copies are kept.
+    ``verify`` is the fraction of shards that two ranks compute, such as 1/64. If their gradients differ, other ranks
+    also compute the shard, and the worker with the wrong result leaves the job: see docs/verification.md. In a step
+    with such shards, the loop runs more often; see `verifying`. After a wrong result, the job returns to one of two
+    older commits of the state, which are kept in host memory. ``verify_window`` is the minimum number of steps to
+    repeat (default: eight steps with checks). With 0, no older commits are kept.
 
     Raises:
         Invalid: ``count``, ``seed`` or ``verify_window`` is not a whole number in range, or ``verify`` not a number
@@ -120,7 +121,7 @@ class Shards:
         self._keeper: BufferKeeper | None = None
         # Generation, size, rank and division, and the assignment for these.
         self._assigned: tuple[tuple[int, int, int, Division], ShardStep] | None = None
-        # The last complete step, and its generation.
+        # last complete step, and its generation
         self._ended: tuple[int, ShardStep] | None = None
         self._clock = ShardClock()
         # The load balancer, its generation, and its runtime: a process may join several jobs.
@@ -160,7 +161,7 @@ class Shards:
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of one step, in the order of its shards.
 
-        Only as many elements of ``batches`` are read as needed.
+        Reads no more elements of ``batches`` than needed.
 
         Args:
             batches: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per
@@ -194,16 +195,17 @@ class Shards:
 
     @property
     def verifying(self) -> bool:
-        """Whether the current iteration only verifies a shard: it computes a shard of another rank, or repeats one of
-        this rank's own shards.
+        """Whether the current iteration only verifies a shard, either of another rank or, repeated, of this rank.
 
-        `mean` and `means` omit the loss of such an iteration, because it belongs to no step.
+        `mean` and `means` ignore the loss of such an iteration.
         """
         return self._verifier.shard is not None
 
     @property
     def window(self) -> int:
-        """Number of steps, before a faulty rank is detected, whose gradients count as unreliable. 0 means none."""
+        """Number of steps before the detection of a faulty rank whose gradients are treated as unreliable. 0 means
+        none.
+        """
         if self.verify_window is not None or not self.verify:
             return self.verify_window or 0
         return verification.window(self._step().held, self.verify)
@@ -232,7 +234,7 @@ class Shards:
         return step.held[step.rank]
 
     def looping(self) -> bool:
-        """Return whether the script is within the loop over a step's shards, in the current world."""
+        """Return whether the script is in the loop over a step's shards, in the current world."""
         runtime = lifecycle.active()
         if self._present is None or self._begun_with is None or runtime is None:
             return False
@@ -275,9 +277,7 @@ class Shards:
         return step.held[step.rank]
 
     def begin_shard(self, shard: int) -> None:
-        """Start a shard, which lasts until the next shard or the end of the step, and seed the random generators for
-        it.
-        """
+        """Start a shard and seed the random generators for it. The next shard, or the end of the step, ends it."""
         step = self._under_way()
         own = step.merges
         if self._done == len(own) or own[self._done].shard != shard:
@@ -302,7 +302,8 @@ class Shards:
         for listener in self._all():
             listener.step_ends()
         self._exchange_speeds(len(step.held))
-        if not step.merges:  # A scaler that has scaled no loss refuses to unscale gradients.
+        # A GradScaler that has scaled no loss refuses to unscale gradients, so scale a loss on a rank without shards.
+        if not step.merges:
             for scaler in self._scalers:
                 device = getattr(scaler, "_device", "cpu")
                 scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
@@ -358,8 +359,9 @@ class Shards:
         return self._present
 
     def _check_threads(self) -> None:
-        """Raise Invalid if the script has changed the number of threads, the one setting that is cheap to check in each
-        step.
+        """Raise Invalid if the script has changed the number of threads.
+
+        Other settings are too expensive to check in each step.
         """
         threads = torch.get_num_threads()
         if self._thread_count is None or not self.exact:
@@ -372,7 +374,7 @@ class Shards:
             )
 
     def _between_steps(self) -> None:
-        # Random numbers drawn between two steps must be equal on all ranks, too.
+        # Random numbers drawn between two steps must also be equal on all ranks.
         generators.set_seed(seed_of("between", self.seed, self.step))
 
     def _exchange_speeds(self, ranks: int) -> None:
@@ -403,14 +405,14 @@ class Shards:
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """Return the mean over all shards of one number per shard, such as a loss. Bitwise equal in every world.
+        """Average one number per shard, such as a loss, over all shards. Bitwise equal in every world.
 
         See `means` for the errors.
         """
         return self.means(value=values)["value"]
 
     def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
-        """Return the means of several named numbers, which are sent in one message: ``shards.means(loss=losses,
+        """Average several named numbers over all shards in one message: ``shards.means(loss=losses,
         right=hits)["right"]``.
 
         Collective: every rank calls it with the same names, after the loop over the step's shards. Sums are computed in
@@ -442,7 +444,8 @@ class Shards:
                 )
             more = self._verifier.passes_made
             if more and len(values) == len(step.held[step.rank]) + more:
-                values = values[:-more]  # The values of these last iterations belong to no step.
+                # The last iterations only verified shards, so their values do not count.
+                values = values[:-more]
             if len(values) not in allowed:
                 raise Invalid(
                     f"mean() got {len(values)} values, but this rank has {len(held)} shards: pass one value per"
@@ -485,7 +488,7 @@ class Shards:
     def listen(
         self, listener: StepListener, *, trains: torch.optim.Optimizer | None = None
     ) -> None:
-        """Notify the listener of every step from now on. Listeners are referenced weakly.
+        """Register a listener for the events of every step. Listeners are referenced weakly.
 
         Args:
             listener: the listener.
@@ -509,7 +512,8 @@ class Shards:
             )
 
     def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
-        """After each step, set the buffers of ``model``, such as BatchNorm's running statistics, to those of shard 0.
+        """Keep the buffers of ``model``, such as BatchNorm's running statistics, equal on all ranks: after each step,
+        they are those of shard 0.
 
         A gradient scaler is watched so that it also works on a rank without shards. A state with shards watches its
         models.
@@ -545,7 +549,7 @@ class Shards:
         return found if self._keeper is None else [self._keeper, *found]
 
     def turn_of(self, listener: StepListener) -> list[StepListener]:
-        """Return the listeners that are notified before ``listener``. All ranks send in this order."""
+        """Return the listeners that are notified before ``listener``. All ranks communicate in this order."""
         found = self._all()
         return found[: found.index(listener)]
 
@@ -613,7 +617,7 @@ class Shards:
 
     @property
     def layout(self) -> list[str]:
-        """Return the lines of the state's layout that must be equal on all ranks."""
+        """Return the shards' part of the state's layout, as lines that must be equal on all ranks."""
         kind = "exact" if self.exact else "in the order of ranks"
         return [f"shards {self.count} seed {self.seed} {kind}"]
 
@@ -653,7 +657,7 @@ class Shards:
                 " after the loop over the shards"
             )
         if not self._committed:
-            # Numbers drawn before the first step are part of the run, too, and must be the same in every process.
+            # Random numbers drawn before the first step must also be the same in every process.
             self._committed = True
             self._between_steps()
         return {
@@ -662,7 +666,7 @@ class Shards:
             "exact": self.exact,
             "step": self.step,
             "inexact_since": self.inexact_since,
-            # These include numbers that the script has drawn since the last step.
+            # The states include random numbers that the script has drawn since the last step.
             "generators": generators.state(),
         }
 
@@ -707,7 +711,7 @@ _all: weakref.WeakSet[Shards] = weakref.WeakSet()  # all Shards objects of this 
 
 
 def _weakly(method: Callable[[], Result]) -> Callable[[], Result]:
-    """Wrap a bound method in a function that does not keep the method's object alive.
+    """Wrap a bound method in a function that holds only a weak reference to the method's object.
 
     A reference cycle would leave dropped shards in use until the garbage collector runs.
     """

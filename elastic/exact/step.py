@@ -1,4 +1,4 @@
-"""Step of a fixed number of shards, and its listeners. Pure: no I/O, no clock."""
+"""Data of a step that is divided into shards, and the interface of its listeners. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from elastic.exact import tree
 
 
 class PassResult(NamedTuple):
-    """Gradients of one shard, as one rank has computed them.
+    """Summary of the gradients of one shard, as computed by one rank.
 
     Attributes:
         digest: digest of the gradients; 0 if there are none.
-        largest: largest absolute value; infinity if a value is infinite or NaN, 0.0 if there are no gradients.
+        largest: largest absolute value of the gradients; infinity if a value is infinite or NaN, 0.0 if there are no
+            gradients.
     """
 
     digest: int
@@ -25,8 +26,8 @@ class ShardStep(NamedTuple):
     number: int
     held: tuple[tuple[int, ...], ...]  # the shards that each rank computes
     rank: int
-    merges: list[tree.Merge]  # operations to run after each of this rank's shards
-    partials: list[list[tree.Node]]  # partials that remain on each rank
+    merges: list[tree.Merge]  # merge operations after each of this rank's shards
+    partials: list[list[tree.Node]]  # partial sums that remain on each rank
 
 
 class StepListener(Protocol):
@@ -38,7 +39,7 @@ class StepListener(Protocol):
         """Handle the beginning of a shard.
 
         Args:
-            merge: operations for the shard's value.
+            merge: operations on the stack of partial sums after this shard.
             last: whether this is the last of this rank's shards.
         """
 
@@ -65,7 +66,7 @@ class StepListener(Protocol):
         """Return the largest absolute gradient of one of this rank's own shards, if shards are verified."""
 
     def state_of(self, shard: int) -> dict[str, Any]:
-        """Return the tensors from which the gradients of a shard were computed, and what is known of the gradients.
+        """Return the tensors from which a shard's gradients were computed, and digests of the gradients.
 
         The values can be saved with `torch.save` and loaded with ``weights_only=True``.
         """

@@ -1,10 +1,10 @@
-"""Order in which shards are summed: one binary tree, independent of the assignment of shards to ranks.
+"""Reduction tree: the order in which shards are summed, independent of their assignment to ranks.
 
 Pure: no I/O, no clock.
 
-Floating-point sums depend on their order. A sum over shards therefore follows a tree that depends only on their number.
-A node covers the shards [start, stop) and is the sum of two nodes. The left one covers the largest power of two that
-leaves at least one shard for the right one.
+Floating-point sums depend on their order. A sum over shards therefore follows a binary tree that depends only on the
+number of shards. A node covers the shards [start, stop) and is the sum of two nodes. The left one covers the largest
+power of two that leaves at least one shard for the right one.
 
     5 shards:   ((0 + 1) + (2 + 3)) + 4         6 shards:   ((0 + 1) + (2 + 3)) + (4 + 5)
 
@@ -27,7 +27,9 @@ class Node(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Operations for the value of one shard: push it to ``place`` of a stack, then add the top two values ``merges``
+    """Stack operations for the value of one shard.
+
+    The value is pushed to index ``place`` of the stack. Then the top two values are replaced by their sum ``merges``
     times.
     """
 
@@ -37,7 +39,7 @@ class Merge(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Instruction of a program: push the value that a rank has at one place of its stack."""
+    """Instruction of a program: push the value at one index of a rank's stack."""
 
     rank: int
     place: int
@@ -64,9 +66,7 @@ def parent(left: Node, right: Node, shards: int) -> Node | None:
 
 
 def schedule(held: Sequence[int], shards: int) -> tuple[list[Merge], list[Node]]:
-    """Return the operations for a rank's shards in ascending order, and the partials on its stack after the last
-    one.
-    """
+    """Return the stack operations for a rank's shards in ascending order, and the partial sums left on its stack."""
     stack: list[Node] = []
     merges = []
     for shard in held:

@@ -1,14 +1,13 @@
-"""Draw of the shards of a step that two ranks compute, and the vote about different results.
+"""Random selection of the shards that two ranks compute, and the vote if their results differ.
 
 Pure: no I/O, no clock.
 
 All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
-In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for another that
-verifies more shards. Steps with checks are evenly spaced. For each such step, the checked shard of each rank and the
+In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for a rank with
+more shards to verify. Steps with checks are evenly spaced. For each such step, the checked shard of each rank and the
 rank that checks it are drawn, so in the long run every worker checks every shard of every other worker.
 
-A shard with an infinite or NaN gradient, or a much larger one than usual, is checked in any step, before the gradients
-are used.
+A shard with an infinite, NaN or unusually large gradient is checked in any step, before the gradients are used.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ NOT_FINITE = -1  # replaces the digest of gradients that contain an infinity or 
 TOO_LARGE = -2  # replaces the digest of gradients that exceed the limit of the step
 MARGIN = 10  # binary orders of magnitude by which a gradient may exceed the largest one of the previous step
 NONE = -(1 << 31)  # replaces the binary exponent of 0.0 and of infinity
-# Number of steps with checks that are repeated after a return to an older commit. Each such step compares two
-# computations of a rank, so a rank with one wrong result in four computations is detected within these steps with a
-# probability of 99 %.
+# Number of steps with checks that are repeated after a return to an older commit. Each such step compares two of a
+# rank's computations with another rank's, so a rank that computes one result in four wrong is detected within these
+# steps with a probability of 99 %.
 COVERED = 8
 
 
 class ShardCheck(NamedTuple):
-    """Shard that two ranks compute, to compare the gradients."""
+    """Check of one shard: two ranks compute its gradients, which are compared."""
 
     shard: int
     owner: int
@@ -39,7 +38,7 @@ class ShardCheck(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """One computation of a shard, by a rank, with the digest of its gradients."""
+    """Computation of a shard by one rank, with the digest of the gradients."""
 
     rank: int
     digest: int
@@ -58,19 +57,19 @@ class VoteResult(NamedTuple):
 
 
 def unit(held: Held, share: float) -> int:
-    """Return the number of shards that are checked together: one shard per rank, if the share permits."""
+    """Return the number of shards that are checked in the same step: one per rank, if the share permits."""
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
 
 
 def steps_between(held: Held, share: float) -> float:
-    """Return the mean number of steps between two steps with checks, at least 1.0. Without checks, return infinity."""
+    """Return the mean number of steps from one step with checks to the next: at least 1.0, or infinity without checks."""
     rate = share * sum(map(len, held)) / unit(held, share) if len(held) > 1 else 0.0
     return max(1.0, 1.0 / rate) if rate else math.inf
 
 
 def window(held: Held, share: float) -> int:
-    """Return the number of steps, before a faulty rank is detected, whose gradients are unreliable.
+    """Return the number of steps before the detection of a faulty rank whose gradients are unreliable.
 
     0 means that all gradients were compared.
     """
@@ -84,7 +83,7 @@ def exponent(largest: float) -> int:
 
 
 def limit(usual: int) -> float:
-    """Return the largest gradient that is not conspicuous.
+    """Return the largest gradient that does not trigger a check.
 
     Args:
         usual: exponent of the largest gradient in the previous step.
@@ -93,7 +92,7 @@ def limit(usual: int) -> float:
 
 
 def judged(digest: int, largest: float, limit: float) -> int:
-    """Return the number by which the gradients of a pass are compared.
+    """Return the number that represents the gradients of a pass in comparisons.
 
     This is their digest if they are finite and within the limit, otherwise NOT_FINITE or TOO_LARGE.
     """
@@ -103,10 +102,10 @@ def judged(digest: int, largest: float, limit: float) -> int:
 def rechecks(
     found: Sequence[tuple[int, int]], ranks: int, seed: int, generation: int, step: int
 ) -> tuple[ShardCheck, ...]:
-    """Return the checks of shards with conspicuous gradients.
+    """Return the checks of shards with suspicious gradients: infinite, NaN or unusually large.
 
     Args:
-        found: for each such shard, the rank that has computed it and its number.
+        found: for each such shard, the rank that has computed it and the number of the shard.
         ranks: number of ranks.
         seed: seed of the shards.
         generation: generation of the world.

@@ -1,7 +1,8 @@
-"""Check of randomly drawn shards: another rank repeats them, and a vote identifies the rank with wrong gradients.
+"""Verification of randomly selected shards: another rank repeats them, and a vote identifies wrong gradients.
 
-`verification` decides. This module computes shards once more, compares digests and reports culprits. A second pass
-leaves no trace: its gradients are only digested, and buffers and random generators are restored.
+`verification` makes the decisions. This module computes shards a second time, compares digests and reports faulty
+ranks. A second pass has no side effects: its gradients are only digested, and buffers and random generators are
+restored.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class FirstStep(NamedTuple):
 
 
 class Conspicuous(NamedTuple):
-    """Report of a rank in each step about gradients that are infinite, NaN, or much larger than usual.
+    """Report of each rank in each step about gradients that are infinite, NaN or unusually large.
 
     Attributes:
-        shard: the first shard with such a gradient that is not checked anyway, or -1.
+        shard: the first shard with such a gradient that is not already selected for a check, or -1.
         judged: NOT_FINITE or TOO_LARGE.
         usual: exponent of the largest gradient of the previous step. See `verification.limit`.
         largest: exponent of this rank's largest gradient in this step.
@@ -65,7 +66,7 @@ class Conspicuous(NamedTuple):
 
 
 class Verifier:
-    """Verifier of the shards of a run, which computes some of them a second time.
+    """Verifier that computes a fraction of the shards of a run a second time.
 
     Args:
         share: share of the shards that are computed twice.
@@ -96,14 +97,14 @@ class Verifier:
         self._begins = False  # whether this is the first step of a world
         # whether this process computed a shard twice with bitwise identical results
         self._deterministic = False
-        # for each rank, the last step in which its gradients were compared and right
+        # for each rank, the last step in which its gradients were compared and found right
         self._agreed: dict[int, int] = {}
         self._usual = verification.NONE  # binary exponent of the largest gradient of the last step
-        # limits of the shards that are checked for conspicuous gradients
+        # limits on the gradients of the shards that are checked because of suspicious gradients
         self._limits: dict[int, float] = {}
 
     def step_begins(self, step: ShardStep, generation: int) -> None:
-        """Draw the checks of a step."""
+        """Select the checks of a step."""
         self._step, self.shard, self.passes_made = step, None, 0
         self._limits = {}
         self._begins = len(step.held) > 1 and generation != self._generation
@@ -122,7 +123,7 @@ class Verifier:
         self.shard, self.passes_made = None, 0
 
     def passes(self, generation: int) -> Iterator[int]:
-        """Yield the shards that this rank computes once more, after its own. Collective.
+        """Yield the shards that this rank computes for verification, after its own shards. Collective.
 
         In each step, the ranks exchange which of their shards has an infinite, NaN or much larger gradient than usual.
         Another rank computes that shard again immediately. If both results are equal, the model is the cause, and the
@@ -130,7 +131,7 @@ class Verifier:
 
         Raises:
             PeerLost: a rank was lost, or its gradients were wrong.
-            GradientsDiffer: gradients differ, and no vote names a culprit.
+            GradientsDiffer: gradients differ, and no vote identifies the faulty rank.
             Invalid: the model or the ranks do not compute the same bits.
         """
         step = self._step
@@ -167,7 +168,7 @@ class Verifier:
     # ---- second passes ---------------------------------------------------------------------------------------------
 
     def _first_step(self, step: ShardStep) -> Generator[int, None, FirstStep]:
-        """Compute this rank's first shard twice, once in the life of a process. Every model must produce equal bits."""
+        """Compute this rank's first shard twice, once per process, to check that the model is deterministic."""
         if self._deterministic or not step.merges:
             return FirstStep(self._arithmetic(), int(self._deterministic))
         shard = step.merges[0].shard
@@ -286,7 +287,7 @@ class Verifier:
         )
 
     def _leave(self, evidence: Sequence[messages.Miscomputed]) -> NoReturn:
-        """End the world. Its current step is repeated without the culprits, from the last commit."""
+        """End the world. The step is repeated from the last commit, without the faulty ranks."""
         runtime = lifecycle.current()
         first = evidence[0]
         text = (
@@ -303,7 +304,9 @@ class Verifier:
         self._raise_together(CollectiveFailed(text))
 
     def _keep(self, evidence: Sequence[messages.Miscomputed], folder: str) -> None:
-        """Save the state of each culprit and of one witness. Collective: no rank leaves before all have saved."""
+        """Save the state of each faulty rank and of one rank with right gradients. Collective: no rank leaves before
+        all have saved.
+        """
         assert self._step is not None
         for each in evidence:
             if self._step.rank in (each.rank, each.witnesses[0]):

@@ -1,4 +1,5 @@
-"""Named places in a worker at which a test can inject a fault. A place without a rule costs one read of a global.
+"""Failpoints: named places in a worker where a test can inject a fault. Without rules, a place costs one read of a
+global.
 
     ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
     ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules
@@ -35,12 +36,12 @@ out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments 
 `elastic.failpoints.actions`.
 
 Conditions: worker, other-than, host, slot, incarnation, rank, size, generation, step (see `set_step`), each with one or
-several values, as in ``rank=0,2``. ``hit=3``: the third time that the other conditions hold. A rule takes effect once
-per process; with ``every=5`` again each fifth time after that (not in a file).
+several values, as in ``rank=0,2``. ``hit=3`` means the third time that the other conditions hold. A rule takes effect
+once per process, or repeatedly, every fifth time, with ``every=5`` (not in a file).
 
-A file is read again whenever it is replaced (write another one, then rename it). A rule in a file takes effect in
-``victims=N`` processes (default: 1), which wait for each other so that they are hit at the same time; each creates a
-file ``FILE.ID.N`` with its identity and the time. ``id=`` gives the ID (default: the place).
+A file is reloaded whenever it is replaced (write the new rules to another file and rename it). A rule in a file takes
+effect in ``victims=N`` processes (default: 1), which wait for each other so that they are hit at the same time; each
+creates a file ``FILE.ID.N`` with its identity and the time. ``id=`` gives the ID (default: the place).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from elastic.rendezvous import environment
 _text = environment.failpoints()
 _lock = threading.Lock()
 _rules: list[Rule] = []
-_read: object = None  # source of the rules; None means not read yet
+_read: object = None  # rules or file from which they are read; None before they are read
 _met: dict[Rule, int] = {}
 _step = ""
 
@@ -76,7 +77,7 @@ def check() -> None:
 
 
 def use(text: str) -> None:
-    """Replace the rules of this process, or the file of its rules, regardless of the environment."""
+    """Set the rules of this process, or the file that contains them, in place of those in the environment."""
     global _text, _read
     with _lock:
         _text, _read = text, None

@@ -26,15 +26,15 @@ from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule
 from elastic.rendezvous import environment
 
-TOGETHER_S = 30.0  # seconds for all victims of a rule to reach their place
-WAIT_S = 60.0  # seconds to wait for the file of a wait action
+TOGETHER_S = 30.0  # timeout in seconds for all victims of a rule to reach the failpoint
+WAIT_S = 60.0  # timeout in seconds for the file of a wait action to appear
 HOARD_BYTES = 64 << 20  # number of bytes that the action out-of-memory leaves free
 LOOK_S = 0.002
 TURNS_PER_S = 100_000_000  # approximate speed of an empty loop in C
 
 
 def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:
-    """Carry out a rule, unless enough processes have already been hit. May not return."""
+    """Perform the action of a rule, unless enough processes have already been hit. May not return."""
     if file is not None and not _claim(rule, facts, file):
         return
     print(f"elastic: failpoint {rule.place}: {rule.action}", file=sys.stderr, flush=True)
@@ -91,7 +91,7 @@ def _raise(text: str) -> None:
 
 def _hold_gil(seconds: str) -> None:
     """Block in C while holding the GIL, so that no other Python thread runs. Unlike a sleep, no signal ends it."""
-    libc = ctypes.PyDLL(None)  # Unlike CDLL, PyDLL holds the GIL.
+    libc = ctypes.PyDLL(None)  # PyDLL holds the GIL during calls, unlike CDLL.
     mutex = ctypes.create_string_buffer(128)  # An all-zero pthread_mutex_t is an unlocked mutex.
     whole, part = divmod(time.time() + float(seconds), 1)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
@@ -153,13 +153,13 @@ def _wait(name: str) -> None:
         time.sleep(LOOK_S)
 
 
-# For each kind of tensor, a function that flips a bit and returns a description, or an empty text if there is no such
-# tensor.
+# For each kind of tensor, a function that flips a bit and returns a description, or an empty string if no such tensor
+# exists.
 flippers: dict[str, Callable[[int], str]] = {}
 
 
 def _flip(argument: str) -> None:
-    """Flip a bit of the state in ``elastic.run``."""
+    """Flip a bit of a tensor in the state that ``elastic.run`` trains."""
     what, _, seed = argument.partition(":")
     flipper = flippers.get(what)
     which = flipper(int(seed)) if flipper is not None else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.errors import Invalid
 
 ACTIONS = {
-    "kill": False,  # for each action, whether it takes an argument
+    "kill": False,  # whether an action takes an argument, by its name
     "term": False,
     "stop": False,
     "segv": False,
@@ -45,7 +45,7 @@ class Rule:
     """One rule of a failpoint.
 
     Args:
-        where: for each condition, the allowed values.
+        where: allowed values by condition.
         every: number of matches after which the rule takes effect again. 0 means that it takes effect only once.
     """
 
@@ -59,7 +59,7 @@ class Rule:
     every: int = 0
 
     def due(self, met: int) -> bool:
-        """Return whether the rule takes effect when its conditions are met for the ``met``-th time."""
+        """Return whether the rule takes effect the ``met``-th time that its conditions hold."""
         again = self.every > 0 and met > self.hit and (met - self.hit) % self.every == 0
         return met == self.hit or again
 

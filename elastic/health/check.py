@@ -2,7 +2,7 @@
 
     python -m elastic.health.check      in the environment of a worker, whose slot ELASTIC_SLOT is the GPU to check
 
-torch is imported only on a host with GPUs, where it takes most of the time.
+torch is imported only on hosts with GPUs, where the import takes most of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gpus_here() -> bool:
 
 
 def check(slot: int | None) -> tuple[int, str]:
-    """Check the processors, and the GPU of a slot (all GPUs if None). Return the exit code and a summary line."""
+    """Check the CPUs, and the GPU of a slot (all GPUs if None). Return the exit code and a summary line."""
     if wrong := known_answers.wrong_on_cpu():
         return WRONG_RESULT, f"cpu: {wrong}"
     if not gpus_here():
@@ -47,9 +47,8 @@ def _check_gpu(torch: Any, index: int) -> tuple[int, str]:
         if wrong := known_answers.wrong_on_gpu(torch, device):
             return WRONG_RESULT, f"{device}: {wrong}"
         error = found()
-    except (
-        RuntimeError
-    ) as failure:  # CUDA raises various errors: out of memory, an uncorrectable error, a lost GPU.
+    except RuntimeError as failure:
+        # CUDA raises different exceptions if memory is exhausted or corrupted, or if the GPU is lost.
         return FAILED, f"{device}: {str(failure).strip().partition(chr(10))[0]}"
     return (FAILED, f"{device}: {error}") if error else (PASSED, "")
 

@@ -1,7 +1,7 @@
 """Hardware errors reported by the NVIDIA driver, read with nvidia-ml-py (extra ``gpu-usage``) if it is installed.
 
-NVML counts uncorrected ECC errors and failed row remappings. It has no counter of Xid errors, but reports Xid errors
-that occur while they are watched.
+NVML counts uncorrected ECC errors and failed row remappings. It does not count Xid errors, but reports those that occur
+while it watches.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# Xid errors that a program causes: an exception, a page fault, a stopped channel, its cleanup, video, a timeout.
+# Xid errors that are caused by programs and not by hardware: engine exceptions, page faults, stopped channels and their
+# cleanup, video errors, timeouts.
 OF_PROGRAMS = (13, 31, 43, 45, 68, 109)
 XIDS = 64  # maximum number of events to read
 
 
 def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
-    """Begin to record the Xid errors of a GPU.
+    """Start recording the Xid errors of a GPU.
 
     Args:
         uuid: UUID of the GPU.
@@ -60,7 +61,7 @@ def _xid(nvml: Any, events: Any) -> str:
             xid = nvml.nvmlEventSetWait_v2(events, 0).eventData
             if xid not in OF_PROGRAMS:
                 return f"Xid error {xid} during the check"
-    except nvml.NVMLError:  # There is no further event.
+    except nvml.NVMLError:  # NVML raises an error if no more events are queued.
         pass
     finally:
         nvml.nvmlEventSetFree(events)
@@ -72,7 +73,7 @@ def _ecc(nvml: Any, gpu: Any) -> str:
         count = nvml.nvmlDeviceGetTotalEccErrors(
             gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
-    except nvml.NVMLError:  # The GPU may have no ECC.
+    except nvml.NVMLError:  # GPUs without ECC do not support this query.
         return ""
     return f"{count} uncorrected ECC errors since the driver was loaded" if count else ""
 

@@ -1,7 +1,7 @@
 """Computations with known bitwise results, to detect devices that compute or store wrong values.
 
-All values are whole numbers in float32, and no partial sum exceeds 2**24. Every order of summation therefore gives the
-same bits, on every BLAS and every GPU, also with TF32.
+All values are integers stored as float32, and no partial sum exceeds 2**24. Every order of summation therefore gives
+the same bits with every BLAS library and on every GPU, even with TF32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Elastic training with Accelerate: a state of the objects returned by ``accelerator.prepare``.
+"""Elastic training with Accelerate: a state for the objects that ``accelerator.prepare`` returns.
 
-A loader in the state is divided by the job's position, while Accelerate still moves its batches to the device and
-detects the last one. Other loaders, such as those for evaluation, follow the world. See docs/transformers.md.
+Samples of a loader in the state are assigned to ranks by the job's position. Accelerate still moves its batches to the
+device and detects the last batch. Other loaders, such as those for evaluation, divide their samples among the ranks of
+the current world. See docs/transformers.md.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def _has_unknown(state: PartialState) -> bool:
-    """Return Accelerate's own value of ``use_distributed``, but True for a single worker, because others may join.
+    """Return Accelerate's value of ``use_distributed``, but True even for a single worker, because others may join.
 
     On a GPU this value decides whether Accelerate wraps a model in DDP. On a CPU, Accelerate always does.
     """
@@ -124,13 +125,13 @@ setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 -
 
 
 def averaging(value: Any) -> Any:
-    """Return the DDP module that a value is, or from which it was compiled. Return None for other values."""
+    """Return the DDP module in a value: the value itself or the module that was compiled. Otherwise return None."""
     inner = getattr(value, "_orig_mod", value)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def _kept(accelerator: Accelerator, value: Any) -> Any:
-    """Return the object to store in the state. A prepared loader is changed to be divided by the job's position."""
+    """Return the object to store in the state. A prepared loader is converted to follow the job's position."""
     if isinstance(value, Module):
         return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
     if _is(value, DataLoaderDispatcher):
@@ -142,7 +143,7 @@ def _kept(accelerator: Accelerator, value: Any) -> Any:
 
 
 def is_dealable(value: Any) -> bool:
-    """Return whether the value is a prepared loader that gives each rank its own part."""
+    """Return whether the value is a prepared loader that gives each rank different samples."""
     return _is(value, DataLoaderShard)
 
 
@@ -181,7 +182,7 @@ def deal(prepared: Any, **changes: Any) -> DataLoader:
         given = {"batch_size": 1, "batch_sampler": None, "drop_last": inner.drop_last, **sizes}
         given.update(_order(inner.sampler))
     made: Any = from_torch(base, **given, **changes)
-    # Attributes that Accelerate reads from the loader it has prepared.
+    # attributes that Accelerate reads from a prepared loader
     made.batch_sampler, made.sampler, made.generator = shard, base.sampler, None
     made.ahead = 1  # Accelerate fetches one batch ahead to check whether another follows.
     prepared.base_dataloader = made
@@ -207,9 +208,9 @@ def _order(sampler: Any) -> dict[str, Any]:
 def follow(accelerator: Accelerator) -> None:
     """Update Accelerate's copies of rank and size to the current world."""
     place = lifecycle.place()
-    # Accelerate checks for local process 0, but the worker in that slot may be lost while the other workers train.
+    # Accelerate expects a local process 0, but the worker in that slot may be lost while others keep training.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy
-    # Each of these objects has a copy of the process group's settings.
+    # Each of these objects stores a copy of the process group's settings.
     for state in (PartialState(), accelerator.state):
         state.num_processes, state.process_index = max(place.size, 1), place.rank
         state.local_process_index = place.local_rank
@@ -220,7 +221,7 @@ def follow(accelerator: Accelerator) -> None:
 
 
 def _speaks(state: PartialState) -> bool:
-    """Return whether this worker prints and shows progress on its host. Rank 0 always does."""
+    """Return whether this worker prints output and shows progress for its host. Rank 0 always does."""
     place = lifecycle.place()
     elsewhere = place.local_size < place.size and state.local_process_index == 0
     return bool(state.is_main_process) or elsewhere

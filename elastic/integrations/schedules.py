@@ -1,4 +1,4 @@
-"""Learning-rate schedules in a world whose number of steps changes. Pure, except for the warning."""
+"""Learning-rate schedules for training whose number of steps changes with the world. Pure, except for the warning."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from elastic.errors import StaleValueWarning
 
-Factor = Callable[[float], float]  # learning-rate factor by the position in a schedule
+# learning-rate factor as a function of the position in a schedule
+Factor = Callable[[float], float]
 
 
 class ScaledSchedule:
-    """Factor for ``LambdaLR`` that follows the number of steps in the current world without a discontinuity.
+    """Function for ``LambdaLR`` that adapts to the number of steps in the current world without a discontinuity.
 
-    The factor is a function of the completed share of training. ``make(steps)`` creates the factor for a number of
+    The factor is a function of the completed fraction of training. ``make(steps)`` creates the factor for a number of
     steps. ``steps`` is that number in the first world. Every attribute except these two is a number and part of
     ``LambdaLR.state_dict()``. A joining worker, whose own first world had another number of steps, therefore has the
     same factor as all other workers once it has loaded that dict.
@@ -47,7 +48,9 @@ class ScaledSchedule:
         return min(self.position + (step - self.since) * self.rate, self.steps)
 
     def resume(self, step: int, share: float) -> None:
-        """Place ``step`` at a share of training, from 0 to 1, if a checkpoint of other worlds does not record it."""
+        """Set the position of ``step`` to a fraction of training, from 0 to 1, if a checkpoint does not contain the
+        position.
+        """
         position = share * self.steps
         if self.at(step) == step and abs(position - step) > 1:
             self.since, self.position = step, position
@@ -63,7 +66,7 @@ class ScaledSchedule:
 
 
 class ScheduleLengthChange:
-    """Detection of a number of steps that differs from the number given to a script's schedule.
+    """Detector of changes of the number of steps, to which a script's schedule does not adapt.
 
     `warn` warns once. The numbers are part of a state.
     """
@@ -81,7 +84,7 @@ class ScheduleLengthChange:
             self.first, self.warned = state["first"], state["warned"]
 
     def see(self, steps: int) -> bool:
-        """Return whether the number of steps differs from the first one, and no warning has been issued yet."""
+        """Record a number of steps. Return whether it differs from the first one and no warning was issued yet."""
         if self.first is None:
             self.first = steps
         if self.warned or steps == self.first:
@@ -102,5 +105,6 @@ def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
         f" {type(scheduler).__name__} keeps its number of steps, so its learning rate may reach the end too early or"
         f" never. {remedy}",
         StaleValueWarning,
-        stacklevel=1,  # Lightning omits the category of warnings from its own folders.
+        # Lightning does not show the category of warnings that are issued from its folders.
+        stacklevel=1,
     )

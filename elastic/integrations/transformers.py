@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer in an elastic job: `ElasticTrainer` in place of ``Trainer``. See docs/transformers.md.
+"""Elastic training with Hugging Face's Trainer: use `ElasticTrainer` in place of ``Trainer``. See docs/transformers.md.
 
 The Trainer's own loop is used. Within an epoch, it resumes from the last commit with the number of batches that remain
 in the current world.
@@ -38,8 +38,7 @@ _OWN_PACE = (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP, Schedul
 
 
 class ElasticTrainerMixin:
-    """Mixin that makes a Trainer elastic, placed before the class: ``class MyTrainer(ElasticTrainerMixin,
-    Seq2SeqTrainer)``.
+    """Mixin that makes a subclass of Trainer elastic: ``class MyTrainer(ElasticTrainerMixin, Seq2SeqTrainer)``.
 
     The state is committed after every ``commit_every``-th optimizer step, including its logs, evaluation and
     checkpoints, and after each epoch.
@@ -86,7 +85,7 @@ class ElasticTrainerMixin:
         return prepared
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the Trainer's own schedule, which then follows the number of steps of the current world."""
+        """Create the Trainer's schedule and adapt it to the number of steps in the current world."""
         given = self.lr_scheduler is not None
         create = super().create_scheduler  # type: ignore[misc]
         made = create(num_training_steps, optimizer)
@@ -113,7 +112,7 @@ class ElasticTrainerMixin:
         if not epoch_known or self.args.max_steps > 0:
             return found
         made = self.state.epoch * num_update_steps_per_epoch
-        # The Trainer counts an epoch with accumulation in this way.
+        # A difference of up to one step is due to how the Trainer counts an epoch with gradient accumulation.
         if abs(made - self.state.global_step) <= 1:
             return found
         steps = round(made)
@@ -122,7 +121,7 @@ class ElasticTrainerMixin:
         return whole, skipped * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, **epoch: Any) -> None:
-        """Train all epochs in the Trainer's call for the first one, so that later calls have nothing to do."""
+        """Train all epochs when the Trainer calls this method for the first epoch. Later calls do nothing."""
         loader = accelerate.deal(epoch["train_dataloader"])
         self._steps.begin(epoch["epoch"])
         if epoch["resume_from_checkpoint"] is not None:
@@ -160,7 +159,7 @@ class ElasticTrainerMixin:
             factor.resume(schedule.last_epoch, self.state.epoch / self.args.num_train_epochs)
 
     def go_on(self, first: Epoch, loader: DataLoader) -> None:
-        """Run from the position of the state to the end, in the current world."""
+        """Train in the current world, from the position of the state to the end."""
         epochs = self._epochs(first)
         steps = self._steps
         accelerate.follow(self.accelerator)
@@ -232,7 +231,7 @@ class ElasticTrainerMixin:
 
 
 class ElasticTrainer(ElasticTrainerMixin, Trainer):
-    """``transformers.Trainer`` in a world that may lose and gain workers during training."""
+    """``transformers.Trainer`` that continues training when workers fail or join."""
 
 
 class _Steps:
@@ -241,7 +240,7 @@ class _Steps:
     def __init__(self) -> None:
         self.epoch = 0
         self.done = 0  # number of optimizer steps completed in this epoch
-        # number of optimizer steps of this epoch: those completed, and those left in the current world
+        # number of optimizer steps in this epoch: completed steps plus steps left in the current world
         self.all = 0
         self.begun = False
         self.count = 0
@@ -262,7 +261,7 @@ class _Steps:
 
 
 class _Fraction(TrainerCallback):
-    """Callback that counts steps, and reports the completed share of the epoch across worlds."""
+    """Callback that counts steps and sets the completed fraction of the epoch, which is correct across worlds."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
@@ -276,7 +275,7 @@ class _Fraction(TrainerCallback):
 
 
 def _has_an_end(args: TrainingArguments) -> bool:
-    """Return whether the schedule of these arguments depends on the number of steps."""
+    """Return whether the schedule that the arguments select depends on the number of steps."""
     return SchedulerType(args.lr_scheduler_type) not in _OWN_PACE or 0 < args.warmup_steps < 1
 
 

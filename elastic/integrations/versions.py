@@ -1,4 +1,4 @@
-"""Tested versions of trainer libraries: older versions are refused, and newer ones cause a warning."""
+"""Tested versions of trainer libraries: older versions are rejected, and newer versions cause a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check(package: str, *, installed: str | None = None) -> None:
     """Warn, once per call site, if the installed version is newer than the tested versions.
 
     Raises:
-        Invalid: the version is older. Private names of these libraries, which the integrations use, are missing there.
+        Invalid: the version is older than the tested versions, and may lack private names that the integrations use.
     """
     oldest, newest = TRIED[package]
     found = installed or importlib.metadata.version(package)

@@ -1,4 +1,4 @@
-"""Elastic training of plain JAX: ``import elastic.jax``. See docs/jax.md."""
+"""Elastic training with JAX: ``import elastic.jax``. See docs/jax.md."""
 
 from elastic.api.compression import Compression
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum

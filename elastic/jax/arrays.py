@@ -1,4 +1,4 @@
-"""Convert JAX's arrays to torch's tensors and back, through DLPack if both have the dtype.
+"""Conversion between JAX arrays and torch tensors, through DLPack if it supports the dtype.
 
 A tensor made from an array is a view of its memory. JAX counts the view as a reference: an array that is donated to a
 compiled function while the view exists is copied, not overwritten.
@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from elastic.api.arrays import to_numpy, to_torch
 from elastic.errors import Invalid, UnsupportedType
 
-# Python numbers by kind of dtype: their arrays have weak dtypes.
+# Python types whose numbers become arrays with weak dtypes, by the kind of dtype
 _ZEROS: dict[str, Any] = {"f": 0.0, "i": 0, "c": 0j}
 
 
@@ -41,14 +41,14 @@ def check_device(array: jax.Array, what: str) -> None:
 
 
 def view(array: jax.Array) -> torch.Tensor:
-    """Return a tensor over the memory of an array, or over the uint32 data of PRNG keys.
+    """Return a tensor that is a view of an array, or of the uint32 data of PRNG keys.
 
     Waits until the array is computed.
 
-    The tensor must not be written to. On a GPU it is on the host if torch was built without CUDA.
+    The tensor must not be written to. If torch was built without CUDA, a GPU array is copied to the host.
 
     Raises:
-        RuntimeError: the array was donated to a compiled function, and is deleted.
+        RuntimeError: the array was deleted, because it was donated to a compiled function.
         UnsupportedType: torch has no such dtype.
     """
     if is_key(array):

@@ -1,4 +1,4 @@
-"""Collectives on trees of JAX arrays, called directly or from compiled functions.
+"""Collectives on pytrees of JAX arrays, for eager and compiled functions.
 
 The leaves of a tree are arrays of JAX, or arrays and numbers that ``jnp.asarray`` converts. All ranks pass trees of the
 same structure, shapes and dtypes. Results are arrays of JAX on the device of the leaves. On the CPU, leaves are not
@@ -77,7 +77,7 @@ def allreduce(
 def broadcast(
     tree: Any, root_rank: int = 0, *, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the tree of rank ``root_rank`` on every rank. PRNG keys are sent too.
+    """Broadcast the tree of rank ``root_rank`` to every rank, including PRNG keys.
 
     A `JaxState` broadcasts its trees itself. Call this function before the first step in scripts without a `JaxState`.
 
@@ -128,9 +128,9 @@ def allgather(
 
 
 def _apply(compute: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], tree: Any) -> Any:
-    """Replace the leaves of a tree by the results of ``compute``.
+    """Return a tree in which the leaves are replaced by the results of ``compute``.
 
-    In a compiled function, this is done each time it runs.
+    In a compiled function, ``compute`` runs each time the function runs.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:

@@ -17,12 +17,12 @@ from elastic.errors import Invalid
 
 Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-# errors of callbacks, which JAX replaces by its own
+# errors of callbacks, kept because JAX raises different ones
 _raised: deque[BaseException] = deque(maxlen=8)
 
 
 def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
-    """Call ``compute`` on these traced arrays each time the compiled function runs, in the order of the calls.
+    """Call ``compute`` with these traced arrays each time the compiled function runs, in the order of tracing.
 
     ``compute`` takes and returns CPU tensors. Its results have the shapes and dtypes of ``arrays``.
 
@@ -50,7 +50,7 @@ def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
 
 
 def forget_errors() -> None:
-    """Discard the errors of earlier callbacks, and JAX's tokens, which order callbacks.
+    """Discard the errors of earlier callbacks, and the tokens with which JAX orders callbacks.
 
     A function that was dispatched while its inputs were being computed leaves its error in a token, which every later
     callback would raise again. JAX has no public function for this.

@@ -1,4 +1,4 @@
-"""Optimizer of optax that averages gradients over all workers."""
+"""optax optimizer that averages gradients over all workers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def distributed_gradients(
 ) -> Any:
     """Return an optax optimizer that reduces gradients over all ranks before ``optimizer`` uses them.
 
-    Its state is that of ``optimizer``. Called outside of compiled functions, ``update`` does not copy gradients on the
-    CPU; inside of ``jax.jit`` it works too, and transfers them to the host and back. For the best speed compile the
-    gradient and the update separately, and call `elastic.jax.allreduce` between them.
+    Its state is that of ``optimizer``. ``update`` does not copy CPU gradients if it is called outside of compiled
+    functions. In a function compiled by ``jax.jit``, it transfers gradients to the host and back. For the best speed
+    compile the gradient and the update separately, and call `elastic.jax.allreduce` between them.
 
     Args:
         optimizer: an ``optax.GradientTransformation``. To clip by the norm of the averaged gradients, pass the chain

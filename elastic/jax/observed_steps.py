@@ -1,4 +1,4 @@
-"""Observe the steps of scripts that train with JAX, for `elastic.script_checks`.
+"""Observer of the steps of scripts that train with JAX, for `elastic.script_checks`.
 
 JAX has no optimizer whose steps can be observed, so each assignment to an attribute of a `JaxState` counts as a step of
 this attribute. Arrays are immutable: a parameter was trained if the state holds a different array than at the start.
@@ -40,7 +40,7 @@ class JaxSteps:
     def __init__(self) -> None:
         self._stepped: Callable[[object], None] | None = None
         self._thread = 0
-        self._own: Any = None  # method of JaxState that is wrapped
+        self._own: Any = None  # original method of JaxState, which is wrapped
         self._names: dict[str, object] = {}  # assigned attributes
         self._first: list[weakref.ref[jax.Array]] | None = None  # arrays before the first step
 
@@ -86,7 +86,8 @@ class JaxSteps:
         trained = [each for each in held if id(each) not in before]
         shapes = {each.shape for each in held}
         reduced = {shape for shape in moved_tensors.shapes if math.prod(shape) > 1}
-        # A state with trained arrays may also be that of a script that reduces only metrics, or packed gradients.
+        # If arrays of the state were trained, other shapes are no mistake: the script may reduce only metrics, or
+        # packed gradients.
         outside = [] if trained else sorted(reduced - shapes)
         if len(outside) < len(reduced):
             outside = []
@@ -129,7 +130,7 @@ def _live_momentum() -> str:
     kinds = _optax_states()
     if not kinds:
         return ""
-    gc.collect()  # excludes objects that the script has dropped
+    gc.collect()  # Frees objects that the script has dropped.
     found = next(filter(_has_slots, live_objects(*kinds)), None)
     return "" if found is None else f"optax's {type(found).__name__}"
 

@@ -24,7 +24,7 @@ class TreePart(Part):
     """
 
     value: Tree
-    _flat: Flat  # structure of the tree, without its leaves
+    _flat: Flat  # tree structure without leaves
     _leaves: tuple[Leaf, ...]
 
     def _adopt_value(self) -> None:
@@ -59,7 +59,7 @@ class TreePart(Part):
         ]
 
     def seems_unchanged(self) -> bool:
-        return False  # torch cannot detect writes by JAX, so the value counts as changed.
+        return False  # torch does not detect writes by JAX, so the value always counts as changed.
 
     def own(self) -> Any:
         # After an interrupted step, the live tree may have another layout than the committed one.
@@ -75,11 +75,12 @@ class TreePart(Part):
 
     def save(self) -> None:
         super().save()
-        # From here on, the script may donate its arrays, and JAX does not know of copies in flight from a GPU.
+        # After this returns, the script may donate its arrays, and JAX is not aware of copies that are in flight from a
+        # GPU.
         self.snapshot.complete()
 
     def look(self) -> Flat:
-        """Return the current tree, flattened.
+        """Flatten the current tree and check its layout.
 
         Raises:
             Invalid: the tree has another layout than before, which a joining worker could not have, or an array was
@@ -144,7 +145,7 @@ class TreePart(Part):
         self.value.value = flat.rebuild(made)
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
-        return set()  # Some values, such as statistics of batches, may differ between workers.
+        return set()  # Empty, because values such as batch statistics may differ between workers.
 
     def bytes_to_come(self) -> int:
         _, tensors = self._contents(self.look())
@@ -165,9 +166,9 @@ class JaxState(HandledState):
 
     A tree is any pytree that contains an array of JAX (dicts, lists, NamedTuples, states of optax, modules of
     Equinox), or that contains modules, optimizers, metrics or Rngs of Flax NNX. Assign the new tree in each step,
-    as in ``state.params = params``. Objects of Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers
-    and strings in a tree are committed, restored and sent to workers that join. Other leaves, such as functions,
-    stay as they are. All other values are copied, like those of an `elastic.ObjectState`.
+    as in ``state.params = params``. Objects of Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and
+    strings in a tree are committed, restored and sent to joining workers. Other leaves, such as functions, are left
+    unchanged. All other values are copied, like those of an `elastic.ObjectState`.
 
     ``commit`` copies the arrays to host memory, so that they may be donated to compiled functions. ``restore`` makes
     new arrays with exactly the committed bits, on the same device.
@@ -199,7 +200,7 @@ class JaxState(HandledState):
         values = {n: Tree(v) if trees.has_arrays(v) else v for n, v in kwargs.items()}
         super().__init__(values, rng)
         for name in (each for each, value in values.items() if isinstance(value, Tree)):
-            # After this, `__getattr__` returns the tree instead of its holder.
+            # Removed from the attributes, so that `__getattr__` returns the tree instead of its holder.
             del self.__dict__[name]
 
     def _tree(self, name: str) -> TreePart | None:

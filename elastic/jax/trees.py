@@ -1,4 +1,4 @@
-"""Leaves of a pytree or of a Flax module: their paths, descriptions and replacement."""
+"""Flattening and rebuilding of pytrees and Flax modules, and descriptions of their leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.state.handlers.python_values import ATOMS
 
 
 class Tree:
-    """Holder of a pytree, by which a state can replace the whole tree."""
+    """Holder of a pytree, which allows a state to replace the whole tree."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -127,7 +127,7 @@ def flatten(value: Any, known: Flat | None = None) -> Flat:
     """Return the leaves of a pytree. The leaves of a Flax module are the leaves of its state.
 
     Args:
-        known: an earlier result, whose paths are used again if the structure is the same.
+        known: an earlier result. Its paths are reused if the structure is the same.
     """
     if known is not None and not known.modules:
         leaves, structure = jax.tree.flatten(value)
@@ -152,14 +152,14 @@ def _names(paths: Sequence[Any]) -> tuple[str, ...]:
     short = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path in paths)
     if len({*short}) == len(short):
         return short
-    return tuple(map(jax.tree_util.keystr, paths))  # Keys that contain dots would be ambiguous.
+    # Quoted, because a path with a key that contains dots would be ambiguous.
+    return tuple(map(jax.tree_util.keystr, paths))
 
 
 def first_difference(
     before: tuple[Sequence[str], Sequence[Leaf]], now: tuple[Sequence[str], Sequence[Leaf]]
 ) -> tuple[str, str, str] | None:
-    """Return the path of the first leaf that differs between two layouts, with its description in both, or None if the
-    layouts agree.
+    """Compare two layouts. Return the path and both descriptions of the first leaf that differs, or None.
 
     Leaves other than arrays, numbers and strings are not compared.
     """

@@ -27,7 +27,7 @@ from elastic.state.state import ObjectState
 def broadcast_variables(
     variables: Any, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrite Keras's variables with those of rank ``root_rank``.
+    """Overwrite Keras variables with those of rank ``root_rank``.
 
     See `elastic.api.broadcasting.broadcast_parameters`.
 
@@ -198,7 +198,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         after = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
-        # A momentum that is compiled into the step as a constant cannot be corrected for one batch.
+        # The momentum cannot be changed for one batch if it is compiled into the step as a constant.
         eager = self.model.run_eagerly or tensors.backend() == "torch"
         if self.momentum_correction and eager and isinstance(momentum, float) and before:
             self._momentum = momentum
@@ -206,8 +206,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Callback that increases the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs (Goyal
-    et al. 2017).
+    """Callback that warms up the learning rate from ``initial_lr / size`` to ``initial_lr`` (Goyal et al. 2017).
 
     Args:
         initial_lr: the learning rate after the warm-up, usually a single worker's rate times ``hvd.size()``.
@@ -250,7 +249,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """A ``keras.callbacks.ModelCheckpoint`` that saves only the best model, or only its weights.
+    """Variant of ``keras.callbacks.ModelCheckpoint`` that saves only the best model, or only its weights.
 
     Set ``filepath`` to change the file, best.keras or best.weights.h5 by default.
     """
@@ -279,9 +278,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _Position(keras.callbacks.Callback):
-    """Callback that maintains part of the position in a state.
+    """Base class of callbacks that maintain a part of the position in a state.
 
-    A commit at the same moment includes this part, in any order of the callbacks.
+    A commit at the end of the same batch or epoch includes this part, regardless of the order of the callbacks.
     """
 
     def __init__(self, state: ObjectState) -> None:
@@ -289,7 +288,7 @@ class _Position(keras.callbacks.Callback):
         self.state = state
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # Callbacks of an interrupted fit may still exist, but do not belong to this one.
+        # Callbacks of an interrupted ``fit`` may still exist and are ignored.
         others = [each for each in _kept_with(self.state) if type(each) is not type(self)]
         _positions[self.state] = [weakref.ref(each) for each in (*others, self)]
 
@@ -367,13 +366,13 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class _EndOfEpoch:
-    """Value for ``model.stop_training`` that is true and ends the epoch, but not the training."""
+    """Value for ``model.stop_training`` that is truthy: it ends the current epoch, but not the training."""
 
 
 class UpdateBatchStateCallback(_Position):
     """Callback that maintains ``state.batch``, the number of completed batches of this epoch.
 
-    An interrupted epoch resumes with its remaining number of batches. The data set decides which batches these are.
+    An interrupted epoch resumes with its remaining number of batches. Which batches these are depends on the data set.
     ``fit(dataset.skip(state.batch), ...)`` would skip the completed batches in every epoch.
     """
 
@@ -384,7 +383,7 @@ class UpdateBatchStateCallback(_Position):
         self._begun_at = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # Valid for this fit() only: the number of steps may differ in another world.
+        # valid only for this call of fit(): the number of steps may differ in another world
         self.steps_per_epoch = (self.params or {}).get("steps") or self.steps_per_epoch
         self._begun_at = self.state.batch
 
@@ -431,8 +430,8 @@ class UpdateEpochStateCallback(_Position):
 def _end_epoch_of_data() -> None:
     """End the epoch of the data set after an epoch that was stopped.
 
-    Keras 3 treats an epoch that was stopped as the last one and leaves its data in the middle: a ``PyDataset`` would
-    refuse to begin the next epoch. The iterator is available only in the frame of the calling ``fit``.
+    Keras 3 treats a stopped epoch as the last one and does not finish iterating its data: a ``PyDataset`` would refuse
+    to begin the next epoch. The iterator is available only in the frame of the calling ``fit``.
     """
     iterator = _of_fit("epoch_iterator")
     if iterator is None:

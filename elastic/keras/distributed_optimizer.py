@@ -33,7 +33,7 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a Keras optimizer apply gradients reduced over all ranks, and return it.
+    """Make a Keras optimizer reduce gradients over all ranks before it applies them, and return it.
 
     All gradients of a step are reduced in one call. A model saved with it is an ordinary Keras model, which can be
     loaded without Horovod. `load_model` makes its optimizer distributed again.
@@ -41,7 +41,8 @@ def DistributedOptimizer(
     Args:
         optimizer: optimizer of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.
         compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
-        sparse_as_dense: whether to reduce sparse gradients as dense tensors on TensorFlow. Other backends always do.
+        sparse_as_dense: whether to reduce sparse gradients as dense tensors on TensorFlow. Other backends always
+            convert them.
         gradient_predivide_factor: Average divides gradients by this factor before the sum and multiplies by it
             afterwards.
         op: Average, Sum or Adasum.
@@ -138,8 +139,8 @@ def load_model(
 
 
 def _of_backend(compression: Any) -> Any:
-    """Return the backend's own compression class that corresponds to ``compression``, because each framework casts its
-    own tensors.
+    """Return the backend's compression class that corresponds to ``compression``, which casts tensors of that
+    framework.
     """
     own: Any = TorchCompression
     if tensors.backend() == "tensorflow":

@@ -1,8 +1,9 @@
-"""Tracing of the first training step of a joining worker, which is far slower in TensorFlow than running the step.
+"""Tracing of the training step on a joining worker before its first step.
 
-A training worker sends the shapes and dtypes of its batches through the driver (`StepInput`). A joining worker traces
-the step for such batches before it reports ready, so that no worker waits for it. Batches of other shapes are traced
-when they arrive, as usual. For Keras 3 on TensorFlow, and models in a state.
+In TensorFlow, tracing is much slower than running the step. A training worker therefore sends the shapes and dtypes of
+its batches through the driver (`StepInput`). A joining worker traces the step for such batches before it reports ready,
+so that no worker waits for it. Batches of other shapes are traced when they arrive, as usual. For Keras 3 on
+TensorFlow, and models in a state.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
         step = _of_iterators(inspect.unwrap(model.train_function))
         if step is not None:
             step.get_concrete_function(iter(none))
-    # An error of a script's train_step will be raised again at the first batch.
+    # An error in a script's train_step will recur at the first batch and is reported then.
     except Exception as error:
         log.debug(
             "the training step could not be traced ahead: %s: %s", type(error).__name__, error

@@ -1,4 +1,4 @@
-"""Handle the end of an epoch that is resumed in the middle, with Keras's ``steps_per_execution``.
+"""Limit on the last steps of an epoch that is resumed in the middle, with Keras's ``steps_per_execution``.
 
 Keras executes the same number of steps in each call until the data ends, and a data set may yield all batches of an
 epoch even if some were completed before. The last call is therefore limited to the batches left in the epoch.

@@ -1,6 +1,6 @@
-"""Optimizers of legacy Keras that reduce gradients over all ranks before they apply them.
+"""Legacy Keras optimizers that reduce gradients over all ranks before applying them.
 
-They support ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy``.
+Supported are the optimizers of ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ReducesLegacyGradients:
     _elastic_passes: GradientAggregation | None
 
     def register_local_var(self, variable: Any) -> None:
-        """Exclude the gradient of this rank's own variable from the reduction."""
+        """Exclude the gradient of a variable that is local to this rank from the reduction."""
         self._elastic_local.add(id(variable))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +66,8 @@ class ReducesLegacyGradients:
 
 
 def distribute(optimizer: Any, options: GradientOptions, passes: int, average: bool) -> Any:
-    """Make an optimizer reduce its gradients. For a loss scale, pass the inner optimizer."""
-    # Bypasses the tracking of Keras, so that the attributes are not saved.
+    """Make an optimizer reduce its gradients. For a loss scale optimizer, pass the inner optimizer."""
+    # Bypasses Keras's attribute tracking, so that the attributes are not saved with the model.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", set())
     kind: Any = type(optimizer)

@@ -1,8 +1,8 @@
-"""Observe the steps of Keras optimizers, in ``fit`` and in custom loops, for `elastic.script_checks`.
+"""Observer of the steps of Keras optimizers, in ``fit`` and in custom loops, for `elastic.script_checks`.
 
-While a script is checked, three methods are wrapped. An optimizer's ``apply`` runs in each eager step, and once while a
-graph is built. After the call of a ``tf.function``, optimizers whose counts have grown have stepped. On JAX, the end of
-a batch in ``fit`` is observed.
+While a script is checked, three methods are wrapped. An optimizer's ``apply`` runs in each eager step, but only once,
+at tracing, in a graph. After the call of a ``tf.function``, the optimizers that have stepped are therefore recognized
+by their increased step counts. On JAX, the end of a batch in ``fit`` is observed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class KerasSteps:
         self._stepped: Callable[[object], None] | None = None
         self._thread = 0
         self._world = (0, 1)
-        # Optimizers and their step counts. None belongs to a graph that has not run yet.
+        # step counts by optimizer; None if the optimizer's graph has not run yet
         self._known: dict[int, tuple[Any, int | None]] = {}
         self._used: dict[int, Any] = {}  # optimizers that have made a step
-        # variables to which an optimizer was applied that does not store them
+        # variables that an optimizer updated without storing them
         self._applied_to: dict[int, list[Any]] = {}
         self._wrapped: list[tuple[type, str, Any]] = []
-        # Objects that were created before the training.
+        # objects that were created before the training
         self._met_optimizers: list[weakref.ref[Any]] = []
         self._sharded: list[weakref.ref[Any]] = []  # data sets that are divided among the ranks
         self._windows = 0
@@ -146,7 +146,8 @@ class KerasSteps:
         for optimizer in self._used.values():
             trained = self._trained(optimizer)
             missing = [each for each in trained if id(tensors.held(each)) not in covered]
-            # Step counts and the learning rate are scalars. The state of a variable is not.
+            # Ignore scalars, such as step counts and the learning rate: the state of a trained variable is not a
+            # scalar.
             slots = [each for each in reducing.variables_of(optimizer) if len(each.shape)]
             held = all(id(tensors.held(each)) in covered for each in slots)
             yield Trained(
@@ -165,7 +166,7 @@ class KerasSteps:
         return list(self._applied_to.get(id(optimizer)) or kept)
 
     def loaders(self, state: State) -> Iterator[UsedLoader]:
-        # A reset callback may recreate the data set: whether it does is known only after a loss.
+        # A reset callback may recreate the data set, which is known only after the first recovery.
         recovered = self._windows > 1
         before = {id(each) for ref in self._sharded if (each := ref()) is not None}
         if not before or self._world[1] == 1 or (state.calls_back() and not recovered):
@@ -190,7 +191,7 @@ def _owners() -> list[type]:
 
 
 def _in_graph() -> bool:
-    """Return whether this call only builds a graph."""
+    """Return whether this call only traces a graph."""
     if tensors.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -216,7 +217,7 @@ def _elements(variable: Any) -> int:
 
 
 def _of_tensorflow(module: str, name: str) -> list[type]:
-    """Return a class of TensorFlow's data sets in a list. The list is empty if the module was not imported."""
+    """Return a list with a TensorFlow data set class, or an empty list if its module was not imported."""
     found = getattr(sys.modules.get(f"tensorflow.python.data.ops.{module}"), name, None)
     return [found] if isinstance(found, type) else []
 

@@ -28,17 +28,17 @@ class ReducesGradients:
     _elastic: GradientOptions
     _elastic_local: set[int]  # IDs of the variables that are not reduced
     _elastic_outer: bool  # whether an enclosing loss scale optimizer reduces the gradients
-    _elastic_factor: float  # factor for accumulated gradients, which Keras averages
-    _elastic_applied: list[bool]  # for each applied gradient, whether it is a local one
+    _elastic_factor: float  # factor applied to accumulated gradients after Keras has averaged them
+    _elastic_applied: list[bool]  # whether each applied gradient belongs to a local variable
     gradient_accumulation_steps: int | None  # attribute of Keras
     _iterations: Any
 
     def register_local_var(self, variable: Any) -> None:
-        """Exclude the gradient of this rank's own variable from the reduction."""
+        """Exclude the gradient of a variable that is local to this rank from the reduction."""
         self._elastic_local.add(id(variable))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Iterable[Any] | None = None) -> Any:
-        """Apply gradients with Keras's ``apply``, after they were reduced over all ranks."""
+        """Reduce gradients over all ranks and apply them with Keras's ``apply``."""
         grads = list(grads)
         known = (
             getattr(self, "_trainable_variables")  # noqa: B009  Keras's own
@@ -81,7 +81,7 @@ class ReducesGradients:
 
 
 class ReducesScaledGradients(ReducesGradients):
-    """Mixin of loss scale optimizers, which skip a step whose gradients are not finite.
+    """Mixin of loss scale optimizers, which skip steps with non-finite gradients.
 
     The check uses reduced gradients, so all ranks skip a step, or no rank does. Gradients are reduced in each backward
     pass, even if the inner optimizer accumulates.
@@ -98,7 +98,7 @@ class ReducesScaledGradients(ReducesGradients):
 
 
 def inside(optimizer: Any) -> Any:
-    """Return the optimizer inside a loss scale optimizer. Return any other optimizer unchanged."""
+    """Return the inner optimizer of a loss scale optimizer, or any other optimizer unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -130,7 +130,7 @@ def is_built(optimizer: Any) -> bool:
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """Return the optimizer's own variables, its loss scale, and accumulated gradients of a distributed optimizer."""
+    """Return all variables of an optimizer, including a loss scale and accumulated gradients."""
     if not LEGACY:
         return list(optimizer.variables)
     own = inside(optimizer).variables
@@ -181,7 +181,7 @@ def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> A
 
 def _mark(optimizer: Any, options: GradientOptions, local: set[int], factor: float) -> None:
     kind: Any = type(optimizer)
-    # Bypasses the tracking of Keras, so that the attribute is not saved.
+    # Bypasses Keras's attribute tracking, so that the attribute is not saved with the model.
     object.__setattr__(optimizer, "_elastic", options)
     object.__setattr__(optimizer, "_elastic_local", local)
     object.__setattr__(optimizer, "_elastic_factor", factor)
@@ -262,7 +262,7 @@ def reduce_in_loss_scales() -> None:
 
 @functools.cache
 def leave_xla_out() -> None:
-    """Disable XLA in Keras's training step on TensorFlow, because XLA cannot call the reduction."""
+    """Disable XLA in Keras's training step on TensorFlow, because code compiled by XLA cannot call the reduction."""
     if tensors.backend() != "tensorflow":
         return
     make = keras.Model.make_train_function

@@ -90,7 +90,7 @@ class OptimizerPart(VariablesPart):
         return reducing.variables_of(self.value)
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        # Accumulated gradients of a distributed optimizer are each worker's own.
+        # Accumulated gradients of a distributed optimizer differ between workers.
         own = {id(each) for each in reducing.accumulated(self.value)}
         named = self.named()
         return {"own": [name for name, each in named.items() if id(each) in own]}, values_of(named)

@@ -1,4 +1,4 @@
-"""States of Keras models, on each of its backends."""
+"""State of a Keras model, for all Keras backends."""
 
 from __future__ import annotations
 

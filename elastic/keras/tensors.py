@@ -1,4 +1,4 @@
-"""The backend of Keras 3, and collectives on the tensors of torch and JAX."""
+"""Detection of the Keras 3 backend, and functions on tensors of torch and JAX."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _in_jax(
 def where(
     condition: Any, true: Callable[[], list[Any]], false: Callable[[], list[Any]]
 ) -> list[Any]:
-    """Return one of two results of equal shapes and dtypes, chosen now or inside a step compiled by JAX."""
+    """Return one of two results, depending on a condition. In a step compiled by JAX, the choice is part of the step."""
     if isinstance(condition, bool):
         return true() if condition else false()
     chosen: list[Any] = keras.ops.cond(condition, true, false)

@@ -1,6 +1,6 @@
-"""Environment that gives Lightning this worker's place in the world.
+"""Lightning's cluster environment for elastic jobs: the worker's rank and the size of the world.
 
-The place is computed at each query, so that a new world applies immediately.
+Values are computed at each query, so that a change of the world takes effect immediately.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elastic.runtime import lifecycle
 
 
 class ElasticEnvironment(ClusterEnvironment):
-    """Environment of a worker started by elasticrun, or by another launcher whose ranks `elastic.init` finds.
+    """Cluster environment of a worker started by elasticrun, or by another launcher that `elastic.init` supports.
 
     Raises:
         Invalid: this process was not started by elasticrun or another known launcher.

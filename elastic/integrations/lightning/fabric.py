@@ -21,8 +21,8 @@ from elastic.sharding import unsupported_sharding
 class ElasticFabricStrategy(DDPStrategy):
     """Strategy for Fabric: ``strategy=ElasticFabricStrategy()``, or ``"elastic"`` once this module is imported.
 
-    Fabric has no loop, so the script decides what is committed and when, with a `TorchState`, ``elastic.run`` and
-    ``commit()``. ``kwargs`` are those of `DDPStrategy`, including DDP's own.
+    Fabric has no training loop, so the script determines what is committed and when, with a `TorchState`,
+    ``elastic.run`` and ``commit()``. ``kwargs`` are the arguments of `DDPStrategy`, including those of DDP.
 
     Raises:
         Invalid: the process was not started by elasticrun.
@@ -60,7 +60,7 @@ class ElasticFabricStrategy(DDPStrategy):
             each.rank = self.global_rank
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Broadcast an object. A new worker that has not entered the world keeps its own object."""
+        """Broadcast an object. A new worker that has not joined the world yet keeps its own object."""
         return obj if lifecycle.current().provisional else super().broadcast(obj, src)
 
     @classmethod

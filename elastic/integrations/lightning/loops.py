@@ -1,4 +1,4 @@
-"""Loops of ``Trainer.fit`` under ``elastic.run``, which a change of the world interrupts, and which resume.
+"""Loops of ``Trainer.fit`` under ``elastic.run``, which resume after an interruption by a change of the world.
 
 A commit is made between two batches: after a batch with an optimizer step, including its validation, and after
 everything that belongs to the end of an epoch. A committed loop is therefore either in the middle of an epoch or
@@ -27,7 +27,7 @@ from elastic.integrations.lightning import trainer_progress
 from elastic.run_loop import run
 from elastic.state.torch_state import TorchState
 
-# Lightning's loop classes are private, but no public class can resume in the middle of an epoch.
+# Private classes of Lightning are used, because no public class can resume in the middle of an epoch.
 Trained: Any = _FitLoop
 Stepped: Any = _TrainingEpochLoop
 
@@ -41,13 +41,11 @@ class FollowingStrategy(Protocol):
         """Update this worker's place to the current world."""
 
     def dealing(self) -> AbstractContextManager[None]:
-        """Return the context in which train dataloaders are set up, so that the job's position divides their
-        samples.
-        """
+        """Return a context for setting up train dataloaders, in which samples are assigned by the job's position."""
 
 
 class ElasticEpochLoop(Stepped):
-    """Lightning's loop over the batches of one epoch, in an elastic job."""
+    """Loop over the batches of one epoch that can resume in the middle of the epoch."""
 
     @property
     def fit(self) -> ElasticFitLoop:
@@ -86,7 +84,7 @@ class ElasticEpochLoop(Stepped):
 
 
 class ElasticFitLoop(Trained):
-    """Lightning's loop over epochs, in an elastic job. Created from the trainer's own loop by `in_place_of`."""
+    """Loop over epochs that can resume after an interruption. `in_place_of` creates it from the trainer's loop."""
 
     strategy: FollowingStrategy
     epoch_loop: ElasticEpochLoop
@@ -156,9 +154,7 @@ class ElasticFitLoop(Trained):
             self.loader.ahead = 1
 
     def deal(self) -> None:
-        """Compute the number of batches in this epoch: the completed batches, and the batches left in the current
-        world.
-        """
+        """Compute the number of batches in this epoch: completed batches plus batches left in the current world."""
         trainer, done = self.trainer, self.epoch_loop.batch_progress.current.ready
         try:
             whole, left = len(self.loader), self.loader.remaining
@@ -175,7 +171,7 @@ class ElasticFitLoop(Trained):
             trainer.val_check_batch = max(1, int(self.max_batches * interval))
 
     def _look_at_schedules(self, batches: int) -> None:
-        """Warn, once per job, if the number of batches in an epoch differs from the number that a schedule may use."""
+        """Warn, once per job, if the number of batches in an epoch has changed and a schedule may depend on it."""
         trainer = self.trainer
         by_step = [
             each.scheduler
@@ -212,7 +208,7 @@ class ElasticFitLoop(Trained):
             self.state = None
 
     def go_on(self) -> None:
-        """Run the loops from their position to the end, in the current world."""
+        """Run the loops in the current world, from their position to the end of training."""
         self.strategy.follow()
         self._tidy()
         self._show()

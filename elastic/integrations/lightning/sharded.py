@@ -1,4 +1,4 @@
-"""Training steps of Lightning that are divided into shards, with one optimizer step after all shards.
+"""Lightning training steps that are divided into shards, with one optimizer step after all shards.
 
 Lightning passes ``training_step`` a batch, takes the loss, and lets the optimizer step. Here a "batch" is a step of the
 loader, divided into shards. ``training_step`` is called for each shard of this rank, directly followed by its backward
@@ -19,15 +19,13 @@ from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.optimizer.sharded.reducer import ShardReducer
 
-# The class is private, but no public class changes the order of backward and zero_grad.
+# A private class is used, because no public class allows changing the order of backward and zero_grad.
 Automatic: Any = _AutomaticOptimization
 Backward = Callable[[torch.Tensor], object]
 
 
 class ShardedOptimization(Automatic):
-    """Optimization loop without zero_grad and backward, because gradients are complete when ``training_step``
-    returns.
-    """
+    """Optimization loop without zero_grad and backward. Gradients are complete when ``training_step`` returns."""
 
     def _make_zero_grad_fn(self, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         return None
@@ -37,7 +35,7 @@ class ShardedOptimization(Automatic):
 
 
 class ShardedSteps:
-    """Methods of `ElasticStrategy` with ``shards``."""
+    """Methods of `ElasticStrategy` that are used if ``shards`` is given."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -95,7 +93,7 @@ class ShardedSteps:
         forward: Callable[[Any], Any],
         backward: Backward,
     ) -> torch.Tensor:
-        """Run all of this rank's shards.
+        """Run the forward and backward passes of all of this rank's shards.
 
         Returns:
             Mean of the losses of all shards of all ranks, a float32 scalar on the CPU.

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="elastic")``: DDP in a world that may lose and gain workers during training."""
+"""``Trainer(strategy="elastic")``: DDP training that continues when workers fail or join."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ElasticStrategy(DDPStrategy):
     """Strategy for Trainer: ``strategy=ElasticStrategy()``, or ``"elastic"`` once this module is imported.
 
     The state is committed after every ``commit_every``-th optimizer step and at the end of each epoch. After a failure,
-    training resumes from the last commit, in the middle of an epoch, with everything that Lightning keeps: loops,
-    optimizers, schedulers, callbacks, scaler, logged means, and the position in the data. ``kwargs`` are those of
-    `DDPStrategy`, including DDP's own.
+    training resumes from the last commit, in the middle of an epoch, including all of Lightning's state: loops,
+    optimizers, schedulers, callbacks, scaler, logged means, and the position in the data. ``kwargs`` are the arguments
+    of `DDPStrategy`, including those of DDP.
 
     With ``shards=elastic.Shards(8)`` a step is 8 batches of the train dataloader in any world, and weights are bitwise
     identical to those of an undisturbed run. The module is not wrapped in DDP then. See docs/exact.md.
@@ -96,7 +96,7 @@ class ElasticStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         unsupported_sharding.check_trainer("Lightning", (), [trainer.lightning_module])
-        # This comes first, because a schedule that uses estimated_stepping_batches makes the loop set up its data.
+        # The loop is replaced first, because a schedule that uses estimated_stepping_batches makes it set up its data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
         super().setup(trainer)
@@ -104,7 +104,7 @@ class ElasticStrategy(DDPStrategy):
             self._sharded.prepare(trainer)
 
     def configure_ddp(self) -> None:
-        """Wrap the module in DDP, unless there are shards, over which gradients are then reduced."""
+        """Wrap the module in DDP. With shards, reduce gradients over shards instead."""
         if self._sharded is None:
             super().configure_ddp()
 
@@ -141,7 +141,9 @@ class ElasticStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def dealing(self) -> Iterator[None]:
-        """Context in which the position of the job, and not Lightning's samplers, divides train dataloaders."""
+        """Context manager in which samples of train dataloaders are assigned by the job's position, not by Lightning's
+        samplers.
+        """
         connector = self.lightning_module.trainer._accelerator_connector
         asked, connector.use_distributed_sampler = connector.use_distributed_sampler, False
         self._deals = True

@@ -1,4 +1,4 @@
-"""Parts of a Trainer that belong to a commit: contents of Lightning's checkpoints, and running means of an epoch."""
+"""Parts of a Trainer in a commit: the contents of Lightning's checkpoints, and running means of the epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.part import Carried
 from elastic.state.torch_state import TorchState
 
-# Key in the fit loop's state. The loader is a separate part of the state.
+# Key in the fit loop's state that is omitted, because the loader is a separate part of the state.
 _LOADERS = "combined_loader"
 
 
@@ -32,7 +32,8 @@ def state_of(trainer: Trainer, loader: DataLoader) -> TorchState:
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         for name, value in vars(callback).items():
             if isinstance(value, torch.nn.Module) and value is not trainer.lightning_module:
-                values[f"callback_{number}{name}"] = value  # The value may be averaged weights.
+                # A callback may hold tensors, such as averaged weights.
+                values[f"callback_{number}{name}"] = value
     values["progress"] = TrainerProgress(trainer)
     values["means"] = EpochMeans(trainer)
     shards = getattr(trainer.strategy, "shards", None)
@@ -145,7 +146,7 @@ def _copied(value: Any) -> Any:
 
 
 def follow_loggers(trainer: Trainer) -> None:
-    """Let the loggers of a worker that has become rank 0 continue the previous rank 0's files."""
+    """Make the loggers of a worker that became rank 0 continue the files of the previous rank 0."""
     if not trainer.is_global_zero:
         return
     for logger in trainer.loggers:
