@@ -1,7 +1,7 @@
-"""Collectives on numbers, arrays and tensors, for example for metrics. Results are tensors of Keras's backend.
+"""Collectives on single values: numbers, arrays and tensors, such as metrics. Results are tensors of Keras's backend.
 
 On TensorFlow, these functions may be called in a ``tf.function``, where they return symbolic tensors. A step compiled
-by JAX may call the functions whose result has the shape of their argument.
+by JAX may call only functions whose result has the shape of their argument.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 
 
 def _in_tensorflow(value: Any) -> bool:
-    """Return whether TensorFlow's collectives handle the value.
+    """Return whether TensorFlow's collectives must process the value.
 
     In a TensorFlow 1 graph a number is reduced immediately, as in Horovod, which runs a session for it.
     """

@@ -1,4 +1,4 @@
-"""`launch`: run a function on many workers from Python, as ``elasticrun`` runs a program."""
+"""`launch`: run a Python function on many workers, like ``elasticrun`` runs a script."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ def launch(
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[LaunchOptions],
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on every worker and return the values by rank of the last world.
+    """Run ``func(*args, **kwargs)`` on every worker, and return the results in the order of the ranks in the last
+    world.
 
     The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds. ``min_np``,
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle. Hosts that do
-    not share this host's TMPDIR receive up to 512 KiB of pickled data over the job's own connections. ``env`` replaces
-    the environment that workers inherit (default: this process's). ``on_report`` is called in this process with a
-    `Report` for each `elastic.report` of a worker, one at a time, and blocks the driver meanwhile. If the callback
-    raises, the first exception is logged, and the job continues.
+    not share this host's TMPDIR receive up to 512 KiB of pickled data over the job's connections. ``env`` replaces the
+    environment that workers inherit (default: that of this process). ``on_report`` is called in this process with a
+    `Report` for each `elastic.report` call of a worker, one at a time, and blocks the driver while it runs. If the
+    callback raises, the first exception is logged and the job continues.
 
     Raises:
         Invalid: (a ValueError) an argument is invalid. Raised before anything is started.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
         JobFailed: the job failed, after all output of the workers was forwarded.
 
     Example::
 
-        losses = elastic.launch(train, args=(0.1,), np=4)  # what train(0.1) returned, by rank
+        losses = elastic.launch(train, args=(0.1,), np=4)  # results of train(0.1), by rank
     """
     flags = words_of(LAUNCH, options)
     if not callable(func):
@@ -66,7 +67,7 @@ def launch(
     from elastic.driver.job.start import Outcome, start
 
     environ = dict(os.environ if env is None else env)
-    # The worker searches for modules in the same folders as this process.
+    # Workers must import modules from the same folders as this process.
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
 
     # The folder has mode 0700.
@@ -87,7 +88,9 @@ def launch(
 
 
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
-    """Return the unpickled values by rank. Raises JobFailed if a value is missing, because later values would shift."""
+    """Return the unpickled results in rank order. Raises JobFailed if a result is missing, because indices must be
+    ranks.
+    """
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:
         named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing[:8])}"
@@ -99,7 +102,7 @@ def values_of(results: Sequence[bytes | None]) -> list[Any]:
 
 
 def run_apart(work: Callable[[], Any]) -> Any:
-    """Call ``work`` in this thread, or in another thread if this one already runs an event loop, as in a notebook."""
+    """Run ``work`` in this thread, or in a new thread if this one already runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

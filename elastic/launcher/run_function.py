@@ -1,9 +1,9 @@
-"""Program of the workers of ``elastic.launch``: ``python -m elastic.launcher.run_function FILE``.
+"""Worker program of ``elastic.launch``: ``python -m elastic.launcher.run_function FILE``.
 
-FILE contains the pickled call and is readable only by the user that launched the job; without an argument, ELASTIC_CALL
-names it. On machines that do not share this folder, the bytes, up to a limit, are in the environment: they are sent
-over the authenticated connections as text that neither driver nor agent decodes. The return value is sent as bytes that
-the driver does not decode.
+FILE contains the pickled call and is readable only by the user who launched the job. Without an argument, ELASTIC_CALL
+contains its path. Machines that do not share this folder receive the bytes, up to a limit, in environment variables:
+they are sent over authenticated connections as text that neither driver nor agent decodes. The return value is sent as
+bytes, which the driver does not decode either.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import RESULT_LIMIT
 
 CARRIED = "ELASTIC_CALL_PART_"
-PART = 96 * 1024  # maximum number of characters per variable; the system permits 128 KiB
-# Maximum number of bytes. The system permits 2 MiB for all variables and arguments together.
+PART = 96 * 1024  # maximum number of characters per environment variable; Linux permits 128 KiB
+# maximum number of bytes in all variables; Linux permits 2 MiB for all variables and arguments together
 CARRIED_LIMIT = 512 * 1024
 
 
@@ -89,7 +89,7 @@ def _call(path: str, environ: MutableMapping[str, str]) -> bytes:
 
 
 def main(path: str = "") -> None:
-    """Run the pickled call in the file ``path``, or in the file that ELASTIC_CALL names.
+    """Run the pickled call in the file ``path``, by default the file at ELASTIC_CALL.
 
     Raises:
         Invalid: no file is given.

@@ -1,4 +1,4 @@
-"""`Job`, which controls a running job from Python, like ``elasticrun status``, ``scale``, ``drain`` and similar."""
+"""`Job`: control of a running job from Python, like ``elasticrun status``, ``scale``, ``drain`` and similar."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from elastic.errors import RequestRefused
 
 
 class Job:
-    """A running job, selected by the same options as with ``elasticrun status``.
+    """Handle of a running job, selected by the same options as for ``elasticrun status``.
 
-    - On this machine: ``name``, the name of the job or the process ID of its driver; or nothing, if it is the only job.
+    - On this machine: ``name`` is the name of the job or the process ID of its driver. It may be omitted if only one
+    job runs.
     - Through etcd: ``etcd``, ``name`` and ``secret_file``.
     - On a Ray cluster: ``ray=True`` and the ``name`` of a detached job.
 
@@ -35,7 +36,7 @@ class Job:
         ray: bool = False,
         flags: Sequence[str] = (),
     ) -> None:
-        """Select the job, without a connection to it.
+        """Select the job without connecting to it.
 
         Args:
             name: name of the job, or process ID of its driver as text.
@@ -55,7 +56,7 @@ class Job:
         self._found: Any = found
 
     def status(self) -> dict[str, Any]:
-        """Return the contents of the live page as a dict with the keys ``set``, ``rows`` and ``add``.
+        """Return the contents of the job's live page as a dict with the keys ``set``, ``rows`` and ``add``.
 
         See docs/commands.md.
         """
@@ -74,10 +75,10 @@ class Job:
         return self._ask(AskScale, workers)[0]
 
     def drain(self, host: str, *, off: bool = False) -> str:
-        """Remove the workers of a host if enough workers remain on other hosts, and start no workers on the host.
+        """Drain a host: start no new workers on it, and remove its workers if enough workers remain on other hosts.
 
         Args:
-            off: whether to end the drain, so that the host may have workers again.
+            off: whether to end the drain, so that workers may be started on the host again.
         """
         from elastic.driver.job.operator_api.messages import AskDrain
 
@@ -96,8 +97,9 @@ class Job:
     def stacks(
         self, worker: int | str | None = None, *, all_threads: bool = False
     ) -> dict[str, str]:
-        """Return the Python stack of the thread that called ``init()``, of one worker or of the first eight ranks, by
-        ``"host:slot#start"``. It starts with ``Training thread``.
+        """Return Python stacks of one worker, or of the first eight ranks, as a dict by ``"host:slot#start"``.
+
+        Each stack is that of the thread that called ``init()``, and starts with ``Training thread``.
 
         Args:
             worker: rank, or ``"host:slot"``.

@@ -1,10 +1,10 @@
-"""Estimate of the offset between this worker's clock and the driver's, from requests with four times each.
+"""Estimate of the offset between this worker's clock and the driver's, from requests with four timestamps each.
 
 Pure: no I/O, no clock.
 
     asked (here)  ->  heard, told (there)  ->  answered (here)
 
-As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both directions take equally long, the
+As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both directions take the same time, the
 clocks differ by ``((heard - asked) + (told - answered)) / 2``, and the error is at most half of the round trip in any
 case. The fastest request is therefore used instead of an average, because slower ones add no information.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 class ClockOffset:
     """Estimate from one round of requests.
 
-    Create a new object for each round, since clocks drift by some 10 us per second.
+    Create a new object for each round, because clocks drift by about 10 us per second.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ClockOffset:
 
     @property
     def offset_ns(self) -> int:
-        """Return the nanoseconds to add to a time of this worker, or 0 if the clocks cannot be distinguished.
+        """Return the number of nanoseconds to add to a time of this worker, or 0 if the offset is within the error.
 
         Processes of one host share a clock, so any nonzero value would be noise.
         """

@@ -1,4 +1,4 @@
-"""Measurement of the time that the training thread waits for torch's DataLoader, by a wrapped method."""
+"""Measurement of the time that the training thread waits for torch's DataLoader, through a wrapped method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _listener: Callable[[Any], None] | None = None
 
 
 def count(account: TimeAccount) -> None:
-    """Start to count the time that the calling thread waits for any DataLoader.
+    """Start measuring the time that the calling thread waits for any DataLoader.
 
     Has no effect if torch lacks the method.
     """
@@ -32,14 +32,14 @@ def count(account: TimeAccount) -> None:
 def listen(listener: Callable[[Any], None] | None) -> None:
     """Call ``listener`` in the training thread with the iterator of each batch, or None at its end.
 
-    If ``listener`` is None, stop the calls.
+    Pass None as ``listener`` to stop the calls.
     """
     global _listener
     _listener = listener
 
 
 def stop() -> None:
-    """Stop counting the time that the training thread waits."""
+    """Stop measuring the time that the training thread waits."""
     global _account
     _account = None
 

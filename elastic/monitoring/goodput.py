@@ -1,4 +1,4 @@
-"""`goodput`, which returns the time that this worker has spent on each activity."""
+"""`goodput`: time that this worker has spent on each activity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.protocol.messages import Times
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a worker by activity since its ``init()``. docs/spot.md describes each part.
+    """Time in seconds that a worker has spent on each activity since ``init()``. docs/spot.md describes each field.
 
     ``wall_s`` is the sum of the parts, and ``goodput`` is ``training_s / wall_s``.
     """
@@ -39,8 +39,8 @@ class Goodput:
 def goodput() -> Goodput:
     """Return the times that this worker has spent on training, recoveries and other activities.
 
-    ``elastic.goodput().goodput`` is the share spent on training that was not lost. The call takes microseconds and does
-    not communicate. ``elasticrun --summary`` prints the same for all workers when the job ends.
+    ``elastic.goodput().goodput`` is the fraction of time spent on training that was not lost. The call takes
+    microseconds and does not communicate. ``elasticrun --summary`` prints the same for all workers when the job ends.
 
     Raises:
         NotInitialized: ``init()`` was not called.

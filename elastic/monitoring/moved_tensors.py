@@ -1,4 +1,4 @@
-"""Record of the sizes of tensors in this process's collectives while a script is checked. Broadcasts do not count."""
+"""Record of the sizes of tensors in this process's collectives, except broadcasts, while a script is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queue of a worker's reports, which are sent or kept until a driver is available. Pure: no I/O, no clock.
+"""Queue of a worker's reports to the driver, which keeps them until a driver is available. Pure: no I/O, no clock.
 
     add --> waiting, up to KEPT --Reported--> in flight, up to WINDOW_BYTES --ReportsTaken--> delivered
             the oldest is dropped             sent again after a change of the driver or connection
@@ -20,11 +20,11 @@ from elastic.protocol.messages import Place, Reported
 KEPT = 1000  # maximum number of reports that wait to be sent
 KEPT_BYTES = 16 * 1024 * 1024  # maximum size of these reports, in bytes
 WINDOW_BYTES = 128 * 1024
-OVERHEAD_BYTES = 100  # approximate overhead of a message, in bytes
+OVERHEAD_BYTES = 100  # approximate overhead of one message in bytes
 
 
 class ReportQueue:
-    """Queue of one worker's reports. Not thread-safe."""
+    """Queue of one worker's reports to the driver. Not thread-safe."""
 
     def __init__(self, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept, self._kept_bytes = kept, kept_bytes
@@ -77,7 +77,7 @@ class ReportQueue:
         self._dropped = 0
 
     def taken(self, number: int) -> None:
-        """Record that the driver has accepted all reports up to this number."""
+        """Remove all reports up to this number, which the driver has accepted."""
         while self._under_way and self._under_way[0].number <= number:
             self._under_way_bytes -= _size(self._under_way.popleft())
             self._sent = max(0, self._sent - 1)

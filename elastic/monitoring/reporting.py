@@ -1,4 +1,4 @@
-"""`report`, which sends metrics of the script to the process that started the job."""
+"""`report`: sends metrics from the script to the process that started the job."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.protocol.report_values import Report, packed
 
-CLOSE_S = 3.0  # seconds at exit for the driver to accept the remaining reports
+CLOSE_S = 3.0  # timeout in seconds, at exit, for the driver to accept the remaining reports
 
 
 def report(metrics: Mapping[str, Any]) -> None:
-    """Send metrics to the driver: ``elastic.report({"loss": loss, "step": state.step})``.
+    """Send metrics to the driver, as in ``elastic.report({"loss": loss, "step": state.step})``.
 
-    Values are None, bool, int, float, str, and lists and dicts of them. A tensor or an array of one element is
+    Values may be None, bool, int, float, str, and lists and dicts of these. A tensor or an array of one element is
     converted to a number, which synchronizes with its GPU. ``elastic.launch(..., on_report=...)`` receives the metrics
     in the order in which this worker reported them, and the last report of each rank is kept. Reports do not influence
     the job.
 
-    The call never waits for the driver. While the driver is missing or slow, the last 1000 reports are kept and sent
+    The call never waits for the driver. If the driver is unreachable or slow, the last 1000 reports are kept and sent
     later. The log shows how many older reports were dropped. Without a driver, the call has no effect.
 
     Raises:
@@ -46,7 +46,7 @@ class Reporting:
         self._send = send
         self._queue = ReportQueue()
         self._changed = threading.Condition()  # guards the queue; held only for short operations
-        # lock that lets one thread at a time send, so that the order is kept
+        # lock that allows only one thread at a time to send, which preserves the order
         self._sending = threading.Lock()
         self._lost = False
 

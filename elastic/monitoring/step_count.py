@@ -1,8 +1,8 @@
-"""Number and size of this process's optimizer steps, for the driver's statistics.
+"""Count and batch size of this process's optimizer steps, for the driver's statistics.
 
 Steps of torch's optimizers are counted by a hook. Optimizers of Keras and TensorFlow count their own steps in a
-variable, which is read at each commit. Of several optimizers only the first one that steps is counted: a script that
-trains two models makes one step with both.
+variable, which is read at each commit. If there are several optimizers, only the first one that steps is counted,
+because a script that trains two models uses both in each step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 steps: int | None = None  # number of steps, or None if no torch optimizer has stepped
 batch: int | None = None  # number of samples of a step on this rank, or None if unknown
 state_step: int | None = None  # step counter of the state at its newest commit, or None
-commits_every = 1  # number of calls of commit() for which one copy is made
+commits_every = 1  # number of calls of commit() per copy of the state
 _counted = 0  # ID of the torch optimizer whose steps are counted
 _taken: int | None = None  # step count of an optimizer at the newest commit
 
@@ -36,7 +36,7 @@ def committed(step: object, taken: int | None = None) -> None:
 
 
 def at(step: object, taken: int | None = None) -> None:
-    """Record the step of the state, which is that of its newest commit. The arguments are those of `committed`."""
+    """Set the step to that of the state's newest commit. The arguments are those of `committed`."""
     global state_step
     state_step = step if isinstance(step, int) and not isinstance(step, bool) else taken
 
@@ -63,7 +63,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Context of a training function, in which optimizer steps are counted."""
+    """Context manager in which the optimizer steps of a training function are counted."""
     handle = register_optimizer_step_post_hook(_stepped)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Account of a worker's time by the activity of its training thread. Times are in seconds and passed in.
+"""Accounting of a worker's time by the activity of its training thread. Times are passed in, in seconds.
 
     training     in the training function, but in none of the activities below
     committing   in ``state.commit()``
@@ -26,7 +26,7 @@ REPEATED: tuple[Part, ...] = (
     "training",
     "committing",
     "data",
-)  # activities that have to be repeated after a loss
+)  # activities whose time since the last commit is lost if a worker is lost
 
 
 class TimeAccount:
@@ -45,7 +45,7 @@ class TimeAccount:
         Args:
             part: the activity.
             now: current time, in seconds.
-            since: time at which the activity began, if this was earlier, but after the last change.
+            since: time at which the activity began, if before ``now``. Must not precede the last change of activity.
         """
         with self._lock:
             before = self.part
@@ -56,7 +56,7 @@ class TimeAccount:
 
     @contextlib.contextmanager
     def during(self, part: Part) -> Iterator[None]:
-        """Context of an activity. Afterwards the previous activity continues."""
+        """Context manager for an activity. The previous activity continues afterwards."""
         before = self.begin(part, time.monotonic())
         try:
             yield
@@ -73,7 +73,7 @@ class TimeAccount:
                 self._kept[repeated] = self._spent[repeated]
 
     def only_prepared(self) -> None:
-        """Count the time so far as joining, because the training function was not reached before."""
+        """Count all time so far as joining, because the training function had not been reached."""
         with self._lock:
             self._spent["joining"] += self._spent["training"]
             self._spent["training"] = self._kept["training"] = 0.0

@@ -1,6 +1,6 @@
-"""Timeline records of this worker, for call sites. Never blocks.
+"""Interface for call sites that add records to this worker's timeline. Never blocks.
 
-``on`` is False until a timeline is wanted, so that a call site only pays for one check::
+``on`` is False until a timeline is requested, so that a call site costs only one check::
 
     from elastic.monitoring import timeline
 
@@ -35,10 +35,10 @@ from collections.abc import Callable, Iterable
 
 from elastic.monitoring.trace_buffer import TraceBuffer
 
-POKE_AT = 2_000  # number of waiting records at which the sender is woken
+POKE_AT = 2_000  # number of buffered records at which the sending thread is woken
 CYCLES = "cycles"  # name of the row with CYCLE_START
 
-on = False  # whether records are wanted
+on = False  # whether a timeline is being recorded
 mark_cycles = False
 
 _buffer = TraceBuffer()
@@ -126,6 +126,6 @@ def record(into: TraceBuffer, poke: Callable[[], None], *, cycles: bool) -> None
 
 
 def stop() -> None:
-    """Stop recording. Call sites that have just checked ``on`` may still add records."""
+    """Stop recording. Call sites that checked ``on`` just before may still add records."""
     global on, mark_cycles
     on = mark_cycles = False

@@ -1,14 +1,13 @@
-"""Buffer of timeline records that wait to be sent. Times are passed in.
+"""Buffer of timeline records that have not been sent yet. Times are passed in.
 
 A record is a tuple ``(kind, row, name, at_ns, ns)``. Kinds are the letters of the trace format:
 
     X  a span of ``ns`` nanoseconds that began at ``at_ns``
-    B  the beginning of a span that still lasts, E the end of the innermost one of its row
-    i  an instant
+    B  the beginning of a span that is still open, E the end of the innermost open span of its row i  an instant
 
-A span becomes one X when it ends. Only a long span is recorded while it lasts, as B and later E, so that the timeline
-shows the activity of a worker that was killed. Nothing blocks or grows without limit: if records arrive faster than
-they are taken, new ones are dropped and counted.
+A span becomes one X when it ends. Only a long span is recorded while it is open, as B and later E, so that the timeline
+shows what a killed worker was doing. Nothing blocks or grows without limit: if records arrive faster than they are
+taken, new ones are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-LIMIT = 100_000  # maximum number of waiting records, which take about 20 MB
-LASTS_NS = 1_000_000_000  # age in nanoseconds at which an unfinished span gets a record of its own
+LIMIT = 100_000  # maximum number of buffered records, which take about 20 MB
+LASTS_NS = 1_000_000_000  # age in nanoseconds at which an open span is recorded as a B
 
 
 # An open span: name, begin, and whether it was recorded as a B. A list costs half as much as an object.
@@ -35,7 +34,7 @@ class TraceBuffer:
         self._limit = limit
         self._records: list[Trace] = []
         self._open: dict[str, list[_Open]] = {}  # open spans by row, outermost first
-        # Spans may be ended, and found to be long, by other threads than the one that began them. Adding needs no lock.
+        # The lock is needed because any thread may end a span or record it as long. Adding a record needs no lock.
         self._spans = threading.Lock()
 
     def __len__(self) -> int:
@@ -82,7 +81,7 @@ class TraceBuffer:
     def _close(self, row: str, span: _Open, at_ns: int) -> None:
         name, began_ns, recorded = span
         if recorded:
-            # The record is written even if the buffer is full, because each B record needs an E record.
+            # This record is added even if the buffer is full, because each B record needs an E record.
             self._records.append(("E", row, name, at_ns, 0))
         else:
             self.add(("X", row, name, began_ns, at_ns - began_ns))
@@ -98,7 +97,7 @@ class TraceBuffer:
                     if recorded:
                         continue
                     if now_ns - at_ns < LASTS_NS or len(self._records) >= self._limit:
-                        break  # The spans inside this one are younger.
+                        break  # Spans nested in this one are younger, so they are not long either.
                     span[2] = True
                     self._records.append(("B", row, name, at_ns, 0))
 

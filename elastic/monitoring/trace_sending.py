@@ -1,4 +1,5 @@
-"""Schedule of the records that a worker sends to the driver. Pure: times are passed in, messages are returned.
+"""Flow control of the timeline records that a worker sends to the driver. Pure: times are passed in, messages are
+returned.
 
     Tracing(on)      --ClockAsked-->    ... ROUND times ...  the clocks are compared
                      --Traced-->        at most WINDOW in flight; the rest waits in the buffer
@@ -17,7 +18,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Trace
 
 BATCH = 2_000  # maximum number of records per message, about 150 KB
-# Maximum number of bytes of names per message. A script may choose long ones.
+# Maximum total size of the names in one message in bytes, because scripts may choose long names.
 BATCH_BYTES = 1 << 20
 WINDOW = 8  # maximum number of messages in flight
 ROUND = 8  # number of requests for the driver's clock per round
@@ -30,7 +31,7 @@ class TraceSending:
     def __init__(self, buffer: TraceBuffer) -> None:
         self.timeline = 0  # number of the current timeline, or 0 if there is none
         self._buffer = buffer
-        self._over = False  # the timeline has ended, and the remaining records have to be sent
+        self._over = False  # whether the timeline has ended and the remaining records must be sent
         self._under_way = 0  # number of messages in flight
         self._clock = ClockOffset()  # offset of the driver's clock from the last complete round
         self._round = ClockOffset()
@@ -63,7 +64,7 @@ class TraceSending:
             return []
         self._buffer.report_open_spans(now_ns)
         if not self._clock.known:
-            return []  # Times cannot be converted yet.
+            return []  # Without a clock offset, times cannot be converted yet.
         due: list[Message] = []
         while self._under_way < WINDOW and len(self._buffer):
             due.append(self._batch())

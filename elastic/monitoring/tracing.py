@@ -1,8 +1,8 @@
 """Transfer of this worker's timeline records to the driver, or to a file if there is no driver.
 
-With a driver, the driver requests records and the link thread sends them; `trace_sending` decides. Without one, each
-rank has its own file and thread, because no process could merge them: rank 0 writes the requested file, other ranks
-append ``.rank<N>`` to its name.
+With a driver, the driver requests records and the link thread sends them, as `trace_sending` decides. Without a driver,
+no process can merge the records, so each rank writes a separate file in a separate thread: rank 0 the requested file,
+and other ranks the same name with the suffix ``.rank<N>``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from elastic.protocol.trace_file import TraceFile
 from elastic.protocol.trace_format import TraceFormat
 from elastic.rendezvous.environment import DYNAMIC, Environment
 
-ANSWER_S = 10.0  # seconds for the driver to open or complete a file
+ANSWER_S = 10.0  # timeout in seconds for the driver to open or complete a file
 WRITE_S = 1.0  # seconds between two writes to a local file
-CLOSE_S = 5.0  # seconds for the last write
+CLOSE_S = 5.0  # timeout in seconds for the last write
 
 Send = Callable[[Message], None]
 
@@ -36,7 +36,7 @@ class TraceSession(Protocol):
     """Interface of the destination of timeline records. A process has one destination."""
 
     def begin(self, place: Place) -> None:
-        """Start HOROVOD_TIMELINE once the place is known.
+        """Start the timeline of HOROVOD_TIMELINE, once this worker knows its rank.
 
         Raises Invalid if the file cannot be written, and DriverLost if the driver does not answer.
         """
@@ -77,8 +77,8 @@ class TracingThroughDriver:
         self._requests = 0
         self._answer: protocol.TimelineAnswer | None = None
         self._present = 0  # number of the timeline that is being recorded
-        # The timeline that this worker's script refers to. A late stop must not end a newer timeline that other ranks
-        # started. None means that the script has made no request and refers to the first timeline.
+        # Timeline that a stop request of this worker's script refers to, because a late stop must not end a newer
+        # timeline that other ranks have started. None means the first timeline: the script has made no request yet.
         self._known: int | None = None
 
     def begin(self, place: Place) -> None:
@@ -205,7 +205,7 @@ class TracingToFile:
         return False
 
     def due(self) -> None:
-        """Do nothing, because without a driver there is no link."""
+        """Do nothing, because no driver receives messages."""
 
 
 class _Writing:
@@ -257,11 +257,12 @@ class _Writing:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a timeline to this file from now on. ``mark_cycles`` adds an instant for every cycle of negotiation.
+    """Start writing a timeline to a file. ``mark_cycles`` adds an instant for every negotiation cycle.
 
     One file contains all workers of the job, so one rank's call is enough. If several ranks call, the first call
     determines the file. Under ``elasticrun`` the path is on the driver's host. A relative path is relative to this
-    worker's folder. The call returns when the file exists. HOROVOD_TIMELINE need not be set, not even to ``DYNAMIC``.
+    worker's folder. The call returns when the file exists. HOROVOD_TIMELINE does not need to be set, not even to
+    ``DYNAMIC``.
 
     Raises:
         NotInitialized: (a ValueError) ``init()`` was not called.
@@ -275,7 +276,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the running timeline. Its file is complete on return.
+    """Stop the current timeline. Its file is complete when the call returns.
 
     The first call of any worker ends the timeline of all workers. Later calls have no effect.
 

@@ -1,4 +1,4 @@
-"""Search for the line of the script that a thread executes, to locate a collective that not all ranks call."""
+"""Find the script line that a thread is executing, to locate a collective that not all ranks call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTALLED = "site-packages"
 
 
 def of_thread(number: int) -> str:
-    """Return the script's current line in a thread, such as ``train.py:12``.
+    """Return the script line that a thread is executing, such as ``train.py:12``.
 
     Empty if the thread has ended or runs no code of the script.
     """

@@ -1,4 +1,4 @@
-"""Convert arrays of MXNet to tensors of torch, and back."""
+"""Conversion between MXNet arrays and torch tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array: TypeAlias = mx.nd.NDArray
 
 
 def view(array: Array, write: bool = False) -> torch.Tensor:
-    """Return a tensor over the array's own memory, on its device. Waits for pending computations of MXNet.
+    """Return a tensor that shares the array's memory, on its device. Waits for pending computations of MXNet.
 
     Args:
         array: dense array of float16, float32, float64, int8, uint8, int32 or int64.

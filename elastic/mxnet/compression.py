@@ -28,7 +28,9 @@ class ToHalf:
 
 
 class MXNetCompression:
-    """Values for the argument ``compression``. A custom class with ``compress`` and ``decompress`` works as well."""
+    """Compressors for the argument ``compression``. A custom class with ``compress`` and ``decompress`` is also
+    accepted.
+    """
 
     none = NoneCompressor
     fp16 = ToHalf

@@ -10,7 +10,7 @@ These arguments are common to all functions:
     op: Average (default), Sum, Min, Max, Product or Adasum.
     average: deprecated; True means Average, False means Sum.
     priority: ignored, since each call is complete when it returns.
-    prescale_factor, postscale_factor: the array is multiplied by them before and after the reduction.
+    prescale_factor, postscale_factor: factors applied to the array before and after the reduction.
     process_set: the ranks that call the function (default: all ranks of the world).
 
 All functions raise the errors of torch's collectives (see `elastic.api.ops`), and TypeError for other objects.
@@ -74,7 +74,7 @@ def grouped_allreduce(
 ) -> list[Array]:
     """Reduce several arrays at once. Small arrays of one dtype share a buffer. See `allreduce`."""
     for tensor in tensors:
-        view(tensor)  # The tensor is checked before anything is copied.
+        view(tensor)  # Check all arrays before copying any.
     made = [tensor.copy() for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
     return grouped_allreduce_(made, None, name, priority, *factors, process_set, as_op(op, average))
@@ -135,7 +135,7 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Return a copy of the array of rank ``root_rank`` of the world on every rank."""
+    """Return a copy of rank ``root_rank``'s array on every rank. The root is always given as a world rank."""
     view(tensor)
     return broadcast_(tensor.copy(), root_rank, name, priority, process_set)
 
@@ -189,7 +189,7 @@ def reducescatter(
 ) -> Array:
     """Reduce an array of shape ``[rows, ...]`` and return this rank's share of the rows.
 
-    The first ranks get one row more if the rows cannot be divided evenly. ``op`` is Average or Sum.
+    If the rows cannot be divided evenly, the first ranks receive one additional row. ``op`` is Average or Sum.
     """
     scales = (prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], op, name, priority, process_set, *scales)[0]

@@ -1,4 +1,4 @@
-"""Reduction of the gradients of a step over all ranks, for Gluon's trainer and for optimizers of a Module or a loop."""
+"""Reduction of a step's gradients over all ranks, for Gluon trainers, Modules and custom loops."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from elastic.optimizer.gradients.gradient_options import check_compression, chec
 
 
 def ranks(process_set: ProcessSet) -> int:
-    """Return the number of ranks that average gradients together with this rank. It is 1 outside the process set."""
+    """Return the number of ranks that average gradients with this rank, or 1 if this rank is not in the process set."""
     return (process_set.size() or 1) if process_set.included() else 1
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer of MXNet whose gradients are summed over all ranks before each update.
+    """MXNet optimizer that sums gradients over all ranks before each update.
 
-    The average is taken by the optimizer's own ``rescale_grad``, which is divided by the number of ranks, as in
-    Horovod. All other attributes are those of the optimizer.
+    As in Horovod, gradients are averaged by dividing the optimizer's ``rescale_grad`` by the number of ranks. All other
+    attributes are those of the optimizer.
 
     Args:
         optimizer: an optimizer of MXNet. Do not use it directly afterwards.
@@ -61,7 +61,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 " mx.optimizer.create('sgd')"
             )
         check_predivide_factor(gradient_predivide_factor, Op.AVERAGE)
-        # Attributes are not assigned, because this would set them on the wrapped optimizer.
+        # Set without attribute assignment, which would set the attributes of the wrapped optimizer.
         self.__dict__.update(
             _optimizer=optimizer,
             _gradient_predivide_factor=gradient_predivide_factor,
@@ -77,7 +77,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         setattr(self._optimizer, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_set": None}  # The process set belongs to this process.
+        # The process set is not pickled, because it belongs to this process.
+        return {**self.__dict__, "_process_set": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _process_set=global_process_set)
@@ -129,7 +130,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """Gluon's trainer with gradients summed over all ranks in one call. ``step()`` applies their average.
+    """Gluon trainer whose gradients are averaged over all ranks in each ``step()``.
 
     Args:
         params: ``net.collect_params()``, a dict, or a list of parameters, which is sorted by name.
@@ -180,7 +181,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @property
     def _scale(self) -> float:
-        """Scale of gradients in Gluon, without 1 / batch size. Computed in each step, because the world may change."""
+        """Gradient scale of Gluon's trainer, without 1 / batch size. Computed in each step, because the world may
+        change.
+        """
         return self._own_scale / ranks(self._process_set)
 
     @_scale.setter

@@ -23,7 +23,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters in place with those of rank ``root_rank``, in packed broadcasts.
 
-    A parameter whose shape is not known yet is broadcast separately when MXNet initializes it.
+    A parameter with a still unknown shape is broadcast separately when MXNet initializes it.
 
     Args:
         params: ``Block.collect_params()``, a part of ``Module.get_params()``, or any dict of names and parameters
@@ -33,7 +33,7 @@ def broadcast_parameters(
 
     Raises:
         ValueError: ``params`` is not a dict. Raised on every rank if names, shapes or dtypes differ between ranks.
-        Invalid: (a ValueError) a parameter is on several devices.
+        Invalid: (a ValueError) a parameter has copies on several devices.
         PeerLost: a worker was lost.
 
     Example::

@@ -18,7 +18,7 @@ from elastic.state.handlers.variables import VariablesPart
 
 
 class BlockPart(VariablesPart):
-    """A Gluon block, as a part of a state. All its parameters have values."""
+    """Gluon block as a part of a state. All its parameters must be initialized."""
 
     value: mx.gluon.Block
 
@@ -34,8 +34,8 @@ class BlockPart(VariablesPart):
     def named(self) -> dict[str, torch.Tensor]:
         """Return views of the parameters.
 
-        They are keyed by index and last word of the name, because MXNet's layer numbers depend on what was built
-        before.
+        Keys are made of the index and the last word of the name, because the layer numbers in MXNet's names depend on
+        the layers created before.
         """
         return {
             f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)
@@ -47,7 +47,7 @@ class BlockPart(VariablesPart):
 
 
 class TrainerPart(Part):
-    """A Gluon trainer, as a part of a state: the counters, rates and per-parameter state of its optimizer."""
+    """Gluon trainer as a part of a state: counters, learning rates and per-parameter state of its optimizer."""
 
     value: mx.gluon.Trainer
 
@@ -55,7 +55,9 @@ class TrainerPart(Part):
         return [f"{self.name} {type(self._optimizer).__name__}"]
 
     def seems_unchanged(self) -> bool:
-        return False  # torch cannot detect writes by MXNet, so the value counts as changed.
+        return (
+            False  # torch does not detect writes by MXNet, so the value always counts as changed.
+        )
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         optimizer = self._optimizer

@@ -1,7 +1,8 @@
-"""Callbacks at the completion of collectives, for callers that must not block for long.
+"""Completion callbacks of collectives, for callers that must not block for long.
 
-One thread waits on behalf of all callers. A caller that finds nothing else in flight waits briefly itself: when the
-other ranks are about to submit too, switching to another thread and back would cost more than the collective.
+One background thread waits for all collectives. If nothing else is in flight, a caller first waits briefly in its own
+thread: if the other ranks are about to submit the same collective, switching threads would take longer than the
+collective.
 """
 
 from __future__ import annotations
@@ -12,24 +13,27 @@ from collections.abc import Callable
 
 from elastic.negotiation import submission
 
-BRIEF_S = 0.003  # Seconds that a caller waits itself before the thread waits in its place.
+BRIEF_S = 0.003  # time in seconds that a caller waits before the background thread takes over
 
 Finish = Callable[[], None]
 
 
 class Completions:
-    """Callbacks for collectives in flight. Thread-safe. The thread starts at the first collective that must wait."""
+    """Completion callbacks of collectives in flight. Thread-safe.
+
+    The background thread starts when it is first needed.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[int, Finish] = {}
         self._added = False  # whether a collective was added since the thread last checked
         self._idle = True
-        self._brief = threading.Lock()  # lock that a caller holds while it waits by itself
+        self._brief = threading.Lock()  # lock that a caller holds while it waits in its own thread
         self._thread: threading.Thread | None = None
 
     def when_over(self, handle: int, finish: Finish) -> None:
-        """Call ``finish`` once ``synchronize(handle)`` would return or raise soon.
+        """Call ``finish`` once the collective is complete or about to be.
 
         ``finish`` is called in this thread or in the waiting thread. It calls `submission.synchronize` and must not
         raise. Completions are detected in any order, so a collective that another rank delays does not hold up those

@@ -1,23 +1,24 @@
-"""Decisions about the collectives that can run now, because every member has requested them, and their order.
+"""Coordinator: decides which collectives can run, because every member has requested them, and in which order.
 
 Pure: no I/O, no clock.
 
 Each generation has one coordinator, on rank 0, for the world and all its process sets. Ranks request collectives in any
-order. A collective that all members have requested runs immediately, in the same order on every rank. The coordinator
-handles no tensors.
+order. A collective runs as soon as all members have requested it. The order is the same on every rank. The coordinator
+processes no tensors.
 
 A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
-only intersects bit masks: for 1,024 names, one `and` of 128 bytes per rank. A number means "the same request as last
+only intersects bit masks: with 1,024 names, one `and` over 128 bytes per rank. A number means "the same request as last
 time". A rank with a different request under the same name sends it in full, and the other ranks' bits are expanded to
-the requests that they stand for. The number of a name changes only in a decision in which all its members took part,
-never while a rank might still be requesting the old one. When the numbers are used up, all are dropped at once and a
-new epoch starts. Bits of the previous epoch are understood until every member has seen the new one.
+the requests that they stand for. The number of a name changes only with a decision of all its members, never while a
+rank might still request the old number. When all numbers are in use, they are discarded together and a new epoch
+starts. Bits of the previous epoch are accepted until every member has received the new epoch.
 
-A rank whose only submitting thread has been blocked for a moment reports the collective that it waits for. If all
-members of a collective wait, each for a different one, none of these can ever run, and every rank receives the list of
-calls.
+If a rank's only submitting thread has been blocked for a short time, the rank reports the collective for which it
+waits. If ranks wait for each other in different collectives, none of these can ever run, and every rank receives the
+list of calls.
 
-A rank that joined has no more data, so reductions do not wait for it. When all ranks have joined, all are notified.
+A rank that called `join` has no more data, so reductions do not wait for it. When all ranks have joined, all are
+notified.
 
 A notification runs at the first request, and reaches all members. If several ranks request it, it runs several times.
 """
@@ -53,16 +54,16 @@ class Coordinator:
         self._sets: dict[Members, MessageTable] = {}
         self._joined: list[int] = []  # ranks in the order of joining
         self._gone: dict[int, str] = {}  # for each rank that left, the reason
-        # Last reported wait of each rank. The wait may have ended.
+        # last wait reported by each rank, which may have ended in the meantime
         self._waits: dict[int, tuple[Members, Request]] = {}
-        # for each name, the time at which it was first seen waiting
+        # time at which the stall check first found a name pending, by name
         self._since: dict[tuple[Members, str], float] = {}
         self._warned: set[tuple[Members, str]] = set()
 
     # ---- offers ----------------------------------------------------------------------------------------------------
 
     def offer(self, rank: int, offer: RequestList) -> list[ResponseList]:
-        """Record a rank's requests. Return the resulting decisions, each of which is sent to all its members."""
+        """Record a rank's requests. Return the resulting decisions, each to be sent to all its members."""
         if offer.requests and offer.requests[0].kind == WAIT:
             self._waits[rank] = (offer.members, offer.requests[0])
             return self._deadlocked()
@@ -81,7 +82,8 @@ class Coordinator:
     ) -> list[ResponseList]:
         each = self._set(offer.members)
         if rank not in each.offered:
-            return []  # The rank is not a member, and its call has already raised an error.
+            # A rank that is not a member is ignored: its call has already raised an error.
+            return []
         known = int.from_bytes(offer.known, "little")
         if offer.epoch != each.epoch:
             requests = (*each.with_known_numbers(rank, known), *requests)
@@ -141,7 +143,8 @@ class Coordinator:
             found = self._settled(each, name)
             if found is None:
                 continue
-            if each.epoch != epoch and responses:  # All numbers assigned before this are void.
+            # All numbers assigned before are invalid from here on.
+            if each.epoch != epoch and responses:
                 made.append(ResponseList(each.named_as, epoch, responses=tuple(responses)))
                 responses = []
             responses.append(found)
@@ -260,7 +263,8 @@ class Coordinator:
         stuck = in_cycles(lacking)
         concerned = {rank for each in stuck for rank in self._active(self._set(waits[each][0]))}
         if not stuck or not concerned <= waits.keys():
-            return []  # Another rank has not called yet. All ranks will then receive all calls.
+            # Wait for the rank that has not called yet, so that all ranks receive all calls.
+            return []
         asked = {
             rank: self._set(waits[rank][0]).asked_by_all(waits[rank][1].name)
             for rank in sorted(stuck)

@@ -1,4 +1,4 @@
-"""Execution of the collectives that a script calls by name: requests, and starts in the order of the decision."""
+"""Engine that negotiates a script's collectives and starts them in the decided order."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-# A collective that takes longer may be waiting for ranks blocked in other collectives.
+# After this time in seconds, a collective may be waiting for ranks that are blocked in other collectives.
 BLOCKED_S = 0.3
-LEAVE_S = 0.3  # seconds to send the leave message to rank 0
+LEAVE_S = 0.3  # timeout in seconds for sending the leave message to rank 0
 _MOST_CYCLES = 5  # maximum number of cycles to wait for a growing batch
-DRAIN_S = 0.2  # seconds for a woken thread to carry out the decisions that it received
+DRAIN_S = 0.2  # timeout in seconds for a woken thread to execute the decisions that it has received
 # seconds between two checks of a thread that waits while another thread receives decisions
 _SLICE_S = 0.05
 
@@ -80,7 +80,7 @@ class Engine:
         self._listener: Callable[[Request], None] | None = None
         self._unheard: list[Request] = []  # notifications that the listener has not received yet
         self._submitters: set[int] = set()  # IDs of the threads that have submitted collectives
-        self._lock = threading.Lock()  # lock that guards the nine fields above
+        self._lock = threading.Lock()  # guards the nine fields above
         self._hearing = threading.Lock()
         self._sending = threading.Lock()
         self._driving = threading.Lock()
@@ -92,7 +92,7 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        # Whether a thread has removed work from one queue and not yet added it to the next.
+        # whether a thread has removed work from one queue and has not yet added it to the next
         self._midway = False
         self._thread: threading.Thread | None = None
 
@@ -134,11 +134,11 @@ class Engine:
             self._nudge()
 
     def listen(self, listener: Callable[[Request], None]) -> None:
-        """Receive notifications from now on, also while no thread of the script waits.
+        """Register a listener for notifications, which are also received while no thread of the script waits.
 
         Args:
-            listener: called with each notification, also earlier ones, in the order of the coordinator. It must not
-                block or raise, and may submit collectives. Replaces an earlier listener.
+            listener: called with each notification, including earlier ones, in the coordinator's order. It must not
+                block or raise, and may submit collectives. It replaces the previous listener.
 
         Raises:
             CollectiveFailed: the world has ended.
@@ -153,7 +153,7 @@ class Engine:
         self._nudge()
 
     def _hear(self) -> None:
-        with self._hearing:  # keeps the order of the coordinator
+        with self._hearing:  # lock that preserves the coordinator's order
             while True:
                 with self._lock:
                     listener = self._listener
@@ -176,7 +176,8 @@ class Engine:
         self._wake.put(None)
         line = self._line
         if line is not None and self._driving.locked():
-            line.wake()  # The thread that receives decisions may be waiting for others.
+            # Wake the thread that receives decisions, because it may be waiting for other ranks.
+            line.wake()
 
     def reach(self) -> None:
         """Connect to rank 0 before anything is submitted. Blocks. A failure is reported by the first collective."""
@@ -190,7 +191,7 @@ class Engine:
         if self._failure or self._left:
             return
         self._left = True
-        # The message is lost if rank 0 is gone, or if another thread is just connecting.
+        # The message is lost if rank 0 has exited, or if another thread is connecting at this time.
         with contextlib.suppress(CollectiveFailed):
             if self._line is None and self._driving.acquire(blocking=False):
                 try:
@@ -240,7 +241,7 @@ class Engine:
             time.sleep(0.0005)
 
     def drive(self, done: Callable[[], bool], until: float | None = None) -> None:
-        """Exchange messages and start collectives until ``done()`` returns True.
+        """Drive the engine in this thread: exchange messages and start collectives until ``done()`` returns True.
 
         Args:
             until: time of `time.monotonic`, in seconds, at which to return anyway. None means no limit.
@@ -262,7 +263,7 @@ class Engine:
                 except CollectiveFailed as error:
                     self.fail(error)
                     raise
-                # The exception may be Ctrl-C, or raised by a signal handler.
+                # any exception, including KeyboardInterrupt and those of signal handlers
                 except BaseException as error:
                     if self._midway:
                         self._give_up(f"interrupted by {type(error).__name__}")
@@ -337,7 +338,7 @@ class Engine:
     def _send_fresh(self) -> None:
         line = self._line
         if line is None:
-            return  # The thread that connects sends everything.
+            return  # Another thread is connecting and will send all offers.
         with self._sending:
             with self._lock:
                 made = [self._caches[members].offer() for members in self._fresh]
@@ -371,7 +372,9 @@ class Engine:
             return self._line
 
     def rules(self) -> list[bytes]:
-        """Return rank 0's rules for a rank that wants to connect. Thread-safe. Needs no submission on rank 0."""
+        """Return the settings that rank 0 publishes for connecting ranks. Thread-safe. Works before rank 0 has
+        submitted anything.
+        """
         return [encode_rules(self._local_controller().rules)]
 
     # ---- execution of decisions ------------------------------------------------------------------------------------
@@ -383,7 +386,7 @@ class Engine:
                 cache = self._caches[decision.members] = ResponseCache(decision.members)
             found = list(cache.take(decision))
             if decision.last_joined >= 0:
-                # A joined rank has made fewer calls than the other ranks, so all ranks restart their count.
+                # All ranks restart their count of calls, because a joined rank has made fewer calls than the others.
                 self._joins += 1
                 self._unnamed.clear()
                 joined = cache.in_flight.pop(JOIN, None)
@@ -406,7 +409,7 @@ class Engine:
                     pending.settled(error=error)
                 if isinstance(error, CollectiveFailed) or not isinstance(error, Exception):
                     raise
-                # The other ranks have started the collective and wait for this one.
+                # The other ranks have started the collective and wait for this rank.
                 raise CollectiveFailed(
                     f"{asked[0].name if asked else 'a collective'}: {error}"
                 ) from error
@@ -417,7 +420,7 @@ class Engine:
     # ---- abort and close -------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """Report the world as failed and fail all waits.
+        """Report that the world has failed, and fail all waits.
 
         Called in the engine's own threads, which have no caller to do so.
         """
@@ -439,7 +442,7 @@ class Engine:
     def abort(self) -> None:
         """Make current and future waits raise CollectiveFailed, without blocking.
 
-        Callable from any thread. Wakes the driving thread, which wakes the other threads.
+        May be called from any thread. Wakes the thread that drives the engine, which wakes the other threads.
         """
         self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)
@@ -447,7 +450,7 @@ class Engine:
             self._line.abort()
 
     def rest(self, timeout_s: float) -> bool:
-        """At the end of the process, stop carrying out decisions, without reporting the world as failed.
+        """Stop executing decisions at process exit, without reporting that the world has failed.
 
         Waits for at most ``timeout_s`` seconds. Returns whether the last decision in progress has ended.
         """
@@ -465,8 +468,8 @@ class Engine:
             self._thread.join(1.0)
         if self._line is not None:
             self._line.close()
-        # The engine is part of a reference cycle and exists until the next garbage collection, but tensors and groups
-        # must be freed now.
+        # The engine is part of a reference cycle and remains until the next garbage collection, so tensors and groups
+        # are released explicitly.
         with self._lock:
             for cache in self._caches.values():
                 cache.drop()

@@ -1,4 +1,4 @@
-"""Start of collectives that all ranks have agreed on, with fused tensors and zeros for ranks that joined.
+"""Start of negotiated collectives, with fused tensors, and with zeros for joined ranks.
 
 `coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
 results.

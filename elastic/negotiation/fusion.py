@@ -1,7 +1,7 @@
-"""Choice of the reductions that share a buffer. Pure: responses in, batches out; the same on every rank.
+"""Tensor fusion: which reductions share a buffer. Pure: the same responses give the same batches on every rank.
 
-Small tensors that become ready together are fused, because the cost per message exceeds that of their bytes. Large ones
-are sent on their own, from and to their own memory: copying them into a buffer and back would cost more than it saves.
+Small tensors that become ready together are fused, because the overhead per message exceeds the cost of their bytes.
+Large tensors are reduced separately and in place: copying them to a buffer and back would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from elastic.collectives.interface import ALONE_BYTES
 from elastic.negotiation.messages import ALLREDUCE, Response
 
-FUSION_BYTES = 128 << 20  # Horovod's default
+FUSION_BYTES = 128 << 20  # same default as Horovod's
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class FusionLimits:
     """Limits of fusion. All ranks use the limits of rank 0."""
 
     fusion_bytes: int = FUSION_BYTES  # maximum size of a fusion buffer in bytes; 0 disables fusion
-    alone_bytes: int = ALONE_BYTES  # size in bytes from which on a tensor is not fused
-    groups: bool = True  # whether a group may share a buffer with other tensors
+    alone_bytes: int = ALONE_BYTES  # minimum size in bytes of a tensor that is not fused
+    groups: bool = True  # whether tensors of a group may share a buffer with other tensors
 
 
 def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[int]]:
     """Return the indices of the responses in each batch, in the order in which the batches are to be started.
 
-    A batch takes the position of its first member. Later responses of the same kind join it while they fit, even past
-    others of a different kind.
+    A batch takes the position of its first member. Later responses of the same kind are added while they fit, even if
+    responses of other kinds are in between.
     """
     made: list[list[int]] = []
-    # for each kind, the open batch and the bytes in it
+    # the open batch and its size in bytes, by kind
     open_at: dict[tuple[object, ...], tuple[int, int]] = {}
     for index, each in enumerate(responses):
         kind = _kind(each, limits)

@@ -1,4 +1,4 @@
-"""Handles, which are integers that identify collectives in flight, from submission to `synchronize`."""
+"""Handles: integers that identify collectives in flight, from submission to `synchronize`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from elastic.negotiation.pending import Pending
 
 
 class HandleEntry:
-    """Handle in use.
+    """Entry of a handle in use.
 
-    The object is small and has no closures, because thousands may be in flight, and each one costs the garbage
-    collector time.
+    The object is small and has no closures, because thousands may be in flight and each costs garbage collection time.
     """
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")
@@ -29,7 +28,7 @@ class HandleEntry:
         self.generation = rt.generation
         self.pending = pending
         self.pick = pick  # function that creates the result for the user
-        # Name that is equal on all ranks, without the number assigned by this process.
+        # name without the number that this process has assigned, so that it is equal on all ranks
         self.shown = shown
 
     def stale(self, rt: Context) -> bool:
@@ -75,15 +74,16 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """Return the name to report for a handle, ``allreduce.loss``, or ``allreduce`` if unnamed.
+        """Return the name of a handle's collective for messages, such as ``allreduce.loss``, or ``allreduce`` if
+        unnamed.
 
-        Empty if it is not in flight.
+        Empty if the collective is not in flight.
         """
         claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
-        """Free the handle and the name, because the collective was not submitted or its result was taken."""
+        """Free a handle and its name, after its result was taken or if it was not submitted."""
         with self._lock:
             claimed = self._claimed.pop(handle, None)
             if claimed is not None:
@@ -125,7 +125,7 @@ class Handles:
         return claimed
 
     def peek(self, handle: int) -> HandleEntry | None:
-        """Return the collective in flight under this handle, or None, in any world and without releasing anything."""
+        """Return the collective of a handle from any world, or None, without releasing anything."""
         return self._claimed.get(handle)
 
     def _drop_stale(self, rt: Context) -> None:

@@ -1,6 +1,6 @@
-"""Rank 0's end of the negotiation, which connects the other ranks to the coordinator in its process.
+"""Rank 0's end of the negotiation: connects the other ranks to the coordinator, which runs in rank 0's process.
 
-`coordinator` decides.
+`coordinator` makes the decisions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rendezvous.store import StoreListener
 from elastic.rpc.server import SealedCaller, SealedServer
 
-LOOK_S = 1.0  # seconds between two checks for collectives that make no progress
+LOOK_S = 1.0  # interval in seconds between two checks for stalled collectives
 BEAT_S = 5.0  # seconds between two heartbeats
 SILENT_BEATS = 6
-_HELLO_LIMIT = 256  # maximum number of bytes before the peer is authenticated
+_HELLO_LIMIT = 256  # maximum number of bytes received from a peer before it is authenticated
 _HELLO_S = 10.0
 
 _hellos: msgspec.msgpack.Decoder[RankHello] = msgspec.msgpack.Decoder(RankHello)
@@ -38,7 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def last_resort_s(env: Environment) -> float:
-    """Return the seconds that a collective may wait for a rank, or 0 for no limit.
+    """Return the maximum time in seconds that a collective waits for a rank, or 0 for no limit.
 
     With a driver there is no limit, because the driver detects stuck workers and fences them.
     """
@@ -47,14 +47,16 @@ def last_resort_s(env: Environment) -> float:
 
 
 def silence_s(env: Environment) -> float:
-    """Return the seconds of silence after which rank 0 counts as lost, or 0 for no limit. Stalls are reported
-    earlier."""
+    """Return the time in seconds without messages after which rank 0 counts as lost, or 0 for no limit.
+
+    Stalls are reported earlier.
+    """
     last_s = last_resort_s(env)
     return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
 
 
 class LocalController:
-    """Rank 0's end of the negotiation. Requests are decided immediately, in the thread that makes or receives them.
+    """Rank 0's end of the negotiation. Requests are processed immediately, in the thread that makes or receives them.
 
     ``died(why)`` is called in the server's thread when the server fails.
     """
@@ -82,7 +84,8 @@ class LocalController:
         self._end_s = last_resort_s(env)
         self._look_at = time.monotonic() + LOOK_S
         self._beat_at = time.monotonic() + BEAT_S
-        # All ranks connect at about the same time, and are unauthenticated until their first message.
+        # Must hold all ranks, because they connect at about the same time and are unauthenticated until their first
+        # message.
         self._server = SealedServer(
             listener.socket,
             f"elastic-controller-{generation}",
@@ -116,7 +119,7 @@ class LocalController:
             elif rank != 0:
                 self._early.setdefault(rank, []).append(body)
         if 0 in members:
-            # Rank 0 comes last, because its process may exit before the other ranks are notified.
+            # Rank 0 is notified last, because its process may then exit before the other ranks are notified.
             self.own.put(decision)
 
     # ---- calls in the server's thread ------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ class LocalController:
     # ---- calls in rank 0's threads ---------------------------------------------------------------------------------
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
-        """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
+        """Block until a decision or a wake-up arrives, for at most ``within_s`` seconds.
 
         Raises CollectiveFailed after `abort`, but first returns earlier decisions, which the other ranks have received
         too.

@@ -1,4 +1,4 @@
-"""Requests of the ranks of one set, by name and by number, and the meaning of each number. Pure: no I/O, no clock.
+"""Table of the requests of one set's ranks, by name and by cache number. Pure: no I/O, no clock.
 
 `coordinator` decides when a collective runs.
 """
@@ -17,19 +17,21 @@ class MessageTable:
 
     members: Members  # all ranks of the process set
     named_as: Members  # members as in messages: empty for the whole world
-    offered: dict[int, int]  # for each rank, the bits of the numbers that it has offered
+    offered: dict[int, int]  # bit mask of the numbers that each rank has offered
     # requests, by name and rank
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)  # number of each name
     entries: list[Response] = field(default_factory=list)  # responses by number
     seen: set[str] = field(default_factory=set)  # names that were requested at least once
-    reducible: int = 0  # bits of the numbers that joined ranks can add zeros to
-    by_request: int = 0  # bits of the numbers that a rank has asked for by a full request
-    watched: int = 0  # bits of the names that were waiting at the last stall check
+    # bit mask of the numbers of collectives to which joined ranks can contribute zeros
+    reducible: int = 0
+    # bit mask of the numbers whose collective a rank has requested by a full request
+    by_request: int = 0
+    watched: int = 0  # bit mask of the names that were pending at the last stall check
     epoch: int = 0
     before: list[Response] = field(default_factory=list)  # the entries of the previous epoch
     unaware: set[int] = field(default_factory=set)  # ranks that have not seen the current epoch yet
-    lacking: int = -1  # the last missing rank, which is checked first
+    lacking: int = -1  # the rank that was missing last, which is checked first
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
@@ -40,7 +42,7 @@ class MessageTable:
         return [self.before[number].asked_by(position) for number in bits(known)]
 
     def asked(self, number: int, rank: int) -> Request:
-        """Return the request that a number stands for on this rank."""
+        """Return the request that a number represents for a rank."""
         return self.entries[number].asked_by(self.members.index(rank))
 
     def ask(self, rank: int, request: Request) -> None:
@@ -80,14 +82,14 @@ class MessageTable:
         return self.waiting[name]
 
     def take(self, name: str) -> None:
-        """Remove a name that was decided."""
+        """Remove a name whose collective was decided."""
         del self.waiting[name]
         number = self.numbers.get(name)
         if number is not None:
             self.by_request &= ~(1 << number)
 
     def numbered(self, found: Response, capacity: int) -> Response:
-        """Return the response with a number if the name was seen before and there is room."""
+        """Return the response, with a number if the name was seen before and a number is free."""
         request = found.request
         if found.error:
             return found
@@ -126,8 +128,8 @@ class MessageTable:
         self.unaware = set(self.members)
 
     def watch(self, name: str) -> None:
-        """Mark the number of this name until the next stall check, by which the check detects that the collective
-        ran meanwhile.
+        """Mark the number of this name until the next stall check, which thereby detects whether the collective has run
+        since.
         """
         if name in self.numbers:
             self.watched |= 1 << self.numbers[name]

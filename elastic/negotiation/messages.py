@@ -1,4 +1,4 @@
-"""Messages by which ranks negotiate a collective before it runs, and the comparison of their requests.
+"""Messages with which ranks negotiate a collective before it runs, and the comparison of their requests.
 
 Pure: no I/O, no clock.
 
@@ -23,9 +23,9 @@ ALL: Members = ()
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
-# Operation that reports, with a name, that this rank's only submitting thread is blocked in that collective.
+# operation that reports that this rank's only submitting thread is blocked in the named collective
 WAIT = "wait"
-# Notification of all members, which runs as soon as one of them requests it.
+# operation that notifies all members and runs as soon as one of them requests it
 NOTIFY = "notify"
 
 _FEW = 4  # maximum number of tensors of a group that a sentence lists
@@ -39,7 +39,7 @@ _ELEMENT_BYTES = {
     "bfloat16": 2,
     "int32": 4,
     "float32": 4,
-}  # Other dtypes count as 8 bytes, which suffices to recognize small tensors.
+}  # Other dtypes count as 8 bytes, which is accurate enough to recognize small tensors.
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     scales: tuple[float, float] = (1.0, 1.0)
     splits: tuple[int, ...] = ()  # number of rows for each member, for alltoall only
     payload: str = ""  # value of AGREE or NOTIFY, or script line of WAIT
-    # whether the script has named the request, so that the same request is expected again
+    # whether the script has named the request, so that it is expected to recur
     lasting: bool = False
 
     def called_by(self, rank: int, line: str = "") -> Called:
@@ -70,7 +70,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """Collective that all members requested, or the reason why it cannot run.
+    """Decision on a collective that all members requested: the collective, or the reason why it cannot run.
 
     Args:
         rows: one tuple per member, in order: its number of rows of each tensor (allgather), or the number of rows that
@@ -82,9 +82,9 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     payloads: tuple[str, ...] = ()
     number: int = -1  # cache number from now on, or -1 without one
     error: str = ""
-    refused: bool = False  # whether the cause is that a rank has left, and not the script
-    calls: Calls = ()  # calls of the ranks, if the error is that they differ
-    # ranks that are gone or never submitted the request, if it is refused
+    refused: bool = False  # whether the error is due to a rank that has left, and not to the script
+    calls: Calls = ()  # calls of the ranks, if the error is due to different calls
+    # ranks that have left or never submitted the request, if the request is refused
     missing: tuple[int, ...] = ()
 
     def asked_by(self, position: int) -> Request:
@@ -111,10 +111,10 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Message of the coordinator: the collectives that all members must run now. Those given by number run first."""
+    """Message of the coordinator: the collectives that all members must run, those given by number first."""
 
     members: Members
-    epoch: int  # Epoch. A higher one than before invalidates all earlier numbers.
+    epoch: int  # epoch; an increase invalidates all earlier numbers
     known: bytes = b""
     responses: tuple[Response, ...] = ()
     last_joined: int = -1  # the last rank to join, once every rank of the world has joined
@@ -146,7 +146,7 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """Return a sentence that names how the ranks' requests of one name differ. Empty if they match."""
+    """Return a sentence that describes how the ranks' requests under one name differ. Empty if they match."""
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):
         return ""

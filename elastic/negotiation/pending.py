@@ -1,6 +1,6 @@
-"""Collectives that this rank has submitted, from submission to result.
+"""Collectives that this rank has submitted, until their results are available.
 
-`engine` decides which collectives start and when. This module contains the part for waiting threads.
+`engine` decides which collectives start and when. This module contains the interface for waiting threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _dtype_names: dict[torch.dtype, str] = {}
 
 
 class Driver(Protocol):
-    """Interface of an engine that `Pending` needs. See `engine`."""
+    """Methods of an engine that `Pending` uses. See `engine`."""
 
     @property
     def failed(self) -> bool: ...
@@ -76,8 +76,8 @@ class FusedBatch:
 class Pending:
     """Collective that this rank has submitted. Any thread may wait for it.
 
-    The object has plain fields and no closures, because thousands may be in flight, and each one costs the garbage
-    collector time.
+    The object has plain fields and no closures, because thousands may be in flight and each costs garbage collection
+    time.
     """
 
     __slots__ = (
@@ -140,12 +140,13 @@ class Pending:
         self._part: tuple[int, int] | None = None  # range of this collective's results in its batch
         self._value: Any = None
         self._ready: Any = None
-        if device.type == "cuda":  # Another thread may start the collective, on a different stream.
+        # Recorded here, because another thread may start the collective on a different stream.
+        if device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record()
 
     def make_key(self) -> Hashable:
-        """Return a key. Two keys are equal if and only if the requests are equal."""
+        """Return a key for comparing requests: two keys are equal if and only if the requests are equal."""
         tensors = self.tensors
         if len(tensors) == 1:
             described: Hashable = (tensors[0].dtype, tensors[0].shape)
@@ -199,7 +200,7 @@ class Pending:
         return self._engine is not None and self._engine.failed
 
     def over(self, error: BaseException) -> bool:
-        """Return whether this error ended the collective itself."""
+        """Return whether an error ended the collective itself."""
         if error is self.error or isinstance(error, CollectiveFailed | PeerLost):
             return True
         return self._engine is None or self._engine.failed
@@ -243,7 +244,7 @@ class Pending:
     # ---- interface for the engine ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Receive a decision that was made before the world was over."""
+        """Receive a decision that was made before the world ended."""
         if self._engine is not None and not self.decided:
             self._engine.drain(self)
 
@@ -263,7 +264,7 @@ class Pending:
         return [None] * len(self.tensors) if self.into is None else self.into
 
     def await_tensors(self) -> None:
-        """On a GPU, make the current stream wait for the tensors as they were at submission."""
+        """On a GPU, make the current stream wait for the work that was queued before the submission."""
         if self._ready is not None:
             self._ready.wait()
 
@@ -292,7 +293,7 @@ def run_alone(pending: Pending, group: Collectives) -> None:
 
 
 def row(name: str, members: Members) -> str:
-    """Return the row in the timeline. Each set that uses the name has its own row."""
+    """Return the row in the timeline. Each process set that uses the name has a separate row."""
     return f"{name} of {list(members)}" if members else name
 
 

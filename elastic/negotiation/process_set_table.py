@@ -1,14 +1,14 @@
-"""Table of the process sets, with their numbers and members. Pure: no clock, socket, thread or torch.
+"""Table of process sets with their IDs and ranks. Pure: no I/O, no clock.
 
 Every worker keeps its own table, and all tables must be equal. All ranks request a change together: each sends a
 `TableProposal` with its request and the relevant contents of its table. The result is a function of the list of
 requests alone, so all ranks reach the same result or all raise.
 
-Tables may differ for a while, because a world can fail when only some ranks have made a change. After the rollback to
-a commit those ranks request it again. Adding a set that was registered in an earlier generation is therefore not an
-error: all ranks get the set under one number. A worker that lacks the newest commit adopts the whole table of rank 0
-(`adopt`), like the model: a newly started worker ran the script with a provisional rank and world size, so its own sets
-are replaced by the world's.
+Tables may differ temporarily, because a world can fail when only some ranks have made a change. After the rollback to a
+commit, those ranks request the change again. Adding a set that was registered in an earlier generation is therefore not
+an error: all ranks register the set under one number. A worker that lacks the newest commit adopts the whole table of
+rank 0 (`adopt`), as it adopts the model: a newly started worker ran the script with a provisional rank and world size,
+so the world's sets replace its own.
 
 Ranks are positions in the world, not workers. See docs/decisions/0007-a-process-set-is-a-list-of-ranks.md.
 """
@@ -102,7 +102,7 @@ class ProcessSetTable:
 
     def __init__(self) -> None:
         self._entries: dict[int, SetEntry] = {}
-        # Number of the next set. Numbers are never reused, so that an old number does not refer to another set.
+        # number of the next set; numbers are never reused, so an old number never refers to another set
         self._next_number = 1
         self.largest = 0  # size of the largest world so far; 0 means none yet
         self.joined = False  # whether this table has been part of a world
@@ -141,9 +141,9 @@ class ProcessSetTable:
         then unchanged.
 
         Args:
-            wishes: the request of each rank.
+            wishes: the requests of all ranks, in rank order.
             generation: the current generation.
-            fixed_size: size of a world that never changes, else 0.
+            fixed_size: size of the world if it never changes, otherwise 0.
         """
         _same(wishes)
         sets = wishes[0].sets
@@ -195,7 +195,7 @@ class ProcessSetTable:
             entry.number, entry.removed = 0, True
 
     def clear(self) -> None:
-        """Unregister all sets, after this worker has left the job."""
+        """Unregister all sets. Called after this worker has left the job."""
         for entry in self.entries():
             self._drop(entry)
         self._next_number, self.largest, self.joined = 1, 0, False
@@ -212,8 +212,8 @@ class ProcessSetTable:
 
         Return one sentence for each change that users should know about.
 
-        A set of a new worker that the world lacks may result from the same statement of the script, run with another
-        world size. It then becomes the world's set of that number.
+        A new worker may have a set that the world lacks, because it ran the same statement of the script with another
+        world size. This set then becomes the world's set of that number.
         """
         world = msgspec.json.decode(text, type=_Table)
         own = {entry.ranks: entry for entry in self.entries()}

@@ -1,10 +1,10 @@
-"""Process sets, which are subsets of ranks that run collectives among themselves.
+"""Process sets: subsets of ranks that run collectives among themselves.
 
 All ranks, members or not, register and remove the same sets in the same order: in ``init()``, or later if that is
 enabled (``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1). Only members use a set.
 
-A set is a list of ranks, not of workers. When the world changes, it consists of the workers that then have
-these ranks. Ranks that the world no longer has are left out until it is large enough again.
+A set is a list of ranks, not of workers. After a change of the world, it consists of the workers that now have these
+ranks. Ranks that do not exist in a smaller world are omitted until the world is large enough again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elastic.negotiation.process_set_table import (
 )
 from elastic.protocol.messages import COPY
 
-_PACKET_BYTES = 1024  # A table of up to this size takes a single broadcast.
+_PACKET_BYTES = 1024  # A table of up to this size in bytes is sent in a single broadcast.
 _HEAD_BYTES = 8
 
 _table = ProcessSetTable()
@@ -39,7 +39,7 @@ _dynamic = False
 
 
 class ProcessSet:
-    """Set of ranks for collectives.
+    """Set of ranks that run collectives among themselves.
 
     Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
 
@@ -85,7 +85,7 @@ class ProcessSet:
         return context.current().place.rank in self._entry.ranks
 
     def __reduce__(self) -> Any:
-        # A set that is copied with a state, or sent to another worker, resolves to the set registered there.
+        # A copied or unpickled set resolves to the set that is registered in the receiving process.
         return _found, (self._entry.ranks,)
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class ProcessSet:
 
 
 class GlobalProcessSet(ProcessSet):
-    """All workers of the current world."""
+    """Process set of all workers in the current world."""
 
     def __init__(self) -> None:
         pass
@@ -105,7 +105,7 @@ class GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks. Raises NotInitialized before ``init()``, as the methods do."""
+        """All ranks of the current world. Raises NotInitialized before ``init()``, like the methods."""
         return list(range(self.size()))
 
     def size(self) -> int:
@@ -120,7 +120,7 @@ class GlobalProcessSet(ProcessSet):
         return True
 
     def __reduce__(self) -> str:
-        return "global_process_set"  # Copies and unpickled objects are this same object.
+        return "global_process_set"  # Copying and unpickling return the singleton.
 
     def __repr__(self) -> str:
         return "global_process_set"
@@ -274,7 +274,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     entry = process_set._entry
     if not (entry.number or entry.removed):
-        return False  # The set was never registered, on any rank.
+        return False  # The set was never registered on any rank.
     _look_around(rt)
     removed = _table.remove(_agree(rt, _table.wish(REMOVE, [entry.ranks], rt.generation)))
     _objects.pop(entry, None)
@@ -313,7 +313,7 @@ def _need_dynamic(done: str) -> None:
 def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
     _look_around(rt)
     wish = _table.wish(ADD, [each._entry.ranks for each in sets], rt.generation)
-    # The world of an elastic job may grow, so a list of all its present ranks is not the global set.
+    # A list of all current ranks is not the global set, because the world of an elastic job may grow.
     fixed_size = 0 if rt.elastic else rt.place.size
     entries = _table.add(_agree(rt, wish), rt.generation, fixed_size)
     for each, entry in zip(sets, entries, strict=True):
@@ -323,7 +323,7 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
 
 def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
     if rt.provisional:
-        return [wish]  # A new worker negotiates no request before it joins.
+        return [wish]  # A new worker does not negotiate before it joins the world.
     # All changes share one name, so that ranks with different requests are compared.
     texts = submission.agree("process sets", "change", wish.text())
     return [TableProposal.parse(text) for text in texts]
@@ -352,7 +352,7 @@ def _found(ranks: Ranks) -> ProcessSet:
 
 
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
-    """Send rank 0's sets to members that lack the newest commit, before any message that refers to one.
+    """Send rank 0's sets to workers that lack the newest commit, before any message that refers to a set.
 
     Collective among rank 0 and ``lacking``. Returns immediately on other ranks. The result is a list of sentences for
     the log.

@@ -1,4 +1,4 @@
-"""One rank's side of the negotiation in one set of ranks: its requests, and the application of decisions.
+"""One rank's side of the negotiation in one set of ranks: pending requests and processing of decisions.
 
 Pure: no I/O, no clock.
 
@@ -25,7 +25,7 @@ class PendingRequest(Protocol):
 
     @property
     def lasting(self) -> bool:
-        """Return whether the request may get a number."""
+        """Return whether the request may be assigned a number."""
 
     def make_key(self) -> Hashable: ...
 
@@ -36,7 +36,7 @@ A = TypeVar("A", bound=PendingRequest)
 
 
 class ResponseCache(Generic[A]):
-    """The cache for one set. The submitter ensures that names in flight are unique."""
+    """Response cache of one set of ranks. The submitter ensures that names in flight are unique."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -52,12 +52,12 @@ class ResponseCache(Generic[A]):
         self._new.append(asked)
 
     def drop(self) -> None:
-        """Drop requests in flight, because their world is over."""
+        """Drop requests in flight, because their world has ended."""
         self.in_flight.clear()
         self._new.clear()
 
     def offer(self) -> RequestList | None:
-        """Return everything submitted since the last offer, or None."""
+        """Return all requests submitted since the last offer as a message, or None if there are none."""
         new, self._new = self._new, []
         if not new:
             return None
@@ -102,7 +102,7 @@ class ResponseCache(Generic[A]):
         assert response.number == len(self._entries), "numbers are given in order"
         self._entries.append(response)
         if asked is not None:
-            # The request was offered by its old number while another rank sent a different request.
+            # Another rank sent a different request while this rank offered the request under its old number.
             asked.key = asked.key or asked.make_key()
             self._keys[name] = asked.key
             self._numbers[asked.key] = response.number

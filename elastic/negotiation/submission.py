@@ -1,4 +1,4 @@
-"""Submit collectives and wait for them: check arguments, claim a handle, and call the engine under the guard.
+"""Submission of collectives and waiting for them: checks arguments, claims a handle and calls the engine.
 
 All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
@@ -54,7 +54,7 @@ _callers: Members = None
 
 @contextlib.contextmanager
 def among(callers: Members) -> Iterator[None]:
-    """Restrict, inside this context, collectives over the whole world to ``callers``, which all run the same code."""
+    """Context manager that restricts collectives over the whole world to ``callers``, which all run the same code."""
     global _callers
     _callers = callers
     try:
@@ -205,7 +205,7 @@ def barrier(members: Members = None) -> None:
 
 
 def start_join() -> int:
-    """Contribute zeros on this rank from now on, until all ranks have joined. Returns a handle.
+    """Start a join: this rank contributes zeros until all ranks have joined. Returns a handle.
 
     The result of the handle is the last rank to join.
     """
@@ -213,15 +213,13 @@ def start_join() -> int:
 
 
 def join_noted(handle: int) -> bool:
-    """Return whether the coordinator has recorded this join, so that every join submitted later, on any rank, counts
-    as later.
-    """
+    """Return whether the coordinator has recorded this join, so that it precedes all joins submitted later on any rank."""
     found = _handles.find(handle, context.current())
     return found is None or found.pending.noted or found.pending.done()
 
 
 def agree(kind: str, name: str, payload: str) -> list[str]:
-    """Return every rank's ``payload`` in rank order, after all ranks have made this call with this kind and name."""
+    """Exchange a ``payload`` under a kind and a name. Return the payloads of all ranks in rank order."""
     handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)
     answers: list[str] = synchronize(handle)
     return answers
@@ -282,7 +280,7 @@ def _submit(
 
 
 def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
-    # The device is checked now, because after the negotiation other ranks depend on this one.
+    # Check the device before the negotiation, because afterwards an error would affect other ranks.
     group_factory.check_device(pending.device.type)
     own_gpu.meet(pending.device)
     rt.engine().submit(pending, soon)
@@ -345,7 +343,7 @@ def synchronize(handle: int) -> Any:
         if rt.broken:
             found.pending.drain()
         if isinstance(found.pending.error, TensorMismatch):
-            # Every rank receives this error, which may be why the world has ended.
+            # Every rank receives this error, so raise it even if the world has failed because of it.
             raise found.pending.error
         with rt.guard(found.shown):
             found.pending.wait()
@@ -374,7 +372,7 @@ def over(handle: int) -> bool:
 
 
 def offer(handle: int) -> None:
-    """Send a collective that was submitted with ``soon``, while another thread waits for other collectives.
+    """Send a request that was submitted with ``soon``, even while another thread waits for other collectives.
 
     A failure here is raised again by `synchronize`.
     """
@@ -389,8 +387,8 @@ def wait_for_any(
 ) -> list[int]:
     """Wait until some of these handles are complete, and return them.
 
-    Returns an empty list if ``enough()`` becomes true first, or at the time ``until`` of `time.monotonic`. If none is
-    complete but one was decided, returns this one, because all its ranks are about to move its data. A failure here is
+    Return an empty list if ``enough()`` becomes true first, or at time ``until`` of `time.monotonic`. If none is
+    complete but one was decided, return that one, because all its ranks are about to transfer data. A failure here is
     raised again by `synchronize`.
     """
     found = {handle: each for handle in handles if (each := _handles.peek(handle)) is not None}
@@ -410,7 +408,7 @@ def wait_for_any(
 
 
 def group_size(device: torch.device, members: Members = None) -> int:
-    """Return the number of ranks that take part in a collective. It is 1 before the first world of a new worker."""
+    """Return the number of ranks that take part in a collective, or 1 before a new worker has joined a world."""
     rt = context.current()
     if rt.provisional:
         return 1

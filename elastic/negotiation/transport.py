@@ -1,9 +1,9 @@
 """Connections over which ranks negotiate collectives: one from every rank to rank 0, for one generation.
 
 This module implements the connecting rank's end, and `local_transport` rank 0's end. The address of rank 0 is in the
-generation's store. Frames are those of `elastic.protocol.framing`: authenticated, validated against a schema, never
-pickled. The first frame of a rank proves that the rank knows the job's secret. Blocking calls end with `abort`, from
-any thread.
+generation's store. Frames have the format of `elastic.protocol.framing`: they are authenticated, validated against a
+schema and never pickled. A rank's first frame proves that the rank has the job's secret. `abort`, called from any
+thread, ends blocking calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.rendezvous.store import Store, StoreListener
 FRAME_LIMIT = 256 << 20  # maximum size of a frame, in bytes
 _CONNECT_S = 10.0
 _READ_BYTES = 1 << 16
-KEY = "negotiation"  # key of the store under which rank 0 publishes its rules
+KEY = "negotiation"  # key of the rendezvous store under which rank 0 publishes its settings
 _LISTENS = 30  # consecutive receive timeouts before rank 0 counts as lost
 
 _encoder = msgspec.msgpack.Encoder()
@@ -88,7 +88,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 
 
 class ControllerClient:
-    """Rank's end of the connection to rank 0. One thread receives at a time. Another thread may send.
+    """Client end of a rank's connection to rank 0. Only one thread may receive at a time; another may send.
 
     Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. 0 means never.
     """
@@ -139,9 +139,9 @@ class ControllerClient:
             raise self._failure(error) from error
 
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
-        """Block until a decision or a wake arrives, for at most ``within_s`` seconds.
+        """Block until a decision or a wake-up arrives, for at most ``within_s`` seconds.
 
-        Empty on a wake or timeout. Raises CollectiveFailed if rank 0 is lost, or `abort` was called.
+        Empty after a wake-up or timeout. Raises CollectiveFailed if rank 0 is lost, or `abort` was called.
         """
         while True:
             try:
@@ -158,7 +158,7 @@ class ControllerClient:
                 return []
             if not ready:
                 # Timeouts are counted instead of measuring time, so that suspending all processes together does not
-                # count as silence.
+                # look like a lost rank 0.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
                     raise self._failure(f"rank 0 sent no message for {self._silence_s:g} s")
@@ -177,7 +177,7 @@ class ControllerClient:
 
     def wake(self) -> None:
         """Wake the thread in `receive`. Thread-safe."""
-        with contextlib.suppress(OSError):  # If the pipe is full, the thread wakes up anyway.
+        with contextlib.suppress(OSError):  # If the pipe is full, a wake-up is already pending.
             self._waker.send(b"!")
 
     def _failure(self, error: object) -> CollectiveFailed:

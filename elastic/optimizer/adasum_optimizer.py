@@ -1,10 +1,10 @@
-"""`DistributedOptimizer` with ``op=Adasum``: each rank steps with its own gradients; Adasum combines the steps.
+"""`DistributedOptimizer` with ``op=Adasum``: each rank steps with its local gradients, and Adasum combines the steps.
 
-The user's optimizer takes an ordinary step with this rank's own gradients. The resulting change of each parameter, its
-*delta*, is reduced with Adasum over all ranks, and the result is added to the previous value of the parameter. Learning
-rates therefore need not be scaled with the number of ranks, and any optimizer can be used. Its state (moments, step
-counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling Distributed Training with
-Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
+The user's optimizer takes an ordinary step with this rank's local gradients. The resulting change of each parameter,
+its *delta*, is reduced with Adasum over all ranks, and the result is added to the previous value of the parameter.
+Learning rates therefore need not be scaled with the number of ranks, and any optimizer can be used. Its state (moments,
+step counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling Distributed Training
+with Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
 
 Deltas are reduced in ``step()``, not during the backward pass. An optimizer that steps all parameters at once keeps its
 fused kernels, step hooks and closure, unlike one that is stepped separately for each parameter. All communication uses
@@ -50,8 +50,8 @@ class AdasumDistributed(WrappedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, then replace the step by the Adasum of all ranks' steps. Collective.
 
-        All ranks must call it equally often. A parameter without a gradient on this rank receives the steps of other
-        ranks. If this raises an exception, the parameters have their previous values.
+        All ranks must call it the same number of times. A parameter without a gradient on this rank receives the steps
+        of other ranks. If it raises an exception, the parameters keep their previous values.
 
         Raises:
             PeerLost: a rank was lost.
@@ -75,7 +75,8 @@ class AdasumDistributed(WrappedOptimizer):
                 result = self._step_alone(closure)
                 deltas = torch._foreach_sub(parameters, before)
             finally:
-                # The values are restored immediately, so that an exception from here on leaves the previous values.
+                # Restored immediately, so that the parameters have their previous values if an exception is raised
+                # below.
                 torch._foreach_copy_(parameters, before)
             del before
             self._reduce(parameters, list(deltas))
@@ -87,12 +88,12 @@ class AdasumDistributed(WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients with the optimizer's own method. Allowed at any time, because no gradients are in flight."""
+        """Clear gradients with the wrapped optimizer's method. Allowed at any time, because no gradients are in flight."""
         super().zero_grad(set_to_none)
         self._reducer.discard()
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
-        """Call the user's optimizer's own step. With a GradScaler, the step may be skipped."""
+        """Call ``step`` of the wrapped optimizer. With a GradScaler, the step may be skipped."""
         if closure is not None:
             closure = self._forgetting(closure)
         if self._sparse_as_dense:
@@ -123,7 +124,7 @@ class AdasumDistributed(WrappedOptimizer):
                     yield parameter, parameter.grad
 
     def _forgetting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure so that each call resets the pass counts.
+        """Wrap a closure so that each call resets the counts of backward passes.
 
         An optimizer may call its closure, which runs a backward pass, several times.
         """
@@ -161,7 +162,7 @@ class AdasumDistributed(WrappedOptimizer):
 
     @property
     def _takes_scaler(self) -> bool:
-        """Whether the user's optimizer itself unscales gradients of a GradScaler, as fused optimizers do."""
+        """Whether the wrapped optimizer unscales the gradients of a GradScaler, as fused optimizers do."""
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     @property
@@ -190,12 +191,12 @@ class BackwardPasses:
     passes are an error in the script, which ``backward()`` raises.
     """
 
-    pending = False  # Gradients are never in flight in this optimizer.
+    pending = False  # no gradients in flight, because they are not reduced
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], passes: int
     ) -> None:
-        # A weak reference, so that hooks are removed with the optimizer.
+        # weak reference, so that the hooks are removed together with the optimizer
         self._optimizer = weakref.ref(optimizer)
         self._names = names
         self._passes = passes
@@ -232,7 +233,8 @@ class BackwardPasses:
             return
         if world.place.size == 1:
             return
-        if self._generation != world.generation:  # An interrupted step is restarted.
+        # Counts of an interrupted step are discarded, because the step is restarted.
+        if self._generation != world.generation:
             self.discard()
             self._generation = world.generation
         count = self._counts.get(id(parameter), 0) + 1

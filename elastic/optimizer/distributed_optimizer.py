@@ -1,7 +1,7 @@
-"""`DistributedOptimizer`: the user's optimizer, with gradients averaged over the world before each step.
+"""`DistributedOptimizer`: wraps an optimizer so that gradients are averaged over all workers before each step.
 
 Checks the arguments and adds Horovod's methods. `elastic.optimizer.gradients.gradient_reducer` decides when and how
-gradients are sent, and does all communication.
+gradients are sent, and performs all communication.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def DistributedOptimizer(
 
     The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
     ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as before; it adds
-    the methods of `WrappedOptimizer`. Wrap before you create a scheduler.
+    the methods of `WrappedOptimizer`. Create schedulers after wrapping.
 
     - ``named_parameters``: ``model.named_parameters()``; names all parameters, each name once.
     - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
@@ -67,14 +67,14 @@ def DistributedOptimizer(
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
     - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group is reduced in one
       piece for each dtype. Other parameters are grouped by size.
-    - ``process_set``: the ranks that average among themselves. On other ranks the optimizer steps with their own
-      gradients, as if it had not been wrapped.
-    - ``sparse_as_dense``: sparse gradients (of embeddings) are reduced as dense ones, and converted back; otherwise
-      indices and values are gathered.
+    - ``process_set``: the ranks that average among themselves. Other ranks step with their local gradients, as without
+      the wrapper.
+    - ``sparse_as_dense``: if True, sparse gradients (of embeddings) are reduced as dense tensors and converted back;
+      otherwise indices and values are gathered.
 
-    - ``shards``: the global batch is this many micro-batches in any world, and gradients are their mean, or with Sum
-      their sum; see `elastic.exact.shards.Shards`. ``backward_passes_per_step`` then counts the passes of a shard, and
-      ``compression`` rounds each shard's gradient, and each sum of them.
+    - ``shards``: `elastic.exact.shards.Shards`, which divide the global batch into a fixed number of micro-batches in
+      any world. Gradients are the mean over the shards, or with Sum their sum. ``backward_passes_per_step`` then counts
+      the passes of one shard, and ``compression`` rounds each shard's gradient and each partial sum.
 
     - ``zero``: 1 keeps only this rank's part of the optimizer state on each rank (ZeRO-1): each rank steps its elements
       of every parameter and receives the others. Requires a torch optimizer that updates each element independently,
@@ -193,7 +193,7 @@ def _subclass(
     optimizer_class: type[torch.optim.Optimizer], added: type[WrappedOptimizer]
 ) -> type[WrappedOptimizer]:
     attributes = {
-        # As in Horovod: frameworks recognize a wrapped optimizer by str(type(optimizer)).
+        # same name as in Horovod, because frameworks recognize a wrapped optimizer by str(type(optimizer))
         "__module__": "horovod.torch.optimizer",
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
@@ -233,7 +233,7 @@ def _check_shards(
     shards.check_workers(lifecycle.current().env.workers_min)
     refused = {
         f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
-        # fp16 and bf16 round each shard's gradient by itself.
+        # fp16 and bf16 are allowed: they round each shard's gradient separately.
         "a compression other than Compression.fp16 and bf16": compression
         not in (Compression.none, Compression.fp16, Compression.bf16),
         "gradient_predivide_factor": predivide_factor != 1.0,
@@ -256,7 +256,7 @@ def _check_zero(
 ) -> None:
     """Raise Invalid for arguments that ``zero=1`` does not support."""
     refused = {
-        "op=Adasum": reduction is Op.ADASUM,  # Each rank steps with its own gradients.
+        "op=Adasum": reduction is Op.ADASUM,  # Each rank steps with its local gradients.
         "shards": shards is not None,
         "sparse_as_dense": sparse_as_dense,  # Only dense gradients are divided.
         "process_set": process_set is not global_process_set,

@@ -1,5 +1,4 @@
-"""ZeRO-1 for `DistributedOptimizer`: each rank steps its own elements of every parameter, and receives the other
-elements.
+"""ZeRO-1 for `DistributedOptimizer`: each rank steps its part of every parameter and receives the other parts.
 
 Gradients are reduced as usual. The elements of each flattened parameter are divided among the shards like the rows in
 `elastic.sharding.rows`. ``optimizer.state`` is keyed by whole parameter and contains the entries of this rank's
@@ -22,7 +21,7 @@ from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.runtime import lifecycle
 from elastic.sharding.rows import owners, rows_of
 
-# Optimizers that update each element independently of other elements.
+# optimizers that update each element independently of the others
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
@@ -32,7 +31,7 @@ NUMBERS = (
     "mu",
     "mu_product",
 )  # entries that are kept for each parameter, and not for each element
-GATHERED_BYTES = 4 << 20  # number of bytes of each rank in one gather
+GATHERED_BYTES = 4 << 20  # maximum number of bytes per rank in one gather
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
@@ -76,7 +75,7 @@ class DividedOptimizer(WrappedOptimizer):
     ]  # buffers for gathers, by the layout for which they were allocated
 
     def divide(self, order: Sequence[int]) -> None:
-        """Divide the parameters among the ranks of another world. The entries remain those of the previous shard."""
+        """Divide the parameters among the ranks of a new world. The state entries remain those of the previous shard."""
         self.zero_order = tuple(order)
         self._gather_memory = {}
 
@@ -167,7 +166,7 @@ class DividedOptimizer(WrappedOptimizer):
         return part
 
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        """Receive the elements that other ranks have stepped. Collective.
+        """Gather the elements that other ranks have updated. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -200,7 +199,7 @@ class DividedOptimizer(WrappedOptimizer):
         def views(
             shard: int, received: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """Return views of the parameters and of the data received from the shard's rank."""
+            """Return pairs of views of the parameters and of the data received from a shard's rank."""
             ours, theirs = [], []
             for each, room in zip(slices, received.split(sizes), strict=True):
                 rows = each.of(shard, len(flats[each.parameter]), shards)

@@ -1,4 +1,4 @@
-"""Division into batches of the gathers that send each rank's stepped elements to all ranks. Pure: no I/O, no clock.
+"""Plan of the gathers that send each rank's updated elements to all ranks. Pure: no I/O, no clock.
 
 The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """

@@ -18,7 +18,7 @@ FULL_BYTES = 8 << 20  # measured with Gloo, see the docstring of benchmarks/step
 # larger messages for full bandwidth.
 GPU_FULL_BYTES = 25 << 20
 GPU_FULL_BYTES_APART = 50 << 20
-ALIGNMENT = 64  # bytes; each gradient starts on a cache line, for vector loads
+ALIGNMENT = 64  # bytes; each gradient starts at a cache line, for aligned vector loads
 
 
 class Gradient(NamedTuple):

@@ -1,4 +1,6 @@
-"""Buckets of gradients in flat buffers: how a bucket is filled, reduced and unpacked, but not when.
+"""Buckets of gradients in flat buffers: filling, reducing and unpacking.
+
+`gradient_reducer` decides when these steps take place.
 
 A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is not a view yet is copied into the
 buffer, and the view becomes the parameter's ``grad``, so nothing is copied back after the reduction. The buffer is in
@@ -25,8 +27,8 @@ from elastic.optimizer.gradients.not_finite import SAMPLE
 from elastic.optimizer.gradients.plan_agreement import BucketSpec, StepFlag, mark_value
 
 SMALL_BYTES = 32 << 10  # smaller gradients are cheaper to copy together
-# On a GPU, an estimate. Copying gradients together takes two kernel launches in total (copy, scale); separate copies
-# take one launch each. About this many bytes can be read and written again in the time of one launch.
+# The same limit on a GPU (an estimate): copying gradients together takes two kernel launches in total (copy and scale),
+# and separate copies take one launch each. About this many bytes can be read and written in the time of one launch.
 GPU_SMALL_BYTES = 4 << 20
 # Larger gradients are copied with non-temporal stores, since they would be evicted from the caches before their bucket
 # is reduced. Reduces the time of a step by 5 % with layers of 20 MB (benchmarks/step.py --models mlp --ranks 2).
@@ -53,7 +55,8 @@ class Scales(NamedTuple):
 
 UNSCALED = Scales()
 
-_Watched = tuple[int, torch.Tensor, int]  # position of a gradient, the gradient, and its version
+# position of a gradient, the gradient, and its version counter
+_Watched = tuple[int, torch.Tensor, int]
 
 
 class GradientBucket(Protocol):
@@ -90,7 +93,7 @@ class GradientBucket(Protocol):
         """
 
     def heard(self, op: Op) -> StepFlag:
-        """Return the reduced step flag after `finish` of the bucket that contains it. Waits for the device."""
+        """Return the reduced step flag of a bucket that contains it. Call `finish` first. Waits for the device."""
 
     def finish(self) -> int | None:
         """Wait for the reduction, and set the parameters' gradients to the results.
@@ -106,7 +109,7 @@ class GradientBucket(Protocol):
         """Remove a filled gradient from its parameter, because the gradient may be partially reduced."""
 
     def drop(self) -> list[Work]:
-        """Abandon the reduction. Return works that may still be running."""
+        """Abandon the reduction. Return the works that may still be running."""
 
 
 class FlatBucket:
@@ -132,12 +135,12 @@ class FlatBucket:
         dtype, device = parameters[0].dtype, parameters[0].device
         self.device = device
         length = elements + marked
-        # The buffer is zeroed, because the gaps between gradients are sent as well.
+        # Zeroed, because the gaps between gradients are also sent.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
-        # The buffer to send: complex numbers are viewed as pairs of real ones.
+        # buffer to send, in which complex numbers are viewed as pairs of real numbers
         self._sent = _real(self._wire)
-        # After `finish`, the first of the reduced gradients.
+        # first of the reduced gradients, set by `finish`
         self.sample = self._sent[: min(elements, SAMPLE)]
         self._flat, self._views = self._wire, self._wires
         self._in_place = wire_dtype == dtype
@@ -237,19 +240,19 @@ class FlatBucket:
         if self._waiting:
             self._fill_small()
         if self._mark is not None:
-            self._mark.fill_(mark_value(op, mark))  # This replaces the result of the previous step.
+            self._mark.fill_(mark_value(op, mark))  # Replaces the result of the previous step.
         self._work = _reduce(group, self._sent, op, self.scales)
 
     def finish(self) -> int | None:
         assert self._work is not None, "waiting for a bucket that was never launched"
-        # Work on the host is done first, because the GPU is idle from the end of the last reduction to the next launch.
+        # Host work comes first, because the GPU is idle between the end of the last reduction and the next launch.
         changed, self._changed = self._changed, None
         for position, gradient, version in self._watched:
             if _changed(self.parameters[position], gradient, version):
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
-            # The gradient is set again, because a model.zero_grad() after the backward pass removes it.
+            # Set again, because model.zero_grad() after the backward pass removes the gradient.
             self._give(position)
         self._work.wait()
         self._work = None
@@ -299,7 +302,7 @@ class FlatBucket:
 
 
 class CompressedGradient:
-    """One gradient with a user-defined compression. Compressed tensors must have the same shape on all ranks."""
+    """Bucket of one gradient with a user-defined compression. Compressed tensors must have equal shapes on all ranks."""
 
     def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
         self.parameters: Sequence[torch.Tensor] = (parameter,)
@@ -335,14 +338,14 @@ class CompressedGradient:
         elif parameter.grad.is_sparse:
             self._sparse = parameter.grad.sparse_dim()
             parameter.grad = parameter.grad.to_dense()
-        # The gradient is scaled before compression, because sums in a smaller dtype may overflow.
+        # Scale before compression, because sums in a smaller dtype may overflow.
         scale = self.scales.filling
         gradient = parameter.grad if scale == 1.0 else parameter.grad * scale
         wire, self._context = self._compression.compress(gradient)
         # With .data, an in-place reduction of an uncompressed gradient does not count as a change by the script.
         self._wire = wire.contiguous().data
         if watch:
-            # The gradient is not compressed earlier, because a compression with error feedback may modify it.
+            # Not compressed earlier, because a compression with error feedback may modify the gradient.
             self._watched = (0, parameter.grad, parameter.grad._version)
         self._work = _reduce(group, _real(self._wire), op, self.scales)
 
@@ -427,7 +430,7 @@ def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def wire_of(tensor: torch.Tensor) -> BucketSpec:
-    """Return the description of a buffer that joined ranks receive.
+    """Return the description of a buffer that is sent to joined ranks.
 
     See `elastic.optimizer.gradients.plan_agreement`.
     """

@@ -1,6 +1,6 @@
 """Hooks that run in a backward pass: for each gradient of an optimizer's parameters, and at the end of the pass.
 
-Makes no decisions.
+The listeners make all decisions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GradientListener(Protocol):
 
 
 class BackwardEndListener(Protocol):
-    """Interface of an object that is notified of the end of a backward pass that has produced one of its gradients.
+    """Interface of objects that are notified at the end of a backward pass that has produced one of their gradients.
 
     The methods are called in the thread that ends the pass. backward() raises their exceptions.
     """
@@ -65,7 +65,7 @@ class BackwardEndListener(Protocol):
 
 
 class _Pass:
-    """Run of autograd's engine."""
+    """One run of autograd's engine, with the listeners to notify at its end."""
 
     def __init__(self) -> None:
         self.waiters: weakref.WeakSet[BackwardEndListener] = weakref.WeakSet()
@@ -82,7 +82,7 @@ class _Pass:
 
 # Passes by the engine's ID. Only the engine references them, and it drops passes that fail.
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
-_lock = threading.Lock()  # Each device has its own backward thread.
+_lock = threading.Lock()  # needed because autograd uses one backward thread per device
 
 
 def notify_end(waiter: BackwardEndListener) -> None:
@@ -97,7 +97,7 @@ def notify_end(waiter: BackwardEndListener) -> None:
 
 
 class GradientHooks:
-    """Gradient hooks of one listener, which is referenced weakly. The hooks are removed together with the listener."""
+    """Gradient hooks of one listener. The listener is referenced weakly, and the hooks are removed together with it."""
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))

@@ -1,8 +1,8 @@
-"""Description of how an optimizer's gradients are reduced, line by line. Needs no communication.
+"""Description of an optimizer's gradient reduction as text lines. Does not communicate.
 
 The lines are part of a state's layout, which the driver compares before a worker joins. A worker that would reduce
-differently is rejected with the difference, without disturbing the world. ``requires_grad`` is not included, since it
-may change while a job runs and is part of the state.
+differently is rejected with a message that shows the difference, and the world is not interrupted. ``requires_grad`` is
+not included, since it may change while a job runs and is part of the state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OptimizerArguments:
     options: Options
     passes: int
     sparse_as_dense: bool
-    # whether the ranks are the whole world; a process set may differ between ranks
+    # whether all ranks of the world take part; a process set may differ between ranks
     whole_world: bool
     fusion_bytes: int | None  # size of fusion buffers in bytes, or None for the default
     shards: Shards | None = None
@@ -58,13 +58,13 @@ def lines(
 
 
 def outside_state(handled: Collection[object]) -> str:
-    """Return the lines of this process's optimizers that are not in ``handled``.
+    """Return the lines of all of this process's optimizers except those in ``handled``.
 
     Their order is equal on all processes.
     """
     if not _outside(handled):
         return ""
-    gc.collect()  # An unreachable optimizer that was not collected yet must not count.
+    gc.collect()  # Collect garbage, because unreachable optimizers must not count.
     texts = sorted(each.gradient_layout("") for each in _outside(handled))
     alone = len(texts) == 1
     return "\n".join(

@@ -43,14 +43,15 @@ class Options:
         return self.compression.compress(parameter.new_empty(0))[0].dtype
 
     def scales(self, size: int, inside: bool, wire: torch.dtype) -> Scales:
-        """Return the factors of gradients at each stage of a reduction.
+        """Return the factors that are applied to gradients at each stage of a reduction.
 
-        With any group, an average is the sum over all ranks divided by their number, so that results are bitwise
-        identical.
+        With every kind of group, an average is the sum over all ranks divided by their number, so that results are
+        bitwise identical.
 
         Args:
             size: number of ranks.
-            inside: whether the group scales during the reduction, in float32 if ``wire`` is a half-precision dtype.
+            inside: whether the group applies factors during the reduction, in float32 if ``wire`` is a half-precision
+                dtype.
             wire: the dtype that is sent.
         """
         if self.op is not Op.AVERAGE:
@@ -84,7 +85,7 @@ class Options:
     def lines(
         self, named: Sequence[tuple[str, torch.Tensor]], fusion_bytes: int | None
     ) -> list[str]:
-        """Return all settings that must be equal on all ranks, as lines of a name and a value.
+        """Return all settings that must be equal on all ranks, as lines that consist of a name and a value.
 
         Examples are ``compression fp16`` and ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes`` is
         None unless the user set it. The bucket sizes then depend on the world, which a joining worker does not know.

@@ -1,7 +1,7 @@
-"""Buckets and slots of an optimizer's gradients. Makes no decisions.
+"""Buckets of an optimizer's gradients, and the slot of each parameter.
 
-`bucket_plan` decides from sizes, and the ranks agree on its input (see `plan_agreement`). This module creates the
-buffers of the result and assigns each parameter to its place.
+`bucket_plan` assigns gradients to buckets by size, and the ranks agree on its input (see `plan_agreement`). This module
+creates the buffers and assigns a slot to each parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:
-    """Place of one trainable parameter in the plan, and progress of its gradient in the current step."""
+    """Slot of one trainable parameter in the plan, with the progress of its gradient in the current step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
@@ -57,7 +57,7 @@ class GradientPlan:
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
         self.sparse: dict[int, int] = {}  # for each slot, the number of sparse dimensions
-        # Slots in the agreed order in which they become ready.
+        # slots in the agreed order in which their gradients become ready
         self.order: tuple[int, ...] | None = None
         self.buckets: list[GradientBucket] = []  # buckets, empty until they are arranged
         self.rows: list[str] = []  # name of each bucket in the timeline
@@ -81,7 +81,9 @@ class GradientPlan:
         )
 
     def train(self, trained: tuple[int, ...]) -> None:
-        """Set which parameters are trained (1 for each, else 0). If the set changes, discard the arrangement."""
+        """Set which parameters are trained: 1 for each trained parameter, 0 for others. If this changes, discard the
+        buckets.
+        """
         if trained != self.trained:
             self._train(trained)
             self.sparse, self.order, self.buckets, self.rows = {}, None, [], []
@@ -117,7 +119,7 @@ class GradientPlan:
             bucket.scales = scale
 
     def layout(self, digest: int, size: int) -> plan_agreement.StepPlan:
-        """Return the plan with which a joined rank takes part in the steps of ``size`` ranks."""
+        """Return the description of the plan that a joined rank needs to take part in steps of ``size`` ranks."""
         assert self.order is not None
         sparse = []
         for number, dims in sorted(self.sparse.items()):

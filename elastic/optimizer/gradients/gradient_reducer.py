@@ -1,19 +1,19 @@
-"""Schedule of the reduction of gradients: counts of backward passes, launches of full buckets, and waits for them.
+"""Scheduling of gradient reductions: counts backward passes, launches full buckets, and waits for them.
 
 The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
 step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
-been launched. Before a plan is first used in a generation, the ranks compare it once, in one or two small messages, and
-launch nothing earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined ranks can
-follow each of them: see `elastic.optimizer.gradients.plan_agreement`.
+been launched. Before the first use of a plan in a generation, the ranks compare it once, in one or two small messages.
+No bucket is launched earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined
+ranks can follow each of them: see `elastic.optimizer.gradients.plan_agreement`.
 
 The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
 applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides which pass is the last. If none is
 recognized as the last, or if ranks run the passes of two optimizers in different orders, `GradientReducer.finish`
 completes the step.
 
-Gradient hooks run in the middle of the backward pass and therefore never raise an interruption. A hook that cannot
-launch marks the generation as failed and returns, and `finish` raises. Errors while waiting at the end of a pass are
-raised by backward() itself.
+Gradient hooks run in the middle of the backward pass and therefore never raise an interruption. If a hook cannot launch
+a bucket, it marks the generation as failed and returns. `finish` then raises the error. Errors while waiting at the end
+of a pass are raised by backward() itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ FULL_BYTES = bucket_plan.FULL_BYTES
 
 _POINT_OF = {PassEnd.COMPARE_LAST: ComparisonPoint.LAST_PASS, PassEnd.COMPARE: ComparisonPoint.PASS}
 
-# All reducers of this process. Backward passes read the set while another thread may create an optimizer.
+# All reducers of this process. Guarded by a lock, because backward passes read the set while another thread may create
+# an optimizer.
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _registering = threading.Lock()
 _numbers = itertools.count()
@@ -113,35 +114,35 @@ class GradientReducer:
 
         self._hooks = GradientHooks(self)
 
-        # Signature of the parameters of the plan. This and the next fields belong to the plan.
+        # Signature of the plan's parameters. This field and the following ones belong to the plan.
         self._signature: list[tuple[Any, ...]] | None = None
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank
-        self._told: tuple[
-            int, ...
-        ] = ()  # the order of gradients that was agreed with the other ranks
+        self._told: tuple[int, ...] = ()  # order of gradients on which the ranks have agreed
         self._changing = False  # whether the order of readiness differs from the agreed one
-        self._next: GradientPlan | None = None  # plan that replaces the agreed one in this step
+        # new plan that replaces the agreed plan in this step
+        self._next: GradientPlan | None = None
         self._plan = GradientPlan(self._options, [])
-        self._agreed: int | None = None  # generation in which the members compared this plan
+        self._agreed: int | None = None  # generation in which the ranks compared this plan
         # number of the plan in that generation, or None
         self._number: plan_agreement.AgreedPlan | None = None
         self._version = -1  # version of the plan with that number
 
-        # Generation of the current step. This and the next fields belong to the step.
+        # Generation of the current step. This field and the following ones belong to the step.
         self._generation: int | None = None
         self._progress = StepProgress()
         self._size = 1  # number of ranks over which the step averages
         # ranks that take part, or None for the whole world
         self._members: tuple[int, ...] | None = None
-        # Parameters in the order of their gradients. Recorded until the plan is agreed, and while it is about to
-        # change.
+        # Parameters in the order in which their gradients became ready. Recorded until the plan is agreed, and when it
+        # is about to change.
         self._ready: list[torch.Tensor] = []
         self._launched = 0  # number of launched buckets
         # ID of autograd's graph task that produces gradients of a step with an agreed plan.
         self._known_pass = -1
-        self._never: int | None = None  # generation in which no pass is the last of any step
+        # generation in which `finish`, and not a backward pass, completes each step
+        self._never: int | None = None
         self._absent: list[torch.Tensor] = []  # parameters without a gradient in this step
         self._stale: list[
             Work
@@ -224,7 +225,8 @@ class GradientReducer:
                     changed = self._wait(world)
                     self._heed_change(world)
             elif world.elastic and included:
-                # The step is the same as in a larger world, so that the optimizer's step does not depend on the size.
+                # Same result as in a larger world, so that the optimizer's step does not depend on the size of the
+                # world.
                 for parameter in self._parameters.all():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
@@ -246,7 +248,7 @@ class GradientReducer:
                 and self._known_pass == torch._C._current_graph_task_id()
                 and ((gradient := parameter.grad) is None or not gradient.requires_grad)
             ):
-                # This is a fast path for nearly all calls, because models have thousands of parameters.
+                # Fast path for nearly all calls, because models have thousands of parameters.
                 slot.passes_left = 0
                 self._progress.complete += 1
                 self._fill(slot, watch=True)
@@ -256,7 +258,7 @@ class GradientReducer:
                 self._receive(parameter)
 
     def _receive(self, parameter: torch.Tensor) -> None:
-        """Begin a step, or count the gradient in the current one.
+        """Begin a step, or count a gradient in the current step.
 
         Raises:
             AssertionError: the script uses gradients incorrectly.
@@ -314,7 +316,7 @@ class GradientReducer:
         """
         world, slots = lifecycle.current(), self._plan.slots
         if self._generation != world.generation or world.broken:
-            return  # finish() raises if the reason is an error.
+            return  # finish() raises the error, if the reason is one.
         # Parameters that are trained only on other ranks receive no gradient here.
         complete = self._progress.complete == len(slots) or self._progress.complete == sum(
             slot.parameter.requires_grad for slot in slots
@@ -338,7 +340,8 @@ class GradientReducer:
                     self._agree_again(world)
             self._launch_rest(world)
             if not complete:
-                end_counts(self._plan.slots)  # Further gradients do not belong to this step.
+                # Gradients of later passes do not belong to this step.
+                end_counts(self._plan.slots)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def wait_after_backward(self) -> None:
@@ -399,7 +402,8 @@ class GradientReducer:
             self._changing = own != self._told
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
-                self._progress.usual = 0  # The new parameters may have passes of their own.
+                # The new parameters may receive gradients in separate backward passes.
+                self._progress.usual = 0
             self._signature = signature
             named = [
                 (self._parameters.name(each, f"parameter {number}"), each)
@@ -422,7 +426,7 @@ class GradientReducer:
         self._progress.begin()
 
     def _fill(self, slot: Slot, *, watch: bool) -> None:
-        if slot.bucket is None:  # Sparse gradients belong to no bucket.
+        if slot.bucket is None:  # Sparse gradients are not in buckets.
             return
         slot.bucket.fill(slot.position, watch=watch)
         slot.filled = True
@@ -528,7 +532,7 @@ class GradientReducer:
             wire = getattr(torch, bucket.wire().dtype)
             bucket.scales = self._options.scales(self._size, inside, wire)
         self._agreed = world.generation
-        self._progress.usual = 0  # This is equal on all ranks.
+        self._progress.usual = 0  # equal on all ranks, because all of them reset it here
         return last
 
     def _negotiate(
@@ -630,7 +634,8 @@ class GradientReducer:
         self._progress.usual = usual
 
     def _heed_change(self, world: Context) -> None:
-        """Agree on a new plan if the step's flag shows that other parameters require a gradient on some rank.
+        """Agree on a new plan if the step flag shows that the set of parameters that require a gradient changed on some
+        rank.
 
         The step was taken without those parameters. The new plan contains all parameters that are trained on any rank,
         and the gradients of the new ones are reduced here.
@@ -677,7 +682,9 @@ class GradientReducer:
         self._known_pass = -1
 
     def _twins(self) -> tuple[int, int]:
-        """Return how many reducers with equal parameter shapes were created before this one, and how many exist."""
+        """Return the number of reducers with equal parameter shapes that were created before this one, and their total
+        number.
+        """
         return self._twin, sum(other._kind == self._kind for other in reducers())
 
 

@@ -1,4 +1,4 @@
-"""Copy of a step's flag (see `elastic.optimizer.gradients.plan_agreement`) from the reduced bucket to the host."""
+"""Copy of the step flag (see `elastic.optimizer.gradients.plan_agreement`) from the reduced bucket to the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Participation of a joined rank in the steps of an optimizer: it contributes zeros, and its state does not change.
+"""Participation of a joined rank in the other ranks' steps: it contributes zeros, and its state does not change.
 
-This module also has the exchanges by which ranks agree on a plan, because both sides must match. Their meaning is
-defined in `plan_agreement`. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
+This module also contains the exchanges with which ranks agree on a plan, because both sides must match.
+`plan_agreement` defines their meaning. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from elastic.optimizer.gradients.plan_agreement import (
     StepPlan,
 )
 
-GATHERED = (Op.SUM,)  # reductions, as sent, that gathered gradients support
+# reduction operations that are supported for sparse gradients, which are gathered
+GATHERED = (Op.SUM,)
 CPU = torch.device("cpu")
-AT_ONCE = 2  # Maximum number of buffers of zeros in flight. More would only use memory.
+AT_ONCE = 2  # maximum number of zero buffers in flight; more would only use memory
 
 Members = tuple[int, ...] | None
 
@@ -76,7 +77,7 @@ def share_order(
     own: Sequence[int] | None,
     parameters: int,
 ) -> tuple[int, ...]:
-    """Return the order of the gradients on rank ``source``, on all ranks.
+    """Broadcast the order of the gradients from rank ``source`` to all ranks.
 
     Args:
         group: group of the ranks that compare.
@@ -118,7 +119,7 @@ def compare_sparse(
 
 
 def share_bytes(group: Collectives, device: torch.device, root: int, data: bytes = b"") -> bytes:
-    """Return the bytes of rank ``root`` on all ranks."""
+    """Broadcast bytes from rank ``root`` to all ranks."""
     mine = group.rank == root
     length = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=device)
     group.broadcast(length, root).wait()
@@ -163,7 +164,7 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
 
 
 def end_plan(rt: Context, agreed: AgreedPlan, members: Members) -> None:
-    """Take the last step with this plan, together with all other ranks. This rank contributes only zeros."""
+    """Take part in the last step with this plan, in which this rank contributes zeros."""
     JoinedRank(rt, agreed, members, StepFlag.CHANGE).take()
 
 
@@ -189,14 +190,14 @@ class JoinedRank:
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
-        self.over = False  # whether no rank has any data left
+        self.over = False  # whether no rank has data left
         self.ended = False  # whether the other ranks have replaced the plan
         self._rt = rt
         self._members = members
         self._layout = agreed.layout
         self._op = Op(agreed.layout.op)
         self._first, *self._rest = agreed.layout.wires
-        # Allocated before any collective is in flight: a GPU may be unable to allocate while a collective waits.
+        # Allocated before any collective is in flight, because a GPU may be unable to allocate memory while one waits.
         self._buffer = _zeros(self._first)
         self._spare = _buffers(self._rest)
         self._work = self._wait_again(mark)

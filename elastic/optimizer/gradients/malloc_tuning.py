@@ -1,9 +1,9 @@
-"""Settings of glibc's malloc that keep the memory of gradients in the process between steps. Runs once per process.
+"""Tuning of glibc's malloc that keeps the memory of gradients in the process between steps. Applied once per process.
 
 The backward pass allocates every gradient, which is freed as soon as it was copied into its bucket. By default, glibc
 returns such large blocks to the system, and in the next step the kernel allocates them again, page by page and filled
-with zeros. With the two thresholds set here, glibc keeps them. Many small gradients at the end of the heap have the
-same effect: in a step of a transformer with 0.85 M parameters, 1,500 page faults took 5 % of the CPU time. Nothing is
+with zeros. With the two thresholds set here, glibc keeps them. Freeing many small gradients at the end of the heap has
+the same cost: in a step of a transformer with 0.85 M parameters, 1,500 page faults took 5 % of the CPU time. Nothing is
 done if the user has set thresholds or uses another allocator, or if the C library has no such settings.
 """
 
@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 # Bytes to keep at the end of the heap. At most two gradients exist at a time.
 _MOST_KEPT = 256 << 20
-_MOST_TOLD = (1 << 31) - 1  # mallopt takes an int.
+_MOST_TOLD = (1 << 31) - 1  # limited to the range of int, the type of mallopt's argument
 
 
 class MallocTuning:
@@ -31,7 +31,7 @@ class MallocTuning:
 
     Args:
         libc: library with ``mallopt`` and ``malloc_trim``.
-        may: whether the settings may be changed.
+        may: whether the settings may be changed, which the user or another allocator can prevent.
     """
 
     def __init__(self, libc: Any, *, may: bool) -> None:
@@ -46,7 +46,7 @@ class MallocTuning:
 
         Args:
             largest: size of the largest gradient in bytes.
-            freed: bytes of gradients that a step frees, or that exist at once.
+            freed: number of bytes of gradients that a step frees, or that exist at the same time.
         """
         if self._mallopt is None or max(largest, freed) < LARGE_BYTES:
             return

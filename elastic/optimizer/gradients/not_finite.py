@@ -1,8 +1,8 @@
-"""Digests of the parameters at the step in which the reduced gradients first became infinite or NaN.
+"""Record of the step in which reduced gradients first became infinite or NaN, with a digest of the parameters.
 
-One step later, these gradients have corrupted all replicas in the same way. Before the optimizer steps, the parameters
-of a rank with faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model,
-the parameters are equal everywhere and no worker is blamed.
+One step later, these gradients have corrupted all replicas in the same way. Before that, the parameters of a rank with
+faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model, the parameters
+are equal everywhere and no worker is blamed.
 
 The observations of a rank belong to its state, like a commit: they outlast the world, and restoring an older commit
 discards them.
@@ -17,7 +17,7 @@ import torch
 
 from elastic.state.snapshots.digest import digest
 
-# A larger gradient on a CPU is sampled, because reading it takes up to a tenth of a step.
+# Number of elements above which a CPU gradient is sampled, because reading all of it takes up to a tenth of a step.
 WHOLE_BYTES = 1 << 20
 # A sample consists of evenly spaced runs of adjacent elements. Each run costs one miss of the processor's cache.
 RUNS, RUN = 1024, 8
@@ -51,7 +51,10 @@ def examined(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class FirstNotFinite:
-    """Observations of one worker. All ranks receive the same reduced gradients and therefore record the same step."""
+    """Record of the first non-finite gradients on one worker.
+
+    All ranks receive the same reduced gradients and therefore record the same step.
+    """
 
     def __init__(self) -> None:
         # for each reducer, the digest of its parameters at its first non-finite gradient
@@ -67,12 +70,12 @@ class FirstNotFinite:
         samples: Iterable[torch.Tensor],
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """Check gradients after their reduction and before the optimizer's step.
+        """Check reduced gradients before the optimizer's step.
 
         The first observation is kept until the gradients are finite again.
 
         Args:
-            of: name of the reducer.
+            of: name of the gradients' reducer.
             samples: parts of the reduced gradients.
             parameters: parameters by name, for the digest.
         """
@@ -114,7 +117,8 @@ class FirstNotFinite:
         return bool(self._odd)
 
     def digest(self) -> int | None:
-        """Return the digest of the parameters at the first such step. Ranks with equal parameters have equal digests.
+        """Return the digest of the parameters at the first non-finite step. Ranks with equal parameters have equal
+        digests.
 
         Returns None without an observation, or with several optimizers. A joined rank has not seen the observations of
         an older plan, so ranks may have observed different numbers of optimizers.

@@ -1,4 +1,4 @@
-"""Agreement of ranks on the reduction plans of optimizers, and the description of plans for joined ranks.
+"""Agreement between ranks on the reduction plans of optimizers, and descriptions of plans for joined ranks.
 
 Pure: no I/O, no clock.
 
@@ -27,7 +27,8 @@ from elastic.collectives.interface import Op
 from elastic.errors import StateMismatch
 from elastic.protocol.messages import GRADIENTS
 
-CHANNEL = "gradients plans"  # group for agreeing on all plans of a generation but the first
+# name of the group for agreeing on all plans of a generation except the first one
+CHANNEL = "gradients plans"
 MAX_PLANS = 64  # maximum number of plan numbers, which can be reused
 
 
@@ -37,7 +38,7 @@ MAX_PLANS = 64  # maximum number of plan numbers, which can be reused
 class StepFlag(enum.Enum):
     """Last element of a plan's first buffer, as sent by a rank and as reduced over all ranks."""
 
-    # The rank has no more data. After the reduction, the flag means that no rank has data.
+    # The rank has no more data. As a reduced flag: no rank has more data.
     JOINED = 0
     STEP = 1
     # This is the last step with this plan, because a rank changed its parameters, or because no rank adopts the plan.
@@ -55,7 +56,7 @@ _VALUES: dict[Op, dict[StepFlag, float]] = {
 
 
 def mark_value(op: Op, mark: StepFlag) -> float:
-    """Return the number by which a rank sends a step flag.
+    """Return the number that represents a step flag in a reduction.
 
     ``op`` is the reduction as sent, for example SUM for an average.
     """
@@ -73,7 +74,7 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
         case Op.MAX | Op.MIN:
             changed = abs(reduced) > 1.5
         case _:
-            # This is also True for NaN, the product of zero and an overflowed product.
+            # also true for NaN, which results from multiplying zero by an overflowed product
             changed = not reduced > 1.0
     return StepFlag.CHANGE if changed else StepFlag.STEP
 
@@ -146,13 +147,13 @@ class ComparisonPoint(enum.IntEnum):
 
 
 class PlanProposal(NamedTuple):
-    """Report of a rank with data about its plan. The ranks receive the least and the greatest value of each field.
+    """Proposal of a plan by a rank that has data. All ranks receive the minimum and the maximum of each field.
 
     Attributes:
         digest: digest of the plan. Must be equal on all ranks, as must the next three fields.
         parameters: number of all parameters, including frozen ones.
         replaces: previous number of the optimizer's plan in this generation, or -1.
-        anew: 1 if the current step starts over because the parameters have changed, else 0.
+        anew: 1 if the current step is restarted because the parameters have changed, else 0.
         trains: digest of which parameters require a gradient on this rank.
         sparse: number of sparse gradients.
         rank: rank of the sender.
@@ -211,8 +212,8 @@ class PlanVerdict(NamedTuple):
     """Result of a comparison of plans, equal on all ranks.
 
     Attributes:
-        least: least value of each field of the proposals. Meaningless if no rank has data.
-        greatest: greatest value of each field.
+        least: minimum of each field over all proposals. Meaningless if no rank has data.
+        greatest: maximum of each field over all proposals.
         joined: whether any rank has joined.
         taken: for each number, 1 if the number cannot be reused on some rank, else 0.
     """
