@@ -1,7 +1,7 @@
 """Pickling of Python objects for other workers of a job, and for commits.
 
-All workers run the same script, so objects defined by the script are pickled by name: a class or enum resolves to the
-one that the receiver has defined, so ``state.phase is Phase.MAIN`` holds on every worker. Objects without an importable
+All workers run the same script, so objects defined by the script are pickled by name: a class or enum is resolved to
+the receiver's definition, so that ``state.phase is Phase.MAIN`` holds on every worker. Objects without an importable
 name (a lambda, a class defined in a function, objects from the launcher's script) are pickled by value, with
 cloudpickle.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-_YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch's pickles can write but not read
+_YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch can pickle but not unpickle
     dtype
     for name, dtype in vars(torch).items()
     if name.startswith(("uint16", "uint32", "uint64", "float8", "complex32"))
@@ -32,7 +32,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, (type, FunctionType)) and _defined_by_the_script(value):
-            return NotImplemented  # The object is pickled by name.
+            return NotImplemented  # Pickle the object by name.
         if isinstance(value, torch.Tensor) and value.dtype in _YOUNGER_THAN_STORAGES:
             content = value.detach().cpu().reshape(-1).view(torch.uint8)
             return _viewed, (content, value.dtype, value.shape, value.requires_grad)

@@ -1,11 +1,10 @@
-"""The loop under ``@elastic.run``: form a world, send the state to all workers, train, and repeat when the world
-changes.
+"""Main loop of ``@elastic.run``: form a world, synchronize the state, train, and repeat when the world changes.
 
-Interruptions reach user code only in the training thread: at a collective, an optimizer step or synchronize, at
-``commit()`` and ``check_host_updates()``. An exception of the script is not recovered from: it ends this process, and
-the driver decides about the other workers. In a worker that was asked to leave, `runtime.departure` handles the
-exception. A script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is
-not recovered from, because the same code would submit the same tensors again.
+Interruptions are raised in user code only in the training thread: in a collective, an optimizer step or synchronize, in
+``commit()`` and ``check_host_updates()``. If the script raises an exception, this process exits, and the driver decides
+whether the other workers continue. In a worker that was asked to leave, `runtime.departure` handles the exception. A
+script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered
+from, because the same code would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ AGAIN = (
 
 
 def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Decorate a training function whose first argument is a State, so that it survives changes of the world.
+    """Decorator for training functions that continue when the world changes. Their first argument is a State.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
     the current state (after a planned change). Its result is returned.
@@ -143,15 +142,15 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except DeviceLost as lost:
             _end_now(rt, lost)
         except ShardLost as lost:
-            # Every worker finds the same error. The driver ends the job with this message.
+            # Every worker finds the same error. The driver ends the job and reports this message.
             rt.training.lost_shards(str(lost))
             sys.exit(1)
         except Interrupted:
             raise
         except BaseException as error:  # includes KeyboardInterrupt and the script's own subclasses
             if isinstance(error, StateMismatch) and not rt.training.in_user_code:
-                # The driver has rejected this worker, or its state does not match rank 0's. Other workers may wait
-                # for it in a transfer, and its process takes seconds to exit.
+                # The driver has rejected this worker, or its state does not match rank 0's. Report the exit, because
+                # other workers may wait for this worker in a transfer, and its process takes seconds to exit.
                 rt.training.turned_away()
                 raise
             # Formatted before the process ends, because the driver quotes the traceback if the job fails.
@@ -167,7 +166,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
 
 
 def _end_now(rt: WorkerRuntime, lost: DeviceLost) -> NoReturn:
-    """End the process immediately, because a normal exit would wait for the device."""
+    """Exit the process immediately, because a normal exit would wait for the device."""
     trace = traceback.format_exc()
     rt.training.raised(summary_of(lost), trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
@@ -185,7 +184,7 @@ def _train(
     if rt.elastic:
         sharding_guard.begin(state.handled())
         state.capture_shards()
-    # Optimizers created by the script so far, also on a new worker. Later ones may be created and deleted.
+    # Includes the optimizers that every worker has created before training. Later ones may be created and deleted.
     others = gradient_layout.outside_state(state.handled())
     departure.waits = rt.elastic or rt.commits.durable is not None
     first = True
@@ -273,7 +272,7 @@ def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -
 
 
 def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) -> Value:
-    """Run a later training function of the job in the job's last world, whose membership is fixed."""
+    """Run a second or later training function in the job's last world, whose membership is fixed."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
@@ -300,7 +299,7 @@ def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
-    """Call user code. If a lost peer caused a RuntimeError, raise the exception for the loss instead.
+    """Call user code. If it raises a RuntimeError due to a lost peer, raise the interruption for the loss instead.
 
     torch converts exceptions in callbacks of its futures, such as a DDP communication hook that reduces twice, to
     RuntimeError.
@@ -378,13 +377,13 @@ def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Send the state from rank 0 to the ranks that lack the newest commit. Other ranks return immediately.
+    """Copy the state from rank 0 to the ranks that lack the newest commit. Other ranks return immediately.
 
     Returns the number of bytes copied.
     """
     rank, lacking = world.place.rank, _lacking(world)
     if world.holders == 0:
-        state.save()  # the first world starts from rank 0's present state
+        state.save()  # The first world starts from rank 0's current state.
     if rank != 0 and rank not in lacking:
         return 0
     if not lacking:

@@ -55,9 +55,8 @@ class TrainerPart(Part):
         return [f"{self.name} {type(self._optimizer).__name__}"]
 
     def seems_unchanged(self) -> bool:
-        return (
-            False  # torch does not detect writes by MXNet, so the value always counts as changed.
-        )
+        # torch does not detect writes by MXNet, so the value always counts as changed.
+        return False
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         optimizer = self._optimizer

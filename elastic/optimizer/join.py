@@ -1,8 +1,9 @@
-"""`join`, by which a rank without more data contributes zeros to reductions until all ranks have joined.
+"""`join`: lets a rank without more data contribute zeros to reductions until all ranks have joined.
 
 The engine handles named collectives. Gradients of a DistributedOptimizer are not negotiated in every step, so this
 module handles them: a joined rank contributes zeros to the first buffer of every plan, and once more when plans are
-agreed (see `gradients/plan_agreement.py`). A step of ranks with data needs no additional message.
+agreed (see `gradients/plan_agreement.py`). Joined ranks therefore cause no additional message in the steps of ranks
+with data.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ from elastic.optimizer.gradients import (
 from elastic.optimizer.gradients.joined_rank import JoinedRank, Members
 from elastic.runtime import lifecycle
 
-# Polling intervals, shortly after an event and later. The other ranks wait for a joined rank only in the second and
-# later buffers of a step.
+# Polling intervals in seconds, shortly after an event and later. Other ranks wait for a joined rank only in the second
+# and later buffers of a step.
 SOON_S = 0.0002
 LATER_S = 0.001
-FORMING_S = 0.05  # seconds between two checks whether the other ranks form a group
+# interval in seconds between two checks whether the other ranks are creating a group
+FORMING_S = 0.05
 
 
 def _is_divided() -> bool:
-    # This is not a for loop, because its variable would keep a dropped optimizer alive.
+    # Not a for loop, because the loop variable would keep a dropped optimizer alive.
     return any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers())
 
 
 def join(device: int = -1) -> int:
-    """Wait, on a rank without more data, until all ranks have joined. Return the last rank to join.
+    """Wait until all ranks have joined, and return the last rank to join. Call this on a rank without more data.
 
     Until then, this rank contributes zeros to the other ranks' allreduces (an average is still divided by the number of
     all ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers
@@ -56,7 +58,7 @@ def join(device: int = -1) -> int:
     """
     rt = lifecycle.current()
     if _is_divided():
-        gc.collect()  # The script may have dropped an optimizer.
+        gc.collect()  # An optimizer that the script has dropped must not take part.
     if _is_divided():
         raise Invalid(
             "join() can't be used with a DistributedOptimizer that has zero=1, because a joined rank does not"
@@ -69,7 +71,7 @@ def join(device: int = -1) -> int:
     noted = False
     pause_s = SOON_S
     while True:
-        # Leave the guard after each turn with an event, so that progress is reported to the driver.
+        # Leave the guard after each turn with an event, so that the driver receives this worker's progress.
         with rt.guard("join"):
             while not noted and not rt.broken:
                 # Other ranks can finish a reduction only with this rank's zeros, so register this join before
@@ -77,7 +79,7 @@ def join(device: int = -1) -> int:
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
-            if shared is None:  # From here on, this rank contributes zeros.
+            if shared is None:  # This rank contributes zeros from here on.
                 shared = [_SharedPlans(rt, members) for members in _sharing_optimizers(rt)]
             while True:
                 if last is None and submission.poll(handle):
@@ -116,7 +118,7 @@ class _SharedPlans:
 
     @property
     def over(self) -> bool:
-        """Whether every member has joined."""
+        """Whether all ranks have joined."""
         waits = self._proposed is not None and not self._nobody_proposes
         return not waits and all(each.over for each in self._shadows.values())
 

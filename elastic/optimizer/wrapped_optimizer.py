@@ -1,4 +1,4 @@
-"""Class of wrapped optimizers: methods that `elastic.optimizer.distributed_optimizer` adds to the user's class."""
+"""Methods that `elastic.optimizer.distributed_optimizer` adds to the class of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.failpoints import failpoint
 from elastic.optimizer.gradients import gradient_layout
 from elastic.runtime import lifecycle
 
-# Name of a parameter if none was given, with the numbers of its group and of the parameter in the group.
+# default name of a parameter, with the index of its group and its index in the group
 UNNAMED = "allreduce.noname.{}.{}"
 
 
@@ -39,7 +39,7 @@ class Reducer(Protocol):
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Methods that `DistributedOptimizer` adds to an optimizer's class, which it precedes in the resolution order."""
+    """Methods that `DistributedOptimizer` adds to an optimizer's class. They take precedence over those of the class."""
 
     gradients_made: gradient_layout.OptimizerArguments
     _parameter_names: dict[torch.Tensor, str]
@@ -47,7 +47,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     _synchronized_for_scaler: bool
     _should_synchronize: bool
     _reducer: Reducer
-    # The user's original optimizer: a scheduler created from it reads groups and steps there.
+    # original optimizer of the user; a scheduler that was created with it uses its groups and its step()
     _unwrapped: weakref.ref[torch.optim.Optimizer]
 
     @property
@@ -55,7 +55,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per step, from the next pass on. Call it between steps, on all ranks.
+        """Set the number of backward passes per step. Call it between steps, on all ranks.
 
         Raises:
             Invalid: the number is less than 1.
@@ -64,7 +64,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._reducer.set_passes(passes)
 
     def gradient_layout(self, name: str) -> list[str]:
-        """Return the lines of a state's layout that must be equal on all ranks.
+        """Return the optimizer's part of the state's layout, as lines that must be equal on all ranks.
 
         See `elastic.optimizer.gradients.gradient_layout`.
         """
@@ -90,8 +90,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is reduced. Collective.
 
-        All ranks must call it equally often. Call ``step()`` inside `skip_synchronize` afterwards. Not needed if the
-        last backward pass of a step has already completed the reduction: see
+        All ranks must call it the same number of times. Call ``step()`` inside `skip_synchronize` afterwards. Not
+        needed if the last backward pass of a step has already completed the reduction: see
         `elastic.optimizer.gradients.gradient_reducer`.
 
         Raises:
@@ -102,7 +102,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which ``step()`` does not reduce the gradients, but uses them as they are::
+        """Context manager in which ``step()`` applies gradients without reducing them::
 
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -116,7 +116,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, then apply them with the optimizer's own ``step``, and return the result of ``step``.
+        """Reduce the gradients, apply them with the wrapped optimizer's ``step``, and return its result.
 
         Gradients that ``closure`` computes are reduced at each call of ``closure``.
 
@@ -143,7 +143,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
         lifecycle.current().activity += 1
         if (unwrapped := self._unwrapped()) is not None:
-            # Without this, its schedulers warn that they step before the optimizer.
+            # Otherwise its schedulers warn that they step before the optimizer.
             unwrapped._opt_called = True  # type: ignore[attr-defined]
         failpoint("optimizer-step")
 
@@ -152,7 +152,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients with the optimizer's own method.
+        """Clear gradients with the wrapped optimizer's method.
 
         Raises:
             AssertionError: called between ``backward()`` and ``step()``.
@@ -171,14 +171,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with the optimizer's own method, and reset the count of backward passes."""
+        """Load a state with the wrapped optimizer's method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
         if (unwrapped := self._unwrapped()) is not None:  # load_state_dict() has replaced both.
             unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with the optimizer's own method. All ranks must add the same group."""
+        """Add a parameter group with the wrapped optimizer's method. All ranks must add the same group."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for index, parameter in enumerate(self.param_groups[number]["params"]):
@@ -207,8 +207,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() reads this first, then checks the gradients for infinities, then may skip step(). The
-        # gradients that it checks must be the reduced ones, so that all ranks make the same decision.
+        # GradScaler.step() reads this attribute before it checks the gradients for infinities and possibly skips
+        # step(). It must check reduced gradients, so that all ranks make the same decision.
         if self._should_synchronize and self._reducer.pending:
             self._reducer.finish()
             self._synchronized_for_scaler = True
@@ -219,7 +219,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or pickle is an optimizer of the user's class, since hooks and buffers belong to this process.
+        # Copies and pickles have the user's class, because hooks and buffers belong to this process.
         classes = type(self).__mro__
         user_class = classes[classes.index(WrappedOptimizer) + 1]
         return (user_class.__new__, (user_class,), self.__getstate__())

@@ -1,4 +1,4 @@
-"""Calls of ranks that differ, and the clause of an error that describes them. Pure: no I/O, no clock."""
+"""Differing collective calls of ranks, and their description in error messages. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DISTINCT = 16  # maximum number of calls reported to the driver
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):
-    """Call of a collective by one rank. An empty field is unknown.
+    """Call of a collective by one rank. Unknown fields are empty.
 
     Args:
         line: line of the script, such as ``train.py:12``.
@@ -28,16 +28,16 @@ Calls = Annotated[tuple[Called, ...], msgspec.Meta(max_length=DISTINCT)]
 
 
 def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
-    """Return one call of each kind, made by the lowest rank.
+    """Return one call of each kind: that of the lowest rank.
 
-    The result has at most as many calls as a message may contain.
+    Limited to the maximum number of calls in a message.
     """
     found = {(each.name, each.line, each.tensors): each for each in reversed([*calls])}
     return tuple(sorted(found.values(), key=lambda each: each.rank)[:DISTINCT])
 
 
 def sentence(calls: Sequence[Called]) -> str:
-    """Describe calls in a clause, such as ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
+    """Describe calls, as in ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
     by_call: dict[tuple[str, str, str], list[int]] = {}
     for each in calls:
         by_call.setdefault((each.name, each.tensors, each.line), []).append(each.rank)
@@ -53,7 +53,7 @@ def sentence(calls: Sequence[Called]) -> str:
 
 
 def message_sentence(calls: Sequence[Called]) -> str:
-    """Describe messages in a clause, such as ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
+    """Describe point-to-point messages, as in ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
     parts = "; ".join(f"rank {each.rank}: {each.name} of {each.tensors}" for each in calls)
     return f"a message does not fit its recv: {parts}; both tensors need the same dtype and number of elements"
 

@@ -1,11 +1,11 @@
-"""Detection of files that have changed since this process started, from their times. Reads /proc and files."""
+"""Detection of files that have changed since this process started, by their timestamps."""
 
 from __future__ import annotations
 
 import os
 import time
 
-# The kernel counts a start in ticks of 10 ms, and takes file times from a clock that it advances every 1 to 10 ms.
+# The kernel records process starts in ticks of 10 ms, and file times from a clock that advances every 1 to 10 ms.
 ERROR_S = 0.03
 COARSE_S = 2.0  # seconds; resolution of FAT's file times, the coarsest of any file system
 

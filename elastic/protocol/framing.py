@@ -4,13 +4,13 @@
     body     one message as MessagePack; empty in a sealed frame: a heartbeat
     16 bytes tag, once the connection is sealed
 
-The tag is an HMAC-SHA256, cut to 16 bytes, over the frame's number in its direction and the body. Each direction of
-each connection has its own key, derived from a secret and the nonces of both ends. Without the secret, a frame cannot
-be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
+The tag is an HMAC-SHA256, truncated to 16 bytes, over the frame's number in its direction and the body. Each direction
+of each connection has a separate key, derived from a secret and the nonces of both ends. Without the secret, a frame
+cannot be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
 
 Control connections are sealed after a challenge. On connections between ranks, for the store of a generation and for
 the negotiation of named collectives, the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of its
-first frame proves that the caller knows the secret. Each use has its own secret, see `derived`.
+first frame proves that the caller has the secret. Each use has a separate secret, see `derived`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 from elastic.protocol.messages import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
-NONCE_BYTES = 32  # number of bytes of each end's nonce, which is new for every connection
+NONCE_BYTES = 32  # number of bytes of a nonce; each end uses a new one for every connection
 SHOWN = 200  # maximum number of characters of an unauthenticated peer's text that an error quotes
 
 
@@ -45,7 +45,7 @@ def derived(secret: bytes, purpose: str, generation: int) -> bytes:
 
 
 class FramedConnection:
-    """Encoder and decoder of both directions of one connection, at one of its ends.
+    """Encoder of outgoing and decoder of incoming frames at one end of a connection.
 
     Args:
         decoder: decoder of the peer's messages.
@@ -59,7 +59,7 @@ class FramedConnection:
         self._limit = limit
         self._buffer = bytearray()
         self._key_in = self._key_out = b""
-        self._frames_in = self._frames_out = 0  # sealed frames in each direction
+        self._frames_in = self._frames_out = 0  # number of sealed frames in each direction
 
     def seal(
         self, secret: bytes, *, mine: bytes, theirs: bytes, caller: bool, limit: int = RELAY_LIMIT
@@ -109,7 +109,7 @@ class FramedConnection:
         return head, _tag(self._key_out, self._frames_out, body)
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes, split anywhere."""
+        """Add received bytes. They may be split at any position."""
         self._buffer += data
 
     def next(self) -> Any | None:
@@ -163,9 +163,9 @@ class AcceptedConnection(FramedConnection):
 
     Args:
         secret: secret of the connection, see `derived`.
-        mine: nonce of this end, if the caller knows it.
-        limit: maximum size of a frame in bytes. The connection is dropped at a frame without the right seal, so this
-            bounds what an unauthenticated peer may send.
+        mine: nonce of this end, if the caller has received it.
+        limit: maximum size of a frame in bytes. The connection is dropped at a frame with an invalid tag, so this
+            limits what an unauthenticated peer may send.
     """
 
     def __init__(

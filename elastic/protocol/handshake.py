@@ -1,4 +1,4 @@
-"""Handshake of a control connection, at the end that connects to a driver. Pure. Authenticates the driver."""
+"""Client side of the handshake of a control connection, which authenticates the driver. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolErro
 
 
 class ClientHandshake:
-    """Handshake at the connecting end, which has the name ``who`` and the role ``role``.
+    """Client side of the handshake, for a client with the name ``who`` and the role ``role``.
 
     Args:
         nonce: NONCE_BYTES random bytes, new for this connection.
@@ -25,7 +25,9 @@ class ClientHandshake:
         return bool(self._theirs)
 
     def answer(self, challenge: Any) -> bytes:
-        """Return the proof for the driver's nonce. Raises ProtocolError unless the peer is a driver of this version."""
+        """Return the proof for the driver's challenge. Raises ProtocolError unless the peer is a driver of this
+        version.
+        """
         if not isinstance(challenge, Challenge):
             raise ProtocolError(
                 "the peer is not a driver of hvd-elastic: check the address of the driver"
@@ -35,7 +37,7 @@ class ClientHandshake:
                 f"the driver uses protocol version {challenge.version}, this {self._role} version {VERSION}: install"
                 " the same hvd-elastic on every host"
             )
-        # With a nonce of another length, the text of a proof would be ambiguous.
+        # With a nonce of another length, the input of the HMAC would be ambiguous.
         if len(challenge.nonce) != NONCE_BYTES:
             raise ProtocolError(
                 f"the driver's challenge has {len(challenge.nonce)} bytes instead of {NONCE_BYTES}"
@@ -46,7 +48,7 @@ class ClientHandshake:
     def accepted(self, reply: Any, wire: FramedConnection) -> None:
         """Check the driver's answer to this side's proof, and start to authenticate frames.
 
-        Raises ProtocolError, with the driver's reason if any, unless the driver knows the secret and accepts this peer.
+        Raises ProtocolError, with the driver's reason if any, unless the driver has the secret and accepts this peer.
         """
         if isinstance(reply, TurnedAway) and self._is_its(reply.proof, "turned away", reply.reason):
             raise ProtocolError(reply.reason)

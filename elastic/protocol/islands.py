@@ -1,4 +1,4 @@
-"""Islands of hosts that average gradients in every step, as ``--islands`` defines them for driver and workers.
+"""Parsing of ``--islands``: islands are groups of hosts that average gradients in every step.
 
 Pure: no I/O, no clock.
 """
@@ -54,7 +54,7 @@ def parse_islands(text: str) -> tuple[IslandRule, ...]:
 
 
 def island_of(host: str, rules: tuple[IslandRule, ...]) -> str:
-    """Return the name of a host's island. The first rule that matches applies; other hosts are islands of their own.
+    """Return the name of a host's island. The first matching rule applies. A host without a matching rule is an island.
 
     The names of such islands contain a space, so they differ from the names in rules.
     """

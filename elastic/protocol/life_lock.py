@@ -1,8 +1,8 @@
-"""Lock in memory that a worker and its agent share. The kernel releases the lock as soon as the worker dies.
+"""Immediate detection of a worker's death through a robust lock in memory shared with its agent.
 
 When a process dies, the kernel releases its robust locks first. Then it frees the memory, which may take long, and only
-afterwards closes the sockets and notifies the parent. See set_robust_list(2). If the system or the C library does not
-support such locks, a death is detected by the exit of the process.
+afterwards closes the sockets and notifies the parent. See set_robust_list(2). The lock therefore detects a death
+earlier than the exit of the process, which is used if the system or the C library does not support such locks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import platform
 import threading
 from collections.abc import Callable
 
-# Variable in a worker's environment, with a file of its agent and the offset in it.
+# environment variable of a worker with the agent's memory file and the offset of the lock
 LIFE_LOCK = "ELASTIC_LIFE_LOCK"
 
 _NAME = "elastic-life-locks"
-# Bytes for each lock. A pthread_mutex_t of glibc has 40 or 48, and begins with the word that the kernel uses.
+# Bytes per lock. glibc's pthread_mutex_t has 40 or 48 bytes and begins with the word that the kernel uses.
 _BYTES = 128
-_MOST = 1024  # maximum number of workers of one agent that are watched at a time
+_MOST = 1024  # maximum number of workers of one agent that are watched at the same time
 _WAITERS, _OWNER_DIED = 1 << 31, 1 << 30
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FAILED = ctypes.c_void_p(-1).value
@@ -36,7 +36,7 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,
 )
-_held = False  # the lock is held by this process until it exits
+_held = False  # whether this process holds the lock, until it exits
 
 
 def hold(location: str) -> None:
@@ -78,12 +78,12 @@ def _lock(address: int) -> bool:
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        # This fails in a second process of the same worker.
+        # Fails in a second process of the same worker.
         and _libc.pthread_mutex_trylock(mutex) == 0
-        and word.value == threading.get_native_id()  # This is the layout of glibc.
+        and word.value == threading.get_native_id()  # layout of glibc's pthread_mutex_t
     )
     if locked:
-        word.value |= _WAITERS  # Otherwise the kernel wakes no waiter.
+        word.value |= _WAITERS  # Without this bit, the kernel does not wake waiting threads.
     return locked
 
 
@@ -128,7 +128,9 @@ class LifeLock:
         self._ended = False
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Call ``gone`` in a new thread when the thread with the lock has ended. Do not call it after `end`."""
+        """Call ``gone`` in a new thread when the thread that holds the lock has ended. Do not call this method after
+        `end`.
+        """
         # counts the calls of `_leave` by the agent and by that thread
         self._left = itertools.count()
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
@@ -155,7 +157,7 @@ class LifeLock:
         self._leave()
 
     def _leave(self) -> None:
-        """Free the lock's place in memory at the second call, when neither the agent nor the thread uses it."""
+        """Free the lock's memory at the second call, when neither the agent nor the watching thread uses it."""
         if next(self._left):
             self._free()
 

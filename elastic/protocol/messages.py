@@ -16,15 +16,15 @@ from msgspec import Meta
 from elastic.protocol.calls import Calls
 
 VERSION = 6
-# Maximum size of a frame in bytes. A returned value is the only large message.
+# maximum size of a frame in bytes; only a function's return value is this large
 FRAME_LIMIT = 64 * 1024 * 1024
-RESULT_LIMIT = FRAME_LIMIT - 4096  # bytes of a returned value
+RESULT_LIMIT = FRAME_LIMIT - 4096  # maximum size of a function's return value in bytes
 RELAY_LIMIT = FRAME_LIMIT + 4096  # limit in bytes for a message of FRAME_LIMIT and its sender
-HANDSHAKE_LIMIT = 1024  # bytes a peer may send before it is authenticated
+HANDSHAKE_LIMIT = 1024  # maximum number of bytes that a peer may send before it is authenticated
 # Small list items take far more memory than bytes on the wire, so the number of items in a frame is limited.
 PHASES_LIMIT = 1000
-MISTAKE_LIMIT = 2000  # characters of a mistake in a script
-ABSENT_LIMIT = 64  # names of islands in a report of a merge
+MISTAKE_LIMIT = 2000  # maximum number of characters of the description of a script's mistake
+ABSENT_LIMIT = 64  # maximum number of island names in the report of a merge
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
@@ -34,8 +34,9 @@ KEPT_LIMIT = 8  # maximum number of older commits of which a worker has a copy
 REPORT_LIMIT = 64 * 1024  # maximum size of one report of a script, in bytes
 STEP_INPUT_LIMIT = 16 * 1024  # maximum size of a step input, in bytes
 COPY = "copy of the state"  # reported while a worker waits for a copy of the state
-SHARDS_COMMIT = "commit of the shards"  # reported while it waits for a commit of a sharded state
-GRADIENTS = "gradients"  # reported while it waits for gradients of a DistributedOptimizer
+# reported while a worker waits for a commit of a sharded state
+SHARDS_COMMIT = "commit of the shards"
+GRADIENTS = "gradients"  # reported while a worker waits for gradients of a DistributedOptimizer
 # Offset of the signal above SIGRTMIN. On this signal, a worker writes its stacks.
 STACKS_SIGNAL_OFFSET = 4
 
@@ -50,7 +51,7 @@ IslandNames = Annotated[
 
 
 class ProtocolError(Exception):
-    """Error raised when the peer sent bytes that are not a message of this protocol, or failed authentication."""
+    """Error raised when a peer sends an invalid message or fails authentication."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -81,7 +82,7 @@ class Worker(Value):
 
 
 class Commit(Value):
-    """Identity of a committed state: the n-th commit of a generation. Later commits compare greater.
+    """Identity of a committed state: the n-th commit of a generation. Newer commits compare greater.
 
     The text form is ``g2c300``, which cannot be mistaken for a decimal number.
     """
@@ -94,7 +95,7 @@ class Commit(Value):
 
     @property
     def dotted(self) -> str:
-        """Return the commit in the form of journals: ``2.300``."""
+        """Return the commit in the format of journals: ``2.300``."""
         return f"{self.generation}.{self.number}"
 
 
@@ -130,7 +131,9 @@ class Address(Value):
 
 
 class Times(Value):
-    """Seconds that a worker has spent on each activity. Their sum is its age. See `elastic.monitoring.time_account`."""
+    """Time in seconds that a worker has spent on each activity. The sum is the worker's age. See
+    `elastic.monitoring.time_account`.
+    """
 
     training: Finite = 0.0
     committing: Finite = 0.0
@@ -169,7 +172,7 @@ class Launches(Value):
 
 
 class HeldCommitShards(Value):
-    """Complete shards of one commit in memory that a worker can read. They include copies of other workers' shards.
+    """Complete shards of one in-memory commit that a worker can read, including copies of other workers' shards.
 
     ``commit`` is a number of the sharded state, which counts its saves in a world from 0.
     """
@@ -183,11 +186,11 @@ class HeldCommitShards(Value):
 
 
 class ShardsHeld(Value):
-    """Report of the shards with which a worker can contribute to the next world.
+    """Report of the shards that a worker can contribute to the next world.
 
     Args:
         copies: number of copies of each shard, as given to the state.
-        sealed: the newest commit of which the worker knows that all ranks have copied and mirrored it.
+        sealed: the newest commit that, as far as this worker knows, all ranks have copied and mirrored.
     """
 
     copies: int
@@ -230,7 +233,7 @@ class ShardsPlaced(Value):
     restored: Commit | None = None
     rows: RowBytes = RowBytes()  # bytes of all rows of this worker, by source
     received: int = 0  # bytes of these rows that other workers sent
-    # Shards of the restored commit that no worker of this world had trained, and this worker's rows from them.
+    # shards of the restored commit whose worker is not in this world, and this worker's rows from them
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     lost_rows: RowBytes = RowBytes()
 
@@ -243,7 +246,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
 
 
 class Challenge(Message):
-    """First frame of the driver. It requests proof that the peer knows the secret of the job."""
+    """First frame of the driver. It requests proof that the peer has the job's secret."""
 
     nonce: bytes
     version: int = VERSION
@@ -259,7 +262,7 @@ class Answer(Message):
 
 
 class Accepted(Message):
-    """Answer of the driver: its proof that it also knows the secret."""
+    """Answer of the driver: its proof that it also has the secret."""
 
     proof: bytes
 
@@ -295,7 +298,7 @@ class Reconnected(Message):
 
 
 class Layout(Message):
-    """The names, shapes and dtypes of this worker's state, sent once before the first Ready that carries its digest."""
+    """Names, shapes and dtypes of this worker's state, sent once, before the first Ready that contains their digest."""
 
     digest: str
     text: str
@@ -308,20 +311,20 @@ class StepInput(Message):
 
 
 class Ready(Message):
-    """Message: this worker waits for a world. ``generation`` is the last generation of the worker, or 0 without one."""
+    """Message: this worker waits for a world. ``generation`` is the worker's last generation, or 0 if it had none."""
 
     generation: int
     commit: Commit | None
     # address at which this worker would serve the generation's store as rank 0; already bound
     store: Address
     layout: str = ""  # digest of the state's layout, empty before elastic.run
-    running: bool = True  # whether the worker is in elastic.run, and not still in init()
-    # Number of this process's waits. A late Ready with a smaller number is ignored.
+    running: bool = True  # whether the worker is in elastic.run; False in init()
+    # Number of times that this process has waited. A delayed Ready with a smaller number is ignored.
     number: int = 0
     shards: ShardsHeld | None = None  # shards that the worker holds, if its state is sharded
     kept: OlderCommits = OlderCommits()
     step: int | None = None  # step counter of the state at the commit, or None
-    # Whether this worker stops for a planned change before the agreed safepoint, see `Recovery.own_pace`.
+    # whether this worker stops for a planned change at its next safepoint, see `Recovery.own_pace`
     own_pace: bool = False
 
 
@@ -339,7 +342,9 @@ class Failed(Message):
 
 
 class Stranded(Message):
-    """Message: a collective failed outside ``elastic.run``, so this process cannot recover. Fields as in `Failed`."""
+    """Message: a collective failed outside ``elastic.run``, so this process cannot recover. For the fields, see
+    `Failed`.
+    """
 
     generation: int
     reason: str
@@ -366,7 +371,7 @@ class Resumed(Message):
 
     Args:
         phases_ms: milliseconds of each phase of the recovery, in order.
-        from_checkpoint: whether no complete commit was left in memory, so that the world began from a durable one.
+        from_checkpoint: whether the world began from a durable commit, because no complete commit was left in memory.
         shards: this worker's part of a sharded state, or None.
     """
 
@@ -387,7 +392,7 @@ class Progress(Message):
     generation: int
     entered: int  # number of collectives entered in this generation
     inside: str = ""  # name of the collective in which the worker waits, or empty
-    waited_s: Finite = 0.0  # seconds that the worker has been inside the collective
+    waited_s: Finite = 0.0  # seconds that the worker has been in the collective
     phase: str = ""  # name of the current long phase of the worker, or empty
     # progress of the worker's GPU while it waits
     gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []
@@ -402,13 +407,13 @@ class Located(Message):
 
 
 class Pace(Message):
-    """Statistics since the previous Pace. A worker that waits little while its peers wait much is a straggler."""
+    """Statistics of collectives since the previous Pace. A worker that waits much less than its peers is a straggler."""
 
     generation: int
     collectives: int  # number of completed collectives
     waited_s: Finite  # seconds that the training thread spent in collectives
     over_s: Finite  # seconds that the report covers
-    commits: int = 0  # number of commits made in that time
+    commits: int = 0  # number of commits in these seconds
     commit: Commit | None = None  # the newest commit that all members have agreed on
 
 
@@ -426,8 +431,8 @@ class TimeSpent(Message):
     # number of optimizer steps since training began; None means that no step was seen
     steps: int | None = None
     batch: int | None = None  # number of samples of such a step on this worker, or None if unknown
-    sealed: Commit | None = None  # newest sealed commit of a sharded state, see `ShardsHeld`
-    every: int = 1  # number of calls of commit() for which one copy is made; see --commit-budget
+    sealed: Commit | None = None  # newest sealed commit of a sharded state; see `ShardsHeld`
+    every: int = 1  # number of calls of commit() per copy of the state; see --commit-budget
 
 
 class Digested(Message):
@@ -452,21 +457,21 @@ class Digested(Message):
 
 
 class Miscomputed(Message):
-    """Result of a vote of the ranks: one of them computed wrong gradients of a shard. See `elastic.exact.verifier`.
+    """Message: in a vote of the ranks, one rank computed wrong gradients of a shard. See `elastic.exact.verifier`.
 
-    Every rank sends this message. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
+    Sent by every rank. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
     """
 
     generation: int
     step: int
     shard: int
-    rank: int  # rank of the culprit
-    digest: Annotated[str, Meta(max_length=16)]  # digest of the culprit's gradients
+    rank: int  # rank that computed the wrong gradients
+    digest: Annotated[str, Meta(max_length=16)]  # digest of the wrong gradients
     right: Annotated[str, Meta(max_length=16)]
     witnesses: Annotated[list[int], Meta(max_length=16)]  # ranks that computed the right gradients
-    # Last step of this world in which the culprit's gradients were compared and right. -1 means none.
+    # last step of this world in which that rank's gradients were compared and right; -1 means none
     agreed: int = -1
-    # Whether every gradient is compared before it is used, so that no commit can contain a wrong one.
+    # whether all gradients are compared before they are used, so that no commit can contain wrong ones
     complete: bool = False
 
 
@@ -514,19 +519,18 @@ class Raised(Message):
     # Whether a GPU or NCCL has failed. See `elastic.runtime.failures.hardware_errors`.
     hardware: bool = False
     final: bool = False  # whether a retry would fail in the same way
-    # Whether training never began: no member of the world had a commit, and the world has made none.
+    # whether training has not begun: no worker of the world had a commit, and the world has made none
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # exit code of the job, if final
     calls: Calls = ()  # mismatched calls, which all ranks received
-    # whether some shards of the state were lost, so that the failure is final
+    # whether shards of the state were lost, so that the failure is final
     shards_lost: bool = False
 
 
 class Quit(Message):
     """Message: the process is about to exit with this code (0 to 255).
 
-    The cause is that user code called ``sys.exit`` under ``elastic.run``, or that the state of the worker does not
-    match.
+    Sent if user code called ``sys.exit`` under ``elastic.run``, or if the worker's state does not match.
 
     Args:
         call: text of the call, such as ``sys.exit(3)``. Empty if user code made no call.
@@ -544,25 +548,25 @@ class Returned(Message):
 
 
 class SendResult(Message, tag="Result"):
-    """Message: the value of a launched function, opaque to the driver."""
+    """Message: the return value of a launched function, which the driver does not decode."""
 
     blob: bytes
 
 
 class Reported(Message):
-    """Message: a report of the script on its training, for the program that started the job.
+    """Message: metrics that the script reports to the program that started the job.
 
-    Reports are delivered in the order of their numbers, each once. See `report_queue`.
+    Reports are delivered exactly once, in the order of their numbers. See `report_queue`.
     """
 
     number: int  # number of the report among this process's reports, from 1
-    # The first report that may not have been delivered. All earlier ones have been, to this driver or a predecessor.
+    # first report that may not have been delivered; this driver or a predecessor has received all earlier ones
     oldest: int
     generation: int  # generation at the time of the report, like rank and size
     rank: int
     size: int
     at: Finite  # time of the report in seconds since 1970
-    # Encoded metrics, which agents do not decode.
+    # encoded metrics, which agents do not decode
     metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]
     dropped: int = 0  # number of reports dropped since the previous one, because the queue was full
 
@@ -610,7 +614,7 @@ class TimelineUnwanted(Message):
 
 
 class CheckpointDue(Message):
-    """Request of rank 0 to make a commit durable on all ranks: the first one of this generation from ``number`` on."""
+    """Request of rank 0 to make a commit durable on all ranks: the first commit of this generation from ``number`` on."""
 
     generation: int
     number: int
@@ -622,7 +626,8 @@ class NotFinite(Message):
     Sent at the first such commit of a world, and again while the condition lasts.
 
     Args:
-        digest: digest of this rank's parameters before the first such step, or None if it has not seen that step.
+        digest: digest of this rank's parameters before the first such step, or None if this rank did not take part in
+            that step.
     """
 
     generation: int
@@ -649,7 +654,7 @@ class ShareDropped(Message):
 
 
 class CheckpointWritten(Message):
-    """Message: the complete checkpoint is in storage and was read back.
+    """Message: the checkpoint is complete in storage and was verified by reading it.
 
     Args:
         commit: the commit that it contains.
@@ -682,14 +687,14 @@ class Welcome(Message):
 
 
 class World(Message):
-    """Place of the receiver in a new generation.
+    """Message: a new world has formed. Contains the receiver's place in it.
 
     Ranks ``0 .. holders-1`` hold ``commit``, the newest commit. The other ranks receive it from rank 0. If no worker
     has committed, ``holders`` is 0 and ``commit`` is None, and rank 0 is the source of the state.
 
     Args:
-        run: ID under which this world's checkpoints are written, 0 without checkpoints. After a failover the new driver
-            has another ID, and all members must use the same.
+        run: ID under which this world's checkpoints are written, 0 without checkpoints. After a failover, the new
+            driver uses another ID, and all workers must use the same one.
         checkpoint: whether the initial commit is made durable before training starts.
     """
 
@@ -704,7 +709,7 @@ class World(Message):
 
 
 class Broken(Message):
-    """Message: this generation is over. The receiver closes its sockets, restores, and reports ready."""
+    """Message: this generation has ended. The receiver closes its sockets, restores the last commit, and reports ready."""
 
     generation: int
     reason: str
@@ -739,7 +744,7 @@ class Leave(Message):
     """Order: the receiver is no longer part of the job, and exits with code 0.
 
     Args:
-        fenced: whether the driver has fenced the worker, so that its later work is discarded. The exit code shows this.
+        fenced: whether the driver has fenced the worker, so that its later work is discarded. Determines the exit code.
     """
 
     reason: str
@@ -772,11 +777,11 @@ class Rejected(Message):
 
 
 class StandBy(Message):
-    """Order: the world has its maximum size, so the receiver waits without a timeout for a free place."""
+    """Order: the world has its maximum size, so the receiver waits as a standby, without a timeout."""
 
 
 class Finish(Message):
-    """Message: every member of the world has returned."""
+    """Message: the training function has returned on every worker of the world."""
 
     generation: int
 
@@ -802,7 +807,7 @@ class ReportsTaken(Message):
 
 
 class Tracing(Message):
-    """Order: start to record for this timeline, or, if ``on`` is False, stop and send the remaining records."""
+    """Order: start recording this timeline or, if ``on`` is False, stop and send the remaining records."""
 
     timeline: int
     on: bool
@@ -817,7 +822,7 @@ class HostsListed(Message):
 
 
 class TracesTaken(Message):
-    """Message: one `Traced` is in the file, so the worker may send another one."""
+    """Message: one `Traced` was written to the file, so the worker may send another one."""
 
     timeline: int
 
@@ -855,7 +860,7 @@ class DropCheckpoint(Message):
     """Order: the checkpoint is cancelled, and the receiver stops writing.
 
     Args:
-        again: whether the checkpoint is retried, because only the timing was wrong.
+        again: whether the checkpoint is retried, because the request reached a rank too late.
     """
 
     generation: int
@@ -947,7 +952,7 @@ def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
     """Encode the body of a frame. Raises ProtocolError if it exceeds ``limit`` bytes."""
     try:
         body = _encoder.encode(message)
-    except UnicodeEncodeError:  # An error may quote a file name that is not text.
+    except UnicodeEncodeError:  # An error message may contain a file name that is not valid UTF-8.
         plain = msgspec.to_builtins(message, builtin_types=(bytes,))
         body = _encoder.encode(_sayable(plain))
     if len(body) > limit:

@@ -16,9 +16,9 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 
 def count_limit(bytes_each: int, descriptors: int, extra: int = 0) -> int:
-    """Return how many unauthenticated connections a listener keeps.
+    """Return the maximum number of unauthenticated connections of a listener.
 
-    This is at most a quarter of the process's limit of descriptors, because most are for authenticated peers.
+    At most a quarter of the process's descriptor limit, because most descriptors are for authenticated peers.
 
     Args:
         bytes_each: number of bytes that each peer may send before it authenticates.

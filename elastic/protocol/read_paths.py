@@ -15,7 +15,7 @@ DIR = "ELASTIC_CHECKPOINT_DIR"  # variable of the checkpoint folder, as in `chec
 MOST = 5000  # maximum number of paths that are recorded
 _OPENS = frozenset({"open", "sqlite3.connect"})
 _LISTS = frozenset({"os.listdir", "os.scandir"})
-# After opening one of these, the process at the other end may read any file.
+# audit events after which files may be read without being recorded
 _LEAVES = frozenset(
     {
         *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
@@ -27,7 +27,7 @@ _EVENTS = _OPENS | _LISTS | _LEAVES
 _STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}
 _IMPORTS = ("_frozen_importlib_external", "importlib")
 _READERS = ("data", "integrations")  # modules of this package that read on behalf of a script
-# Packages with compiled code that opens files through Python, and may load libraries.
+# packages whose compiled code opens files only through Python; they may load libraries
 _KNOWN = frozenset(
     {
         *("elastic", "functorch", "horovod", "markupsafe", "msgspec", "numpy", "optree", "pandas"),
@@ -37,7 +37,7 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """Paths that one process has read.
+    """Record of the paths that one process has read.
 
     ``files`` and ``folders`` are absolute. ``unseen`` names reads that were not traced.
     """
@@ -53,7 +53,7 @@ class ReadPaths:
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
-            except Exception as error:  # An error here must not make the script's call fail.
+            except Exception as error:  # An error here must not fail the script's call.
                 self.unseen.add(f"{event}: {type(error).__name__}")
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -85,7 +85,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """Return the package that reads, ignoring the standard library.
+    """Return the package that reads a file, ignoring frames of the standard library.
 
     Return None for imports and for this package's own work.
     """
@@ -110,7 +110,7 @@ def compiled() -> set[str]:
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith((".so", ".pyd")):
-            # Some extensions have unrelated names. Their folder identifies the package.
+            # Some extension modules have names unrelated to their package. The folder identifies the package.
             installed = file.replace("dist-packages", "site-packages").rpartition("site-packages/")
             root = (installed[2] if installed[1] else name.replace(".", "/")).partition("/")[0]
             if root.partition(".")[0] not in _KNOWN | _STANDARD:

@@ -1,6 +1,7 @@
 """Values that `report` accepts, and their encoding. Pure: no I/O, no clock.
 
-Numbers, text, None, and lists and dicts of them: JSON, plus NaN and infinity. Both ends validate.
+Accepted are numbers, strings, None, and lists and dicts of these: the types of JSON, plus NaN and infinity. Both ends
+validate values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _decoder: msgspec.msgpack.Decoder[Metrics] = msgspec.msgpack.Decoder(Metrics)
 class Report:
     """One call of ``elastic.report`` by a worker, as received by the process that started the job."""
 
-    rank: int  # rank at the time of the report; so are size and generation
+    rank: int  # rank, and below size and generation, at the time of the report
     size: int
     generation: int
     worker: str  # name of the worker, host:slot#start
@@ -58,7 +59,7 @@ def packed(metrics: Mapping[str, Any]) -> bytes:
 def unpacked(worker: Worker, reported: Reported) -> Report:
     """Decode a report.
 
-    Raises ValueError if it is invalid, which is possible because any holder of the secret can send one.
+    Raises ValueError if the report is invalid, because any process with the job's secret can send one.
     """
     try:
         metrics = _dict(_decoder.decode(reported.metrics), ())
@@ -128,8 +129,8 @@ def _only(value: Any, path: Path) -> Any:
 def _count(value: Any) -> int | None:
     if isinstance(value, type) or not callable(getattr(value, "item", None)):
         return None
-    numel = getattr(value, "numel", None)  # Tensors of torch have this method.
-    # Arrays of numpy have this attribute.
+    numel = getattr(value, "numel", None)  # method of torch tensors
+    # attribute of numpy arrays
     count = numel() if callable(numel) else getattr(value, "size", None)
     return count if isinstance(count, int) else None
 

@@ -11,11 +11,11 @@ _VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "o
 
 
 def switch(env: Mapping[str, str], name: str, default: bool = False, words: str = "1 or 0") -> bool:
-    """Return the value of an environment variable that is on or off. Raises Invalid if it has another value.
+    """Parse an environment variable that is on or off. Raises Invalid if it has another value.
 
     Args:
         default: value if the variable is unset or empty.
-        words: the allowed values, as the error lists them.
+        words: the allowed values, as listed in the error message.
     """
     text = env.get(name, "").strip().lower()
     value = _VALUES.get(text) if text else default

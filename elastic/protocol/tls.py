@@ -1,4 +1,4 @@
-"""TLS of a control connection: contexts from PEM files, and an endpoint that converts bytes. Opens no socket.
+"""TLS of a control connection: creates contexts from PEM files, and encrypts and decrypts bytes. Opens no socket.
 
 Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change. The
 challenge of `elastic.protocol.framing`, which TLS does not replace, proves that the peer belongs to this job.
@@ -20,7 +20,7 @@ _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """Error raised when the peer does not use TLS or is not authorized. The message is the reason."""
+    """Error raised when the peer does not use TLS or is not authorized. The message states the reason."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
@@ -83,11 +83,11 @@ def check(cert: str, key: str, ca: str) -> None:
 
 
 class TlsEndpoint:
-    """TLS at one end of a connection.
+    """TLS state of one end of a connection.
 
     Received bytes are passed to `feed`, and `due` returns the bytes to send. Not thread-safe.
 
-    Data that are passed before the handshake is complete are sent afterwards.
+    Data passed before the handshake is complete are sent afterwards.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:

@@ -1,11 +1,11 @@
 """Timeline file to which events are appended, and which is valid JSON at all times.
 
-The file is one JSON array. Each write puts the new events and a new closing bracket over the old bracket in a single
-pwrite, so that whenever the process is killed, the file has the previous array or the new one. If the disk takes only
-part of a write, that part is cut off again and the old bracket restored.
+The file is one JSON array. Each write replaces the closing bracket by the new events and a new bracket in a single
+pwrite, so that the file contains the previous or the new array even if the process is killed. If a write is incomplete
+because the disk is full, its part is removed and the old bracket is restored.
 
-File systems do not guarantee that a concurrent reader sees all of a write or none of it. It can see a part of it during
-the microseconds of the copy into the page cache.
+File systems do not guarantee that a concurrent reader sees all of a write or none of it. A reader can see a part during
+the microseconds in which it is copied to the page cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPENING, CLOSING = b"[\n", b"\n]\n"
 
 
 def is_free(path: str) -> bool:
-    """Return whether a new timeline may replace the file at this path: it is missing, empty, or a timeline."""
+    """Return whether a new timeline may replace the file at a path: the file is missing, empty, or a timeline."""
     try:
         with open(path, "rb") as file:
             return file.read(len(OPENING)) in (b"", OPENING)
@@ -43,7 +43,8 @@ class TraceFile:
             if os.path.exists(target) and not os.path.isfile(target):
                 raise OSError(errno.EINVAL, "the path is not a regular file")
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(beginning)  # O_EXCL does not follow a link that is put there now.
+                # O_EXCL refuses a link that another process may create at this path.
+                os.unlink(beginning)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(beginning, flags, 0o644)
             try:
@@ -54,7 +55,7 @@ class TraceFile:
                 with contextlib.suppress(OSError):
                     os.unlink(beginning)
                 raise
-        # ValueError means that the path contains a null character.
+        # ValueError: the path contains a null character.
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise Invalid(
@@ -74,7 +75,8 @@ class TraceFile:
             self._put(text + CLOSING, self._end)
         except OSError:
             with contextlib.suppress(OSError):
-                os.pwrite(self._fd, CLOSING, self._end)  # These blocks are already allocated.
+                # Cannot fail on a full disk, because these blocks are already allocated.
+                os.pwrite(self._fd, CLOSING, self._end)
                 os.ftruncate(self._fd, self.size)
             raise
         self._end += len(text)

@@ -1,10 +1,10 @@
 """Format of timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
 
-The format is the JSON array of Google's "Trace Event Format". A worker is a process and a tensor a thread, so that
-nested phases are drawn inside each other. Times are microseconds since the timeline began.
+The format is the JSON array of Google's "Trace Event Format". Workers are represented as processes and tensors as
+threads, so that nested phases are drawn inside each other. Times are microseconds since the timeline began.
 
-Thread IDs are unique over all processes, and differ from process IDs: Perfetto would merge equal threads, and take an
-ID equal to its process's for the main thread.
+Thread IDs are unique across processes and differ from process IDs, because Perfetto merges threads with equal IDs and
+treats a thread with the ID of its process as the main thread.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-# Maximum number of rows per process. A script may name each of its collectives differently.
+# Maximum number of rows per process, because a script may give each collective a different name.
 ROWS_LIMIT = 10_000
 LOST = "dropped records"  # name of the row for dropped records
-OTHERS = "others"  # name of the row for everything beyond ROWS_LIMIT
+OTHERS = "others"  # name of the row for all records after ROWS_LIMIT rows
 NAME_LIMIT = 200  # maximum characters of a row's or an event's name
 FIRST_ROW = 1_000_001
 KINDS = frozenset("XBEi")

@@ -1,7 +1,7 @@
 """Elastic training on a Ray cluster: ``elastic.ray.run(train_fn, config, num_workers=4, min_workers=2)``.
 
-Ray supplies hosts, placement and supervision. The driver decides the world. Gradients are sent between workers.
-Importing this package does not import Ray.
+Ray provides hosts, placement and supervision. The driver determines the workers of the world. Gradients are sent
+directly between workers. Importing this package does not import Ray.
 """
 
 from elastic.protocol.report_values import Report

@@ -1,4 +1,4 @@
-"""Arguments of a job on a Ray cluster, checked before anything is started. Pure: Ray is not imported here."""
+"""Validation of the arguments of a job on a Ray cluster, before anything is started. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.launcher.option_types import RayOptions
 
-CURRENT = "current"  # the placement group that the caller runs in, if any
+CURRENT = "current"  # selects the placement group in which the caller runs, if any
 PLACEMENT_S = 100.0
-LEAST_S = 1.0  # minimum of placement_timeout
+LEAST_S = 1.0  # minimum of placement_timeout, in seconds
 BOTH = (
     "label_selector can't be used in a placement group, which determines the nodes: omit label_selector, or pass"
     " placement_group=None"
@@ -26,7 +26,7 @@ BOTH = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """Workers that a job on Ray requests: their number, resources and placement.
+    """Request for the workers of a job on Ray: number, resources and placement.
 
     ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
     """
@@ -36,10 +36,10 @@ class WorkerRequest:
     most: int
     elastic: bool
     resources: Mapping[str, float]
-    placement_group: Any = CURRENT  # CURRENT, None, or a placement group of Ray's
-    # Resources of each bundle of the placement group that the caller uses itself.
+    placement_group: Any = CURRENT  # CURRENT, None, or a Ray placement group
+    # resources that the caller itself uses in each bundle of the placement group
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    per_bundle: int = 1  # number of workers in each bundle with room for them
+    per_bundle: int = 1  # number of workers in each bundle that has room for workers
     labels: Mapping[str, str] = field(default_factory=dict)  # Ray's label selector of the nodes
     hosts: int | None = None  # exact number of nodes, with np / hosts workers on each
     placement_timeout: float = PLACEMENT_S  # seconds to wait for resources
@@ -154,7 +154,7 @@ def labels(given: Mapping[str, str] | None, placement_group: Any) -> dict[str, s
     """Return the label selector of the nodes, which is empty by default.
 
     Raises:
-        Invalid: the selector is no mapping of strings, or a placement group determines the nodes already.
+        Invalid: the selector is not a mapping of strings, or a placement group already determines the nodes.
     """
     if given is None:
         return {}
@@ -178,7 +178,7 @@ def places(wanted: WorkerRequest, options: RayOptions) -> int:
 
 
 def start_timeout_s(options: RayOptions) -> float:
-    """Return the number of seconds within which all workers must start, after they were placed."""
+    """Return the time in seconds in which all workers must start after they were placed."""
     return float(options.get("start_timeout") or Settings.start_timeout_s)
 
 
@@ -188,7 +188,7 @@ def _standbys(options: RayOptions) -> int:
 
 
 def check_options(options: RayOptions, *, elastic: bool = True) -> None:
-    """Raise Invalid if an option is invalid, or TypeError if there is no such option."""
+    """Raise Invalid if an option is invalid, or TypeError if an option does not exist."""
     words_of(RAY, options)
     standbys = _standbys(options)
     if standbys and not elastic:
@@ -230,12 +230,13 @@ def check_job_name(name: object) -> None:
 
 
 def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise Invalid if the function cannot be called with these arguments, as far as its signature is known."""
+    """Raise Invalid if the function's signature does not accept these arguments."""
     if not callable(function):
         raise Invalid(f"function is a {type(function).__name__}: pass a function")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Functions that are not written in Python have no signature.
+    except (TypeError, ValueError):
+        # No check for functions without a signature, such as those not written in Python.
         return
     try:
         signature.bind(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The caller's side of persistent workers: sends calls to all of them and collects the results. Imports Ray."""
+"""Client of persistent workers: sends calls to the workers and collects the results. Imports Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import ray
 from elastic.ray.call_results import REGROUP, CallFailure, cause, failure_in, opened
 from elastic.ray.driver_client import DriverClient
 
-GRACE_S = 2.0  # seconds for the other ranks to end a call that has failed on one rank
-RELEASED_S = 30.0  # seconds for the other ranks to end the call after the request to regroup
+GRACE_S = 2.0  # timeout in seconds for the other ranks to end a call that has failed on one rank
+# timeout in seconds for the other ranks to end the call after the request to regroup
+RELEASED_S = 30.0
 
 
 class CallClient:
@@ -25,7 +26,7 @@ class CallClient:
         self._handed_out: list[list[Any]] = []
 
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Call the workers, and return the values by rank.
+        """Call the workers, and return the results by rank.
 
         If one rank fails, other ranks may be waiting for it in a collective. These ranks are released, so that the
         error is raised promptly and all ranks are available for the next call.

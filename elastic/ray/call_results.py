@@ -1,4 +1,4 @@
-"""Requests to persistent workers and their answers. Each is pickled by its sender and unpickled only by its receiver.
+"""Requests to persistent workers and their answers. Only sender and receiver pickle and unpickle them.
 
 A worker answers every request, in order. `REGROUP` takes effect immediately, even during a call. The worker abandons
 its world, so collectives that other ranks never join raise an error, and then forms a new world with the other ranks.
@@ -16,9 +16,10 @@ import cloudpickle
 
 from elastic.errors import CollectiveFailed, ElasticError, Invalid, JobFailed, PeerLost
 
-MAKE = "make"  # request with (class, args, kwargs), whose instance is stored
-RUN = "run"  # request with (function, args, kwargs)
-EXECUTE = "execute"  # request with (function,), called with the instance if there is one
+MAKE = "make"  # request with (class, args, kwargs): creates the instance and stores it
+RUN = "run"  # request with (function, args, kwargs): calls the function
+# request with (function,): calls the function, with the instance if one is stored
+EXECUTE = "execute"
 REGROUP = b"regroup"  # This request and the next are not pickled.
 END = b"end"
 
@@ -29,14 +30,14 @@ _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """Error raised when a call failed on a worker with an exception that cannot be raised here.
+    """Error raised when a call failed on a worker with an exception that cannot be unpickled in this process.
 
     The message contains the worker's traceback.
     """
 
 
 class WorkerTraceback(ElasticError):
-    """Traceback of an exception on a worker, used as the cause of the exception here."""
+    """Traceback of an exception on a worker, used as the cause of the exception that the caller receives."""
 
     def __str__(self) -> str:
         return "\n\n" + "".join(map(str, self.args))
@@ -58,7 +59,7 @@ class CallFailure:
     secondary: bool
 
     def exception(self) -> Exception:
-        """Return the exception to raise: if possible the original one, with the worker's traceback as its cause."""
+        """Return the exception to raise: the original one if possible, with the worker's traceback as its cause."""
         error: object = None
         if self.error is not None:
             try:
@@ -116,7 +117,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
     try:
         blob: bytes = cloudpickle.dumps(error)
-        pickle.loads(blob)  # An exception with custom arguments may not unpickle.
+        pickle.loads(blob)  # Unpickling may fail for an exception with custom arguments.
     except Exception:
         return None
     return blob

@@ -1,7 +1,7 @@
-"""The driver of one job, or of one executor's jobs, as a Ray actor.
+"""Ray actor that runs the driver of one job, or of the jobs of one executor.
 
-The driver has an event loop in a separate thread, and Ray's calls are passed to it, so that a job is independent of
-Ray's use of its own loop. Values of user functions remain pickled here.
+The driver's event loop runs in a separate thread and receives Ray's calls, so that a job does not depend on how Ray
+uses its own event loop. Values of user functions remain pickled here.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from elastic.ray.job_updates import JobUpdate, JobUpdates, UpdateBatch
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
-KEPT_S = 600.0  # seconds for which the outcome of a detached job stays available
+KEPT_S = 600.0  # how long the outcome of a detached job stays available, in seconds
 STOP_CODE = 130
-ENDS_S = 20.0  # seconds for a job that has lost a persistent worker to end
-CLOSE_S = 30.0  # seconds for a job to end after a request
+ENDS_S = 20.0  # timeout in seconds for a job to end after it has lost a persistent worker
+CLOSE_S = 30.0  # timeout in seconds for a job to end after a request
 REPORT_BYTES = 256  # approximate size of a report
 
 Value = TypeVar("Value")
@@ -138,8 +138,9 @@ class DriverActor:
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
-        """Make a call on a persistent worker. Return the worker's answer, or the reason why it was lost. See
-        `elastic.ray.call_results`."""
+        """Send a request to a persistent worker. Return the worker's answer, or the reason why the worker was lost. See
+        `elastic.ray.call_results`.
+        """
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
 
@@ -253,7 +254,7 @@ class DriverActor:
         assert job.fleet is not None
         return dataclasses.replace(
             job,
-            # The environment of this process is not forwarded, because it is Ray's.
+            # The environment of this process is not passed to workers, because Ray has set it.
             fleet=dataclasses.replace(job.fleet, forwarded=dict(spec.environ)),
             streams=(self._news.out, self._news.err),
             reported=self._reported,

@@ -1,4 +1,4 @@
-"""The caller's side of a driver actor: creates the actor, receives its output and reports, and waits for it.
+"""Client of a driver actor: creates the actor, receives its output and reports, and waits for its end.
 
 Imports Ray.
 """
@@ -39,7 +39,7 @@ from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.job_updates import UpdateBatch
 
 POLL_S = 1.0
-# Seconds for the start of the actor's process, whose runtime environment may have to be installed.
+# Timeout in seconds for the start of the actor's process, whose runtime environment may have to be installed.
 START_S = 120.0
 CLOSE_S = 45.0
 HEAD = "node:__internal_head__"
@@ -134,7 +134,7 @@ class DriverClient:
             of_actor["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()
-            # The constraint is hard: on another node, the actor would not end with this process.
+            # hard constraint, because on another node the actor would not end with this process
             of_actor["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         made: Any = ray.remote(DriverActor)
         actor = made.options(**of_actor).remote(spec)
@@ -168,7 +168,7 @@ class DriverClient:
 
     def poll(self, wait_s: float = 0.0) -> bool:
         """Forward output and reports, waiting up to ``wait_s`` seconds for the first item. Return whether any exist."""
-        self._telling = None  # The pending request is repeated.
+        self._telling = None  # Repeat the pending request.
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)
 
@@ -252,7 +252,7 @@ class DriverClient:
             pass
 
     def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
-        """Return the value of a call of the actor. Raises the exception of the call, or JobFailed if the actor died."""
+        """Return the result of a call of the actor. Raises the exception of the call, or JobFailed if the actor died."""
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:
@@ -319,7 +319,7 @@ def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def results_of(ended: Ended) -> list[Any]:
-    """Return the values that the function returned, by rank.
+    """Return the function's return values by rank.
 
     Raises:
         Invalid: the job was rejected before it started.

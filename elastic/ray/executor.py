@@ -55,7 +55,8 @@ def run(
     placement_timeout: float = PLACEMENT_S,
     **options: Unpack[RayOptions],
 ) -> Result:
-    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster. Wait for the end.
+    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster. Wait for the end of
+    the job.
 
     ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there are resources for
     ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
@@ -140,7 +141,7 @@ def stop(job: str) -> bool:
 
 
 class Executor:
-    """Workers on a Ray cluster that call one function after another. The arguments are those of `run`.
+    """Pool of workers on a Ray cluster that run functions. The arguments are those of `run`.
 
     Without ``min_workers`` and ``max_workers``, `start` starts the workers, which run until `shutdown`. Each has an
     instance of ``executable_cls``, and `run` and `execute` call functions in them. An elastic executor keeps its
@@ -165,7 +166,7 @@ class Executor:
         placement_timeout: float = PLACEMENT_S,
         **options: Unpack[RayOptions],
     ) -> None:
-        """Check the arguments without starting anything. They are those of `run`, and:
+        """Check the arguments without starting anything.
 
         Args:
             num_hosts: the exact number of nodes, each with the same number of workers.
@@ -192,7 +193,7 @@ class Executor:
         self._on_report = on_report
         self._on_output = on_output
         self._follower: Any = None
-        # Requested workers if a placement group spans several hosts, or None.
+        # request for the workers if a placement group spans several hosts, or None
         self._spread: arguments.WorkerRequest | None = None
         self._calling: Any = None  # set if workers are persistent
 
@@ -299,7 +300,7 @@ class Executor:
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker and return the values by rank.
+        """Run ``fn(*args, **kwargs)`` on every worker and return the results by rank.
 
         Raises:
             JobFailed: the job failed.
@@ -311,7 +312,7 @@ class Executor:
         return self.run_once(pickled(fn, args, kwargs)).values
 
     def run_remote(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker, and return Ray references to the values immediately.
+        """Start ``fn(*args, **kwargs)`` on every worker, and return Ray references to the results immediately.
 
         Raises:
             Invalid: the executor is elastic.
@@ -337,7 +338,7 @@ class Executor:
         return values
 
     def run_once(self, call: bytes) -> Result:
-        """Run a pickled call as a job of its own. Starts the executor if necessary."""
+        """Run a pickled call as a separate job. Starts the executor if necessary."""
         if self._follower is None:
             self._follower = self._made(*self._prepared())
         follower = self._follower

@@ -1,4 +1,4 @@
-"""Buffer of a driver's output and reports for its followers, in order. Beyond a limit, the oldest items are dropped.
+"""Buffer of a driver's output and reports for its followers, in order. If it is full, the oldest items are dropped.
 
 Several threads add items. Followers fetch items in the event loop, each from its own position.
 """

@@ -1,4 +1,4 @@
-"""Choice of the world that a persistent worker joins next, if calls fail on some ranks. Pure. See `served_world`.
+"""Selection of the world that a persistent worker joins after calls have failed. Pure: no I/O, no clock.
 
 The request to regroup reaches the ranks at different times. Until then, a function that calls ``init()`` may rendezvous
 with ranks that have already received the request. Ranks therefore exchange the number of the request that they act on.
@@ -18,7 +18,7 @@ class Regroupings:
         # Number of the last request that this rank acts on or has acted on. It is sent to the other ranks.
         self.number = 0
         self._requests = 0  # number of received requests
-        self._met = 0  # number of the request for which the current world was formed
+        self._met = 0  # number of the request to regroup for which the current world was formed
         self._meeting = False
 
     def tell(self) -> bool:
@@ -35,7 +35,7 @@ class Regroupings:
         return self._met < self.number
 
     def meet(self) -> None:
-        """Record, in ``init()``, that a rendezvous is about to begin."""
+        """Record that a rendezvous is about to begin. Called in ``init()``."""
         self._meeting = True
 
     def met(self, largest: int) -> None:

@@ -1,4 +1,4 @@
-"""Program of a persistent worker: ``python -m elastic.ray.serve_calls``. Runs functions until it receives END.
+"""Program of a persistent worker: ``python -m elastic.ray.serve_calls``. Executes requests until it receives END.
 
 Calls arrive through a unix socket that only this user can access, served by the agent's actor. A line of JSON gives
 this worker's rank once its world is formed; then each frame is answered with one, in order. A frame is four bytes with
@@ -79,7 +79,7 @@ class Calls:
                 if word == REGROUP:
                     self._call_off()
                 self._words.put(word)
-        # Nothing receives the answer, and nothing else would release this worker from a collective.
+        # The connection is closed: cancel the current call, because nothing else would release it from a collective.
         self._call_off()
         self._words.put(END)
 
@@ -111,7 +111,7 @@ class Serving:
                 self._world.settle()
         except BaseException as error:
             answer = failed(error, self._world.rank)
-            del error  # This frees the frames of the traceback and their objects.
+            del error  # Frees the frames of the traceback and their objects.
             gc.collect()
         return answer
 
@@ -121,7 +121,7 @@ class Serving:
         kind, parts = pickle.loads(word)
         if kind == MAKE:
             cls, args, kwargs = parts
-            self._made = []  # The previous instance is freed first.
+            self._made = []  # Frees the previous instance first.
             self._made = [cls(*args, **kwargs)]
             return None
         if kind == RUN:

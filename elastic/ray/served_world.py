@@ -1,8 +1,8 @@
 """The world of a persistent worker. It is formed before the first call, and survives calls that fail on some ranks.
 
-In any other job of a fixed size, a failed collective ends the job, because a partly executed program cannot be undone.
-Here the program is a sequence of calls, and a failed call is reported to its caller. A failed world is therefore
-abandoned without notifying the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
+In other static jobs, a failed collective ends the job, because a partly executed script cannot be undone. Here each
+call is separate, and a failed call is reported to its caller. A failed world is therefore abandoned without notifying
+the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.runtime.worker_runtime import WorkerRuntime
 
 
 class ServedSession(Session):
-    """A session whose world can be abandoned.
+    """Session whose world can be abandoned without ending the job.
 
     Args:
         given_up: reason why collectives are not possible until the next world. Empty if they are possible.
@@ -140,7 +140,7 @@ class ServedRuntime(WorkerRuntime):
 
 
 def join() -> ServedRuntime:
-    """Join the job that this process was started for, and its first world. Raises the same errors as ``init()``."""
+    """Join this process's job and its first world. Raises the same errors as ``init()``."""
     env = environment.read()
     if env.driver is None:
         raise Invalid(

@@ -1,6 +1,4 @@
-"""Reserve a placement group for workers on an exact number of nodes: one bundle per node, with room for its
-workers.
-"""
+"""Placement group for an exact number of nodes, with one bundle per node for all of its workers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from elastic.rendezvous.launcher_env import LauncherEnv, started
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
-START_TIMEOUT_S = 600.0  # a long time, because rank 0 may prepare the data first
+START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare data before the other ranks proceed
 # Without a driver, stuck ranks are not detected, and a checkpoint may take long. The value is torch's default.
 COLLECTIVE_TIMEOUT_S = 1800.0
 # GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
@@ -43,28 +43,28 @@ class Environment:
     driver: Address | None
     worker: Worker
     secret: bytes
-    # Address on which this worker may listen; empty means the address on the route to rank 0.
+    # address on which this worker listens; empty means the local address of the route to rank 0
     bind_host: str
     elastic: bool
     timeout_s: float  # time limit for forming a group
     collective_timeout_s: float  # time limit for a collective
-    wait_timeout_s: float  # time limit for a message from the driver, in case it hangs
+    wait_timeout_s: float  # maximum time without a message from the driver
     digest_commits: bool  # report a digest of every commit, so that replicas can be compared
     # also report a digest of each tensor, so that two runs can be compared
     digest_tensors: bool = False
-    # largest part of the time for copies at commits; 0: a copy at each commit
+    # maximum fraction of time spent on copies at commits; 0 means a copy at each commit
     commit_budget: float = 0.0
     islands: tuple[IslandRule, ...] = ()  # see elastic.protocol.islands
-    workers_min: int = 1  # smallest world of the job
+    workers_min: int = 1  # minimum number of workers of the job
     checks: bool = True  # whether to check the script's first steps; see elastic.script_checks
     strict: bool = False  # whether findings of these checks end the job
-    # admit workers with results that are not bitwise identical; see elastic.exact.probe
+    # whether to admit workers whose results are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
     # folder for the states of workers with wrong gradients; empty means that they are not saved
     keep_faulty: str = ""
     cycle_s: float = 0.001  # seconds between two rounds of negotiation and fusion; 0 means no delay
     cache_capacity: int = 1024  # number of names with cached negotiation; 0 disables the cache
-    # maximum size of a fused collective in bytes, or None if not given
+    # maximum size of a fused collective in bytes; None means the default
     fusion_bytes: int | None = None
     group_fusion: bool = True  # whether a group may be fused with other tensors
     # seconds until a collective that waits for other ranks is reported; 0 means never
@@ -76,10 +76,11 @@ class Environment:
     timeline_mark_cycles: bool = False
     # Paths of certificate, key and CA for the control connection; None means no TLS.
     tls: tuple[str, str, str] | None = None
-    started: LauncherEnv | None = None  # how another launcher than elasticrun started this worker
+    # description of the launcher that started this worker, if not elasticrun
+    started: LauncherEnv | None = None
     start_timeout_s: float = START_TIMEOUT_S  # time limit for every rank to call init()
-    native: bool = True  # ranks of one host reduce in shared memory where they can
-    life_lock: str = ""  # lock with which the agent immediately detects the death of this process
+    native: bool = True  # whether ranks of one host reduce in shared memory if possible
+    life_lock: str = ""  # lock that lets the agent detect the death of this process immediately
 
     def core(self, local_rank: int) -> int | None:
         """Return the core for this rank's background thread, or None for any core."""
@@ -132,7 +133,7 @@ def read(
         bind_host=env.get("ELASTIC_BIND") or ("127.0.0.1" if launched is None else ""),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
-        # With a driver, which detects stuck ranks, this limit is a last resort and therefore longer.
+        # longer with a driver, which detects stuck ranks itself
         collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
@@ -168,7 +169,7 @@ def native(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's own rules. Other backends have none."""
+    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's rules. False for other backends."""
     env = os.environ if environ is None else environ
     wanted = env.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
     return wanted and env.get("KERAS_BACKEND", "") in ("", "tensorflow")
@@ -180,14 +181,14 @@ def digests(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
-    """Turn off torch's flight recorder unless TORCH_FR_BUFFER_SIZE is set.
+    """Disable torch's flight recorder unless TORCH_FR_BUFFER_SIZE is set.
 
     It keeps the last 2000 collectives of the process with their Python stacks, and some data of every group forever: 8
     MB with three workers. These data fragment the heap, so the memory between them cannot be freed. Torch reads the
     variable when it makes its first group.
     """
     env = os.environ if environ is None else environ
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the old name of the variable
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # deprecated name of the variable
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 
@@ -210,7 +211,7 @@ def keep_tensors(
 
 
 def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set the variables of torch and NCCL that elasticrun would set. Call at init(), before torch starts threads.
+    """Set the variables of torch and NCCL that elasticrun would set. Call this in init(), before torch starts threads.
 
     Variables that already have the correct value are not written, because setenv is not safe while other threads read.
     """
@@ -227,8 +228,8 @@ def launched_timeout_s(
 ) -> float:
     """Return the timeout in seconds of a collective on GPUs once this rank has launched it.
 
-    With a driver, which knows whether the other ranks have launched it too, and with a timeout set by the user, the
-    timeout is not shortened.
+    The timeout is not shortened if the user has set it, or with a driver, which detects whether other ranks have
+    launched the collective.
     """
     env = os.environ if environ is None else environ
     own = ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")

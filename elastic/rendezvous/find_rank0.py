@@ -1,7 +1,7 @@
 """Rendezvous of a world without a driver: rank 0 serves a store and publishes its address.
 
 The launcher determines how the address is published. See `launcher_env`. All ranks then exchange their hosts and local
-ranks through that store, and obtain their places and the address of the first world's own store.
+ranks through that store. From these they compute their places and the address of the first world's store.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from elastic.rendezvous.launcher_env import (
 )
 from elastic.rendezvous.store import Store, listen
 
-REACH_S = 0.5  # seconds to connect to rank 0 at an address that may be stale
+REACH_S = 0.5  # timeout in seconds for connecting to rank 0 at an address that may be stale
 LOOK_S = 0.02  # seconds between two attempts to read rank 0's address
-_PUBLIC = ("192.0.2.1", "2001:db8::1")  # only looks up the route, and sends nothing
+_PUBLIC = ("192.0.2.1", "2001:db8::1")  # destination port for looking up a route; nothing is sent
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -61,8 +61,9 @@ class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundRank0(NamedTuple):
-    """Result of the search for rank 0: the completed ``env``, and the ``store`` of the rendezvous, which must be
-    closed once the world is formed.
+    """Result of the search for rank 0: the completed ``env`` and the ``store`` of the rendezvous.
+
+    The store must be closed once the world is formed.
     """
 
     env: Environment
@@ -134,7 +135,7 @@ def arrive(
     mine: Address | None,
     timeout_s: float,
 ) -> tuple[Place, Address]:
-    """Return this rank's place and the address of the next world's store, once all ranks have arrived.
+    """Wait until all ranks have arrived. Return this rank's place and the address of the next world's store.
 
     Args:
         store: store of the rendezvous.
@@ -157,7 +158,7 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, env: Environment, deadline: float) -> None:
-    """Exchange a message with all ranks, to verify that this rank serves, or is connected to, the store of this job."""
+    """Exchange a message with all ranks, to verify that they use the store of the same job."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)
@@ -308,7 +309,7 @@ def numeric(host: str) -> str:
             " MASTER_ADDR to an IP address"
         ) from None
     every = [str(row[4][0]) for row in rows]
-    # A name may resolve to both address families, while this host has a route to only one.
+    # A name may resolve to IPv4 and IPv6 addresses, but this host may have a route to only one of them.
     found = next((each for each in every if own_address(each) is not None), every[0])
     if host == "localhost" or not _loopback(found) or _is_numeric(host):
         return found

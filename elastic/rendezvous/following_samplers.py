@@ -1,7 +1,7 @@
-"""Wrapped methods that keep torch's ``DistributedSampler`` at the size and rank of the current world.
+"""Wrappers that update torch's ``DistributedSampler`` to the size and rank of the current world.
 
-A sampler follows the world if it was made with the size and rank of the world at that moment, explicitly or by default.
-A sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class
+A sampler follows the world if it was created with the world's size and rank at that time, explicitly or by default. A
+sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class
 computes ``num_samples`` and ``total_size`` differently from torch.
 """
 
@@ -49,7 +49,7 @@ def install(place: Callable[[], Place | None]) -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own methods of the sampler."""
+    """Restore torch's original methods of the sampler."""
     global _place
     _place = None
     from torch.utils.data import DistributedSampler
@@ -125,7 +125,7 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
 def _first(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a method of a sampler, so that its numbers are updated first.
 
-    Copies of a sampler, which skip ``__init__``, follow too.
+    Copies of a sampler, which are created without ``__init__``, also follow the world.
     """
 
     @functools.wraps(method)

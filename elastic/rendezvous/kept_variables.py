@@ -1,4 +1,4 @@
-"""Warning that a script reads environment variables whose values belong to an earlier world. Issued once."""
+"""Warning about environment variables that a script has read in an earlier world. Issued once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 3  # maximum number of lines of the script to list
 
 
 class KeptVariables:
-    """Comparison of the environment at the start of this worker, before `follow` changed it, with the current world."""
+    """Record of the environment at the start of this worker, for comparison with later worlds."""
 
     def __init__(self) -> None:
         self._at_start = dict(os.environ)

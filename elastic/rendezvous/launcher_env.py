@@ -1,4 +1,4 @@
-"""Detection, from the environment, of the launcher of this process, its rank, and the way in which ranks connect.
+"""Detection of the launcher, the rank and the rendezvous method of this process from environment variables.
 
 Pure: no I/O, no clock.
 
@@ -19,14 +19,14 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 
 PORT_OFFSET = 1009  # distance from MASTER_PORT, which the script's own init_process_group may use
-# Range of ports to use if only a job ID is known. It lies below the ephemeral ports of the system.
+# Range of ports if only a job ID is known, below the ephemeral ports of the system.
 FIRST_PORT, PORTS = (21_000, 8_000)
 ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
 
 @dataclass(frozen=True)
 class ByTorchelasticStore:
-    """Ranks find rank 0 through the TCPStore of torchrun's agent.
+    """Rendezvous through the TCPStore of torchrun's agent.
 
     Rank 0 publishes its address and a secret under keys with this prefix.
     """
@@ -38,7 +38,7 @@ class ByTorchelasticStore:
 
 @dataclass(frozen=True)
 class ByAddress:
-    """Ranks find rank 0 at a known address: rank 0 listens on this port of this host.
+    """Rendezvous at a known address: rank 0 listens on this port of this host.
 
     ``secret`` is known to all ranks.
     """
@@ -50,9 +50,9 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class ByFile:
-    """Ranks on one host find rank 0 through a file, in which rank 0 writes its address and a secret.
+    """Rendezvous of ranks on one host through a file, to which rank 0 writes its address and a secret.
 
-    Only its user can read the file.
+    Only the user who started the job can read the file.
     """
 
     name: str
@@ -60,8 +60,7 @@ class ByFile:
 
 @dataclass(frozen=True)
 class ByStore:
-    """Ranks find rank 0 through a torch.distributed store that they share, in which rank 0 publishes its address and a
-    secret.
+    """Rendezvous through a shared torch.distributed store, in which rank 0 publishes its address and a secret.
 
     ``host`` is the host of rank 0. Empty if all ranks are on one host.
     """
@@ -260,7 +259,7 @@ def _of_launcher(
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
-    """Return the requested port, or else MASTER_PORT plus an offset, or else a port derived from the job ID."""
+    """Return the port: the requested one, otherwise MASTER_PORT plus an offset, otherwise one derived from the job ID."""
     if _has(env, ASKS_FOR_PORT):
         return _port_in(env, ASKS_FOR_PORT)
     if _has(env, "MASTER_PORT"):
@@ -270,7 +269,7 @@ def _port(env: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _secret(env: Mapping[str, str], job: str) -> bytes:
-    """Return ELASTIC_SECRET, or else a hash that separates jobs but does not authenticate."""
+    """Return ELASTIC_SECRET, or a hash that separates jobs but does not authenticate them."""
     if not _has(env, "ELASTIC_SECRET"):
         return hashlib.sha256(job.encode()).digest()
     try:

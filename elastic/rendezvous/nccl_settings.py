@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-CONNECT_TIMEOUT_S = 30.0  # seconds to connect a group; default of HOROVOD_GLOO_TIMEOUT_SECONDS
+# timeout in seconds for connecting a group; default of HOROVOD_GLOO_TIMEOUT_SECONDS
+CONNECT_TIMEOUT_S = 30.0
 # The user's values take precedence. Without the first two variables, torch's watchdog waits a minute after an error
 # while it holds its lock. With the other two, communicators connect when they are created, and those of one GPU are
 # launched in one order.
@@ -21,7 +22,8 @@ DEFAULTS = {
 
 
 def needed(connect_s: float) -> dict[str, str]:
-    """Return the settings that recovery requires. They prevent an aborted communicator from ending its process.
+    """Return the environment variables that recovery requires. They prevent an aborted communicator from ending its
+    process.
 
     A wait for a communicator that does not connect ends after ``connect_s`` seconds. The default of torch is half an
     hour.

@@ -1,4 +1,4 @@
-"""Environment variables that contain a worker's place in the world, and the places at which a script reads them."""
+"""Environment variables that contain a worker's place in the world, and detection of script lines that read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
 
 
 class VariableRead(NamedTuple):
-    """A line of a script that uses such a variable."""
+    """Line of a script that uses such a variable."""
 
     file: str
     line: int
@@ -27,7 +27,7 @@ class VariableRead(NamedTuple):
 
 
 def of(place: Place) -> dict[str, str]:
-    """Return the values in this world of all variables that change with it."""
+    """Return the values of all variables that depend on the world."""
     values = {name: str(place.rank) for name in _RANK}
     values |= {name: str(place.size) for name in _SIZE}
     values |= {
@@ -42,7 +42,7 @@ def of(place: Place) -> dict[str, str]:
 
 
 def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set the variables that exist already to the values in this world.
+    """Update existing variables to the values in the current world.
 
     Other variables are not created, and correct values are not written again, because other threads may be reading the
     environment.
@@ -70,13 +70,13 @@ def stale(
 
 
 def reads_in(file: str, text: str) -> Iterator[VariableRead]:
-    """Yield the lines of a source that may use a value of an earlier world.
+    """Find the lines of a source file that may use a value of an earlier world.
 
     These are lines that assign RANK or WORLD_SIZE of the environment to a variable, or compare LOCAL_RANK, or a
     variable of that name, with a number.
     """
     if not any(f"{quote}{name}{quote}" in text for name in _READ for quote in "'\""):
-        return  # most files end here: parsing takes milliseconds, while other ranks wait
+        return  # skips most files, because parsing takes milliseconds while other ranks wait
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -115,7 +115,7 @@ def _is_local_rank(node: ast.AST) -> bool:
 
 
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[VariableRead]:
-    """Return the uses of such variables in all imported modules, except installed packages and the standard library."""
+    """Return the uses of such variables in the script's own modules."""
     found: list[VariableRead] = []
     for file in script_files(sys.modules if modules is None else modules):
         try:

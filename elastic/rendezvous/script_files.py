@@ -1,4 +1,4 @@
-"""The files of a script: its own modules, without installed packages and the standard library."""
+"""Source files of a script: its own modules, without installed packages and the standard library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Mapping
 
 MOST = 200  # maximum number of files
-# Frameworks, which may be installed outside of site-packages, such as a torch built from its sources.
+# Frameworks, which may be outside of site-packages, such as a torch built from source.
 LIBRARIES = frozenset({
     "accelerate", "cloudpickle", "datasets", "elastic", "horovod", "jax", "keras", "lightning", "lightning_fabric",
     "lightning_utilities", "numpy", "pytorch_lightning", "runpy", "tensorflow", "tf_keras", "torch", "transformers",

@@ -1,4 +1,4 @@
-"""Store through which the ranks of one generation exchange addresses: one exchange per group, one connection each.
+"""Rendezvous store through which the ranks of a generation exchange addresses, with one connection per exchange.
 
 Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only.
 Every rank sends (key, rank, size, blob). Once all ranks have sent theirs, each rank receives all blobs. Frames are
@@ -25,12 +25,12 @@ from elastic.protocol.messages import Address, ProtocolError
 from elastic.rpc.server import SealedCaller, SealedServer
 
 log = logging.getLogger("elastic.rendezvous")
-_REQUEST_LIMIT = 1 << 18  # bytes; a rank's blob grows by 8 bytes per rank
+_REQUEST_LIMIT = 1 << 18  # maximum size in bytes; a rank's blob grows by 8 bytes per rank
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
-CLOSE_S = 5.0  # seconds for the server's thread to end
-RETRY_S = 0.02  # seconds between attempts to reach a store that is not up yet
-# Values in place of a size, in requests that are not exchanges:
+CLOSE_S = 5.0  # timeout in seconds for the server's thread to end
+RETRY_S = 0.02  # interval in seconds between attempts to reach a store that is not served yet
+# Special values of the size field, for requests that are not exchanges:
 _FETCH = 0  # fetch what rank 0 provides
 _ANNOUNCE = -1
 _LISTEN = -2  # wait until a rank announces the key
@@ -49,7 +49,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     key: str
     blobs: list[bytes]
-    error: str = ""  # why the requested value is not available
+    error: str = ""  # reason why the requested value is not available
 
 
 _requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
@@ -135,7 +135,8 @@ class Store:
         timeout_s: float | None = None,
         call: Call | None = None,
     ) -> list[bytes]:
-        """Return every rank's blob, by rank, once all ``size`` ranks have called this method with this key.
+        """Exchange blobs: wait until all ``size`` ranks have called this method with this key, and return every rank's
+        blob.
 
         Args:
             key: name of the exchange.
@@ -189,14 +190,14 @@ class Store:
             call.close()
 
     def awaited(self, timeout_s: float | None = None) -> list[str]:
-        """Return the keys of exchanges in which ranks are waiting now.
+        """Return the keys of the exchanges in which ranks are currently waiting.
 
         Raises CollectiveFailed if the store does not respond.
         """
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
-        """On rank 0, answer fetches of this key with the result of ``make``, which runs in the store's thread.
+        """Register ``make`` on rank 0 to answer fetches of a key. It runs in the store's thread.
 
         An exception of ``make`` is logged, and sent to the fetching rank. Call this before `open`, because other ranks
         may already have connected and are answered immediately.
@@ -205,7 +206,7 @@ class Store:
         self._provided[key] = make
 
     def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
-        """Return the value that rank 0 provides under this key. Does not wait for other ranks.
+        """Fetch the value that rank 0 provides under a key. Does not wait for other ranks.
 
         Raises:
             CollectiveFailed: rank 0 did not respond within ``timeout_s`` seconds.
@@ -214,7 +215,7 @@ class Store:
         return self.exchange(key, rank, _FETCH, b"", limit_s)
 
     def announce(self, key: str, rank: int, blob: bytes = b"") -> bytes:
-        """Release all current and future listeners of this key, which receive ``blob``.
+        """Announce a key: all current and future callers of `listen_to` receive ``blob``.
 
         Returns the blob of the first announcement. Raises CollectiveFailed if the store does not respond.
         """
@@ -236,7 +237,7 @@ class Store:
                 call.abort()
 
     def close(self) -> None:
-        """Stop serving. Ranks that still wait are disconnected, so call this when the generation is over."""
+        """Stop serving. Waiting ranks are disconnected, so call this after the generation has ended."""
         self.abort()
         if self._server is not None:
             self._server.rpc.close(CLOSE_S)
@@ -309,7 +310,9 @@ class Call:
         return reply
 
     def abort(self) -> None:
-        """Interrupt a thread that waits in a system call of this connection. Thread-safe, idempotent, never blocks."""
+        """Abort the request, and wake a thread that is blocked on this connection. Thread-safe, idempotent, never
+        blocks.
+        """
         self._aborted.set()
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
@@ -387,7 +390,7 @@ class _Server:
             blobs = self.provided[request.key]()
         except (
             Exception
-        ) as error:  # an error must not end this thread, which serves all other ranks too
+        ) as error:  # An error must not end this thread, because it also serves all other ranks.
             log.exception("the store does not support %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer([caller], request, blobs, failed)

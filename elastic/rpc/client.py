@@ -1,4 +1,4 @@
-"""Calling end of a control connection, for threads: TLS, handshake and frames. Makes no decisions.
+"""Client end of a control connection, for threads: TLS, handshake and frames.
 
 With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Therefore
 poll() reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS
@@ -34,7 +34,7 @@ class ConnectionClosed(ProtocolError):
 
 
 class ControlClient:
-    """Connection to a driver. Any thread may send. Only one thread at a time may receive.
+    """Client connection to a driver. Any thread may send. Only one thread at a time may receive.
 
     Args:
         sock: connected socket, which the client owns.
@@ -58,7 +58,7 @@ class ControlClient:
 
             self._tls = TlsEndpoint(tls, server=False)
         self._wire = FramedConnection(decoder)
-        self._sending = threading.Lock()  # keeps frames in the order of their numbers
+        self._sending = threading.Lock()  # keeps frames in the order of their sequence numbers
         self._turning = threading.Lock()  # guards ``_tls``; never held during a blocking call
 
     def authenticate(
@@ -130,7 +130,9 @@ class ControlClient:
         self._wire.feed(data)
 
     def _flush(self) -> None:
-        """Send records of TLS itself, such as the handshake. A concurrent sender may send them too."""
+        """Send pending records of the TLS protocol, such as those of the handshake. A concurrent sender may also send
+        them.
+        """
         if self._tls is not None and self._sending.acquire(blocking=False):
             try:
                 with self._turning:

@@ -1,11 +1,12 @@
-"""Server of sealed frames, which accepts, authenticates and drops callers in one thread. Makes no decisions.
+"""Server of sealed frames that accepts, authenticates and drops callers in one thread.
 
     accepted --first message--> authenticated: each message goes to ``received``
     closed, invalid data, a refused message, unread frames: dropped; ``lost``, once
 
 A caller sends its nonce, followed by sealed frames (`elastic.protocol.framing`). Until its first message is accepted it
 is unauthenticated: the size of its messages is limited, and `elastic.protocol.pending_handshakes` limits the number of
-such callers and their time. Sending never blocks: frames that a caller does not read are queued and delay no other.
+such callers and their time. Sending never blocks: frames that a caller does not read are queued and do not delay other
+callers.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from elastic.protocol.framing import AcceptedConnection
 from elastic.protocol.messages import ProtocolError
 from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
-UNSENT_LIMIT = 256 << 20  # limit of queued bytes per caller; a caller beyond it is dropped
-DEAF_S = 0.1  # seconds without accepting connections after the file descriptors ran out
+# maximum number of queued bytes per caller; a caller that exceeds it is dropped
+UNSENT_LIMIT = 256 << 20
+DEAF_S = 0.1  # seconds until the next attempt to accept connections after file descriptors ran out
 FLUSH_S = 1.0  # seconds that `close` waits for callers that do not read
 END_S = 5.0  # maximum seconds that `close` waits until the queued bytes are read
-_SHARED_BYTES = 1 << 14  # a body of this size is queued without a copy
+_SHARED_BYTES = 1 << 14  # minimum size in bytes of a body that is queued without a copy
 _PARTS = 64  # maximum number of buffers per send
 _READ_BYTES = 1 << 16
 
@@ -97,10 +99,10 @@ class SealedServer:
         lost: called when an authenticated caller has disconnected, unless the server is closed.
         nonce: this end's nonce, if callers know it.
         extra: number of callers that may connect at once.
-        tick: called with the time after each turn, at least every ``idle_s`` seconds.
+        tick: called with the current time after each iteration of the server's loop, at least every ``idle_s`` seconds.
         died: called with the reason if the thread fails.
 
-    All are called in the server's thread.
+    All callbacks run in the server's thread.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class SealedServer:
 
     def _send_rest(self) -> None:
         ends_at = time.monotonic() + END_S
-        with self._sending:  # while another thread sends, its queue may be empty a moment later
+        with self._sending:  # locked, because another thread may be about to empty its queue
             waiting = [*self._unsent]
         with selectors.DefaultSelector() as writable:
             for caller in waiting:
@@ -242,7 +244,7 @@ class SealedServer:
             writable |= key.fileobj is self._woken or bool(events & selectors.EVENT_WRITE)
             if events & selectors.EVENT_READ and key.fileobj in self._callers:
                 self._read(self._callers[key.fileobj])
-        if writable:  # called once per turn, because it sends to all callers
+        if writable:  # called once per iteration, because it sends to all callers
             self._send_more()
         now = time.monotonic()
         for caller in self.pending.late(now):
@@ -288,7 +290,7 @@ class SealedServer:
             self.drop(caller)
 
     def drop(self, caller: SealedCaller) -> None:
-        """Close a connection now. Has no effect on a closed connection. Call this in the thread of the server."""
+        """Close a connection immediately. Has no effect on a closed connection. Call this in the server's thread."""
         with self._sending:
             if self._callers.pop(caller.socket, None) is None:
                 return

@@ -1,4 +1,4 @@
-"""init, shutdown and queries of the world, with Horovod's signatures."""
+"""``init``, ``shutdown`` and queries such as ``rank`` and ``size``, with Horovod's signatures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Context manager for work during which the other workers wait, such as an evaluation or checkpoint on one rank.
+    """Context manager for long work on one rank while the other workers wait, such as an evaluation or checkpoint.
 
     In this context the worker is never treated as stuck. The log periodically reports the worker and the name of the
     phase. A stopped or unreachable process is still killed. If the world fails in the meantime, the other workers wait
@@ -112,7 +112,9 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Return whether this process, or the worker that it was forked from, is between ``init()`` and ``shutdown()``."""
+    """Return whether ``init()`` was called, and ``shutdown()`` was not, in this process or the worker it was forked
+    from.
+    """
     return lifecycle.position() is not None
 
 
@@ -159,7 +161,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has as many workers as this host (size == local_size * cross_size).
+    """Return whether every host has the same number of workers (size == local_size * cross_size).
 
     Raises:
         NotInitialized: ``init()`` was not called.

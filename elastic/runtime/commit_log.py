@@ -1,4 +1,4 @@
-"""Sequence of a commit: check for an interrupted step, numbering, safepoint and rollback.
+"""Bookkeeping of commits: detection of interrupted steps, numbering, safepoints and rollbacks.
 
 The state holds the values. This module tracks the commit that they belong to and whether other workers can continue
 from it. In an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
@@ -19,7 +19,7 @@ from elastic.runtime.recovery import Verdict
 from elastic.runtime.session import Session
 
 HOLD_S = (
-    # seconds to wait for the driver at a safepoint; the driver withdraws a change much earlier
+    # maximum wait for the driver at a safepoint, in seconds; the driver cancels a change much earlier
     60.0
 )
 
@@ -45,7 +45,7 @@ class CommittedState(Protocol):
 
 
 class DurableWriter(Protocol):
-    """Interface of the writer of durable commits that the commit log needs. See `elastic.checkpoints.writer`."""
+    """Methods of the writer of durable commits that the commit log uses. See `elastic.checkpoints.writer`."""
 
     run: int
 
@@ -72,7 +72,7 @@ class DurableWriter(Protocol):
 
 
 class CommitLog:
-    """Commits of one worker. All methods must be called from the training thread."""
+    """Log of one worker's commits. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
@@ -84,7 +84,7 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise the error of this world again if user code has caught it, because the step was interrupted."""
+        """Raise the world's error again if user code has caught it, because the interrupted step must not be committed."""
         self._session.raise_if_ended()
 
     def committed(self) -> None:
@@ -110,7 +110,8 @@ class CommitLog:
             self._session.recovery.seal(commit)
 
     def stop_at_own_pace(self) -> None:
-        """Stop for planned changes at the next safepoint of this worker, not at one of the same number on all workers.
+        """Stop for planned changes at this worker's next safepoint, which may have another number than on other
+        workers.
 
         For workers that do not wait for each other in each step.
         """
@@ -127,7 +128,7 @@ class CommitLog:
             self.durable.committed(state, commit, recovery.place)
 
     def finish(self, state: Any) -> None:
-        """Make the last commit durable after the training, unless the world fails meanwhile."""
+        """Make the last commit durable after the training, unless the world fails before."""
         recovery, session = self._session.recovery, self._session
         commit = recovery.agreed()
         if self.durable is not None and commit is not None:
@@ -161,7 +162,7 @@ class CommitLog:
             )
 
     def check(self) -> None:
-        """Pass one numbered safepoint, usually without waiting.
+        """Pass the next safepoint, usually without waiting.
 
         Raises:
             WorldChanging: all workers stop here for a planned change.
@@ -225,7 +226,7 @@ class CommitLog:
         return state.valid()
 
     def committed_alone(self) -> None:
-        """Count the commit of `keep_own` once this worker has left the world. See `Recovery`."""
+        """Record the commit of `keep_own` after this worker has left the world. See `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
         if self.durable is not None:
@@ -269,7 +270,8 @@ class CommitLog:
         from_checkpoint: bool = False,
         shards: messages.ShardsPlaced | None = None,
     ) -> None:
-        """Begin a world in which all states are equal. A later loss rolls back to this point at most.
+        """Begin a world in which all states are equal. After a later loss, no rollback goes back further than this
+        point.
 
         Args:
             copied_bytes: number of bytes of the state that this worker received.

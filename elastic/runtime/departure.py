@@ -1,8 +1,8 @@
-"""Handling of errors in user code that are caused by the exit of child processes while this worker leaves.
+"""Handling of errors in user code that result from exiting child processes while this worker leaves.
 
-Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits makes its
-training process raise. Such an error counts as the end of the current world only: this worker still holds the last
-commit, and takes part in the last checkpoint or sends its commit to other workers.
+Slurm, systemd and other process managers send SIGTERM to every process of a job. A loader worker that exits causes an
+error in its training process. Such an error ends only the current world: this worker still holds the last commit, and
+takes part in the last checkpoint or sends its commit to other workers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from elastic.runtime.recovery import Phase, excuse_error
 from elastic.runtime.session import Session
 
-# Signals to all processes of a job arrive within milliseconds, in any order. A busy host handles them later.
+# Seconds to wait for a signal: signals to all processes of a job arrive within milliseconds, later on a busy host.
 GRACE_S = 1.0
 LOOK_S = 0.01
 
 
 class Departure:
-    """Record of whether a worker leaves during one training. Must be called from the training thread.
+    """Record of whether a worker leaves during a training run. Must be called from the training thread.
 
     Args:
         session: session of this worker.
@@ -35,7 +35,7 @@ class Departure:
     def __init__(self, session: Session, *, waits: bool = True) -> None:
         self._session = session
         self.waits = waits
-        self._before: Any = None  # the previous handler of SIGCHLD, while the signal is ignored
+        self._before: Any = None  # previous handler of SIGCHLD while the signal is ignored
         self._reaped = 0  # value of `_reaped` when user code started
 
     def excuses_error(self) -> bool:
@@ -95,7 +95,7 @@ class Departure:
             return excuse_error(self._session.recovery)
 
     def _ends_soon(self) -> bool:
-        """Return whether this worker or the job is about to end, now or soon after the end of a child process."""
+        """Return whether this worker or its job is about to end. Waits briefly if a child process has exited."""
         session = self._session
         if (
             session.alone
@@ -115,13 +115,13 @@ class Departure:
                 and session.recovery.phase is not Phase.OVER
                 and (left := deadline - time.monotonic()) > 0
             ):
-                # The wait is divided, because a signal that another thread receives does not end it, but its handler
-                # must run in this thread.
+                # Wait in short intervals: a signal received by another thread does not end the wait, but its handler
+                # runs in this thread.
                 session.changed.wait(min(left, LOOK_S))
 
 
 def _reaped() -> int:
-    """Return a number that grows with each reaped child process."""
+    """Return a measure that increases with each reaped child process."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 

@@ -1,4 +1,4 @@
-"""Access to the groups of the current world, and handling of failed collectives.
+"""Guarded access to the groups of the current world: converts failed collectives to interruptions.
 
 User code is interrupted only in the training thread, at the places documented in `run_loop`.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class GuardedGroups:
-    """Groups of one worker in its current world."""
+    """Groups of one worker in its current world, with handling of failures."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
@@ -105,7 +105,7 @@ class GuardedGroups:
         return self._session.groups.wanted(key, recovery.generation, place)
 
     def alone_group(self) -> Collectives:
-        """Return a group of this rank only."""
+        """Return a group that contains only this rank."""
         recovery = self._session.recovery
         if recovery.provisional and recovery.place.size > 1 and not self._warned_alone:
             self._warned_alone = True
@@ -124,7 +124,7 @@ class GuardedGroups:
         return session.groups.engine(generation, place, broken)
 
     def settle(self) -> None:
-        """Wait for collectives that only streams of the GPU wait for. See `WorkerRuntime.settle`."""
+        """Wait for collectives for which only GPU streams wait so far. See `WorkerRuntime.settle`."""
         for group in self._session.groups.unsettled():
             with Guard(self, "the step's collectives on the GPU"):
                 group.settle()
@@ -208,9 +208,9 @@ class GuardedGroups:
 
 
 class Guard:
-    """Context in which collectives run.
+    """Context manager in which collectives run. See `WorkerRuntime.guard`.
 
-    See `WorkerRuntime.guard`. This is a class, because a generator would cost more for every collective.
+    A class, because a generator would be slower, and every collective enters this context.
     """
 
     __slots__ = ("_generation", "_groups", "_name")

@@ -1,4 +1,4 @@
-"""Notification of objects with ``on_hosts_updated(timestamp, update_res)`` about changes of the job's hosts.
+"""Notification of listeners about changes of the job's hosts: calls their ``on_hosts_updated(timestamp, update_res)``.
 
 Every State under ``elastic.run`` is notified, and scripts may register their own objects. They are notified when the
 list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. Makes no
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 class HostUpdateResult(enum.IntFlag):
     """Kind of a change of the job's hosts.
 
-    Notifications are always ``mixed``, because the worker learns that hosts change but not how.
+    Notifications are always ``mixed``, because workers receive no details of the change.
     """
 
     no_update = 0

@@ -34,7 +34,7 @@ def active() -> WorkerRuntime | None:
 
 
 def torchs_own() -> bool:
-    """Return whether the script of a worker has created a process group that does not use this package."""
+    """Return whether the script has created a torch process group that does not use this package."""
     return _has_group() and active() is None and environment.read().driver is not None
 
 
@@ -46,7 +46,8 @@ def _has_group() -> bool:
 def _why_not_initialized(*, trains: bool) -> str:
     if environment.read().driver is not None:
         return context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED
-    # elasticrun would have initialized a script that uses torch.distributed and never calls init().
+    # elasticrun, which did not start this process, initializes scripts that use torch.distributed without calling
+    # init().
     if trains or _has_group():
         return context.NOT_STARTED.format(script=sys.argv[0] or "train.py")
     return context.NOT_INITIALIZED
@@ -86,7 +87,7 @@ def _present_place() -> Place | None:
 
 
 def place() -> Place:
-    """Return the place of this worker in the world. A forked child returns the place at the fork.
+    """Return the place of this worker in the world. In a forked child, this is the place at the fork.
 
     Raises:
         NotInitialized: ``init()`` was not called.
@@ -179,8 +180,7 @@ def init_static(
 
 
 def init_through(started: LauncherEnv) -> None:
-    """Join the job of this process, with ranks that have already found each other through torch.distributed's
-    rendezvous. Idempotent. See `init`.
+    """Join the job of this process through a rendezvous of torch.distributed. Idempotent. See `init`.
 
     Under elasticrun, the driver's settings take precedence over ``started``.
     """
@@ -220,7 +220,7 @@ def shutdown() -> None:
 
 
 def adopt(runtime: WorkerRuntime) -> None:
-    """Make this the runtime of the process until it exits."""
+    """Set the runtime of this process until it exits."""
     global _runtime
     runtime.tracing.begin(runtime.place)
     first = _runtime is None

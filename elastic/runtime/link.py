@@ -16,8 +16,9 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 from elastic.rpc.client import ConnectionClosed, ControlClient
 
-CONNECT_S = 20.0  # seconds to reach the driver and authenticate
-SEND_S = 10.0  # seconds until a driver that does not read counts as lost
+CONNECT_S = 20.0  # timeout in seconds for connecting to the driver and authenticating
+# timeout in seconds for sending, after which a driver that does not read counts as lost
+SEND_S = 10.0
 
 
 class Link:

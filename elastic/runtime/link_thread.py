@@ -1,4 +1,4 @@
-"""Work of the link thread: the driver's messages, checks at least once a second, and SIGTERM."""
+"""Work of the link thread: handles the driver's messages, timers and SIGTERM."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LinkThread:
     # ---- startup -------------------------------------------------------------------------------------------------
 
     def connect(self, link: Link) -> None:
-        """Introduce this process to the driver and wait for the answer.
+        """Send Hello to the driver and wait for its answer.
 
         Raises:
             DriverLost: the driver did not respond.
@@ -165,7 +165,7 @@ class LinkThread:
                 session.phases.mark("broken", time.monotonic())
             case messages.World():
                 if session.recovery.stands_by:
-                    # The wait of this worker is not reported, because it may have been a standby for hours.
+                    # This worker's waiting time is not reported, because it may have been a standby for hours.
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":

@@ -1,4 +1,4 @@
-"""Groups and store of the current world, which are created at first use and aborted when the world fails.
+"""Process groups and store of the current world, created at first use and aborted when the world fails.
 
 The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
 group are decided elsewhere.
@@ -30,16 +30,14 @@ from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, listen
 
 DEVICE_S = 10.0  # seconds for a GPU to end aborted work, which takes milliseconds
-# Communicators that NCCL still tries to connect; each takes a GB of GPU memory.
+# maximum number of communicators that NCCL still tries to connect; each takes 1 GB of GPU memory
 MOST_UNCONNECTED = 2
-CLOSE_S = 2.0  # seconds for the groups to end at exit
-_LISTEN_S = (
-    1e6  # seconds to wait for a request or the end of the world; sockets accept at most 24 days
-)
+CLOSE_S = 2.0  # timeout in seconds for the groups to end at exit
+_LISTEN_S = 1e6  # timeout in seconds of a wait for a request or the end of the world; sockets accept at most 24 days
 _ASK_S = 1.0  # seconds for rank 0 to list waiting ranks, because a dead process does not answer
-_WATCH_S = 1.0  # seconds between two looks at collectives that only streams wait for
+_WATCH_S = 1.0  # interval in seconds between two checks of collectives for which only streams wait
 _FORM_S = 0.5  # seconds at exit for groups in creation, before they are aborted
-# Purposes that all ranks need in their first step, if they were needed before.
+# purposes of groups that all ranks need in their first step if an earlier world used them
 NAMED = "named"
 _AHEAD = frozenset({NAMED, GRADIENTS})
 
@@ -47,7 +45,7 @@ GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
 
 
 class DeferredCloser:
-    """Thread that closes old groups. Closing takes tens of milliseconds, which must not delay a step."""
+    """Thread that closes old groups, because closing takes tens of milliseconds and must not delay a step."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -61,7 +59,7 @@ class DeferredCloser:
     def _work(self) -> None:
         while (close := self._queue.get()) is not None:
             close()
-            del close  # dropping the last reference may free sockets and threads
+            del close  # Dropping the last reference may free sockets and threads.
 
     def finish(self) -> None:
         """End the thread once it has closed all groups. See `threads.finish`."""
@@ -137,7 +135,7 @@ class Groups:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Connect the groups that previous worlds used, all at once, if the world spans a network.
+        """Connect all groups that previous worlds used at once, if the world spans several hosts.
 
         Over long distances, each connection takes many round trips. This method does not wait, and a rank that does not
         need a group yet joins later.
@@ -196,7 +194,7 @@ class Groups:
             return made[key]
 
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
-        """Return whether this group exists, or other ranks are creating it and wait for this rank.
+        """Return whether this group exists, or whether other ranks are creating it and wait for this rank.
 
         Costs one message to rank 0.
         """
@@ -207,7 +205,7 @@ class Groups:
             return False
         try:
             return _meeting(key, place) in store.awaited(_ASK_S)
-        except CollectiveFailed:  # the code that detects the failure of the world reports it
+        except CollectiveFailed:  # The code that detects the failure of the world reports it.
             return False
 
     def want(self, key: GroupKey, generation: int, place: Place) -> None:
@@ -353,7 +351,7 @@ class Groups:
         return found[: messages.LAUNCHES_LIMIT]
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective that only streams wait for, or None.
+        """Return the launch time of the oldest collective for which only streams wait, or None.
 
         Must be called in one thread.
 
@@ -364,7 +362,9 @@ class Groups:
         return min((at for at in found if at is not None), default=None)
 
     def _watch(self) -> None:
-        """Call `followed_since` regularly if no link thread does, because the training thread may wait inside CUDA."""
+        """Call `followed_since` regularly. Used without a link thread, because the training thread may wait inside
+        CUDA.
+        """
         while not self._closing.wait(_WATCH_S):
             self.followed_since()
 
@@ -373,7 +373,7 @@ class Groups:
     def make_room(self) -> None:
         """Free the GPU memory of old communicators before this worker reports ready for the next world.
 
-        A GPU can hold the communicators of two worlds, so those of the world before the last must be freed.
+        A GPU can hold the communicators of two worlds, so those of the world before the previous one must be freed.
 
         Raises:
             DeviceLost: the memory was not freed in time.

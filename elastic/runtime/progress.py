@@ -1,10 +1,10 @@
-"""Position of this worker's training thread, and the times at which it is reported to the driver.
+"""Progress of this worker's training thread through its collectives, and reports of it to the driver.
 
 Pure: times are passed in.
 
-The training thread records each collective by two attributes and two clock reads. The link thread checks once a second,
-and when a known wait has lasted a second. It reports only long waits (a second or more, repeatedly), their ends, and
-marked long phases. A step without long waits sends no message.
+The training thread records each collective with two attributes and two clock reads. The link thread checks once a
+second, and when a known wait has lasted a second. It reports only long waits (a second or more, repeatedly), their
+ends, and marked long phases. A step without long waits sends no message.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from elastic.protocol import messages
 
-WAIT_S = 1.0  # seconds in one collective until the driver is notified
+WAIT_S = 1.0  # seconds of waiting in one collective after which the driver is notified
 REPEAT_S = 5.0  # seconds between two reports of the same wait
-LOOK_S = WAIT_S  # maximum seconds between two checks, so that no wait is detected late
+LOOK_S = WAIT_S  # maximum interval in seconds between two checks, so that no wait is detected late
 PACE_S = 30.0  # seconds between two reports of the total wait
 ON_GPU = "a collective that the GPU waits for"
 
@@ -35,7 +35,7 @@ class ProgressCounter:
         self._said: tuple[int, int] | None = None  # the collective that was reported last
         self._said_at = 0.0
         self._said_phase = ""
-        # Since the last pace report: number of collectives, and the time spent waiting in them.
+        # number of collectives since the last pace report, and the time spent waiting in them
         self._completed = 0
         self._waited_s = 0.0
         self._window: tuple[int, float] | None = None  # generation and start time
@@ -68,11 +68,11 @@ class ProgressCounter:
         return self._said is not None
 
     def begin_training(self) -> None:
-        """Reset the count once all states are equal, so that the collectives of the state copy are not counted."""
+        """Reset the count of collectives once all states are equal, to exclude the collectives of the state copy."""
         self.entered = 0
 
     def awaited(self) -> dict[int, str]:
-        """Return the ranks that this rank waits for, with their script lines, as reported by the driver."""
+        """Return the ranks for which this rank waits, with their script lines, as reported by the driver."""
         at, lines = self._awaited
         return lines if at == (self.generation, self.entered) else {}
 
@@ -128,7 +128,7 @@ class ProgressCounter:
 
         Args:
             now: current time, in seconds.
-            generation: generation of the current world, in which there may have been no collective yet.
+            generation: generation of the current world, even if it has had no collective yet.
             commit: the newest commit of this worker.
         """
         if self._window is None or self._window[0] != generation:

@@ -250,7 +250,7 @@ class PlanVerdict(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Return True if ranks must compare again in step(), since they run backward passes of different optimizers."""
+        """Return whether ranks must compare again in step(), because they run backward passes of different optimizers."""
         differ = not self.equal or (
             self.least.twin != self.greatest.twin and self.greatest.twins > 1
         )
@@ -272,7 +272,7 @@ class Owner(Protocol):
     """Interface of a reducer that owns a plan."""
 
     def plan_replaced(self) -> None:
-        """Handle the replacement of this optimizer's plan by the other ranks while this rank had joined."""
+        """Handle that the other ranks have replaced this optimizer's plan after this rank called `join`."""
 
 
 class AgreedPlan:
@@ -282,7 +282,7 @@ class AgreedPlan:
         self.number = number
         self.layout = layout
         self.version = 0
-        # None if the plan was agreed while this rank had joined, and its optimizer has not adopted the plan yet
+        # None if the plan was agreed after this rank had joined and its optimizer has not adopted the plan yet
         self.owner: weakref.ref[Any] | None = None if owner is None else weakref.ref(owner)
 
     @property
@@ -299,7 +299,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
-        self.channel_open = False  # whether all ranks have formed the group of CHANNEL
+        self.channel_open = False  # whether all ranks have created the group CHANNEL
 
     @property
     def channel(self) -> str:
@@ -333,7 +333,8 @@ class Plans:
                 notified.
         """
         if self.agreed:
-            self.channel_open = True  # This agreement used that group.
+            # This agreement has used the group CHANNEL, so all ranks have created it.
+            self.channel_open = True
         if number == len(self.agreed):
             self.agreed.append(AgreedPlan(number, layout, owner))
             return self.agreed[number]
@@ -396,7 +397,7 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Return the plans of the current generation by their ranks. The key None represents the whole world."""
+    """Return the plans of the current generation by the ranks that share them. The key None means the whole world."""
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:
         plans = {}

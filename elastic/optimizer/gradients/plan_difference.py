@@ -20,7 +20,7 @@ _NOBODY = -(1 << 31)
 
 
 class PlanDifference(NamedTuple):
-    """Lines of two ranks whose optimizers differ.
+    """Descriptions of the optimizers of two ranks, as lines of text.
 
     ``first`` is the lowest rank with data. ``other`` is the lowest rank with different lines, or None.
     """
@@ -52,7 +52,8 @@ def find(
     group.allreduce(lowest, Op.MAX).wait()
     other = None if int(lowest) == _NOBODY else -int(lowest)
     other_lines = lines if other is None else _share(group, device, other, own)
-    agreement.wait_for_all(group)  # All ranks must have read the result before the callers raise.
+    # Wait until all ranks have the result, because callers then raise an error and leave the group.
+    agreement.wait_for_all(group)
     return PlanDifference(first, other, lines, other_lines)
 
 
@@ -76,7 +77,7 @@ def words(found: PlanDifference) -> str:
 def refuse(
     world: Context, members: tuple[int, ...] | None, own: Sequence[str], found: PlanDifference
 ) -> NoReturn:
-    """Raise the error for a difference between optimizers.
+    """Raise the error for a difference between the optimizers of two ranks.
 
     Args:
         world: the current world.

@@ -1,4 +1,4 @@
-"""Progress of a step: the gradients that have arrived, and the backward pass that is the last.
+"""Progress of a step: counts of computed gradients, and detection of the step's last backward pass.
 
 Pure: no I/O, no clock.
 
@@ -8,9 +8,9 @@ A step begins with its first gradient, or in `finish` if it has none::
             RECEIVING -> LATE -> IDLE                       ranks disagree on the last pass; finish() reduces
             RECEIVING -> IDLE                               no pass was the last on this rank; finish() reduces
 
-A pass is the last of a step if no gradient is missing after it. If some are missing, parameters may be unused, or
-another loss may follow; then the pass is the last if other steps ended with this pass number. A pass after which a
-parameter has some but not all of its gradients is never the last.
+A pass is the last of a step if no gradient is missing after it. If gradients are missing, either parameters are unused
+or another loss follows. In this case, the pass is the last if other steps ended with the same number of passes. A pass
+after which a parameter has some but not all of its gradients is never the last.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import Protocol
 class StepPhase(enum.Enum):
     """Phase of a step on this rank."""
 
-    IDLE = enum.auto()  # No gradient has arrived, and no reduction is in flight.
-    RECEIVING = enum.auto()  # Gradients arrive, and full buckets of an agreed plan are launched.
+    IDLE = enum.auto()  # No gradient was computed yet, and no reduction is in flight.
+    # Gradients are being computed, and full buckets of an agreed plan are launched.
+    RECEIVING = enum.auto()
     COMPLETING = enum.auto()  # The last pass has ended, and all buckets are launched.
     LATE = (
         enum.auto()
-    )  # A rank has not recognized the last pass, so no collective is launched before finish().
+    )  # Some rank has not recognized the last pass, so no collective is launched before finish().
     REDUCED = enum.auto()  # All gradients are reduced, and step() was not called yet.
 
 
@@ -39,7 +40,7 @@ class PlanState(enum.Enum):
     UNCOMPARED = enum.auto()
     CHANGED = (
         enum.auto()
-    )  # The parameters of this rank have changed, and the other ranks have the previous plan.
+    )  # The parameters of this rank have changed, and the other ranks still have the previous plan.
 
 
 class PassEnd(enum.Enum):
@@ -55,7 +56,7 @@ class PassEnd(enum.Enum):
 
 
 class CountedSlot(Protocol):
-    """Parameter that receives the same number of gradients in each step."""
+    """Slot of a parameter, which counts the parameter's gradients in a step."""
 
     passes_left: int
 
@@ -68,8 +69,8 @@ class StepProgress:
         complete: number of slots with all of their gradients. 0 in IDLE.
         partial: number of slots with some but not all of their gradients. 0 in IDLE.
         ended: number of backward passes that produced gradients in this step. 0 in IDLE.
-        usual: number of such passes in other steps, or 0 if unknown. Equal on all ranks once plans were compared, since
-            all then begin with 0 and count the same steps.
+        usual: number of such passes in other steps, or 0 if unknown. Equal on all ranks after plans were compared,
+            because all ranks then begin with 0 and count the same steps.
     """
 
     __slots__ = ("complete", "ended", "partial", "phase", "usual")
@@ -138,7 +139,7 @@ class StepProgress:
         self.phase = StepPhase.REDUCED
 
     def learn(self) -> None:
-        """Expect as many passes in later steps as in this step, or in an earlier step with more passes."""
+        """Set the number of passes expected in later steps to the maximum so far, including this step."""
         self.usual = max(self.usual, self.ended)
 
     def _as_last(self, end: PassEnd, last: bool) -> PassEnd:

@@ -1,4 +1,4 @@
-"""Flat buffers in which the gradients of a rank's shards are summed along the tree, and from which they are sent.
+"""Flat buffers in which the gradients of a rank's shards are summed along the reduction tree and sent.
 
 A gradient to which other gradients of this rank will be added is kept as the backward pass computed it. The other
 gradients are added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. Each
@@ -27,7 +27,7 @@ from elastic.optimizer.gradients.flat_buckets import (
     zeros,
 )
 
-# Number of elements after the last gradient, so that the ranks' pieces of a bucket can have equal lengths.
+# number of padding elements after the last gradient, so that a bucket can be divided into pieces of equal length
 ROOM = 64
 
 
@@ -60,7 +60,7 @@ class ShardBucket:
         self._last = False
         self._divisor = 1
         self._adds = host_sum.may(dtype, self.device)
-        # The gradients of the parameters after the last shard.
+        # gradients of the parameters after the last shard
         self._given: list[torch.Tensor] = []
         self._versions = [0] * len(parameters)
         self.make(1)
@@ -118,7 +118,8 @@ class ShardBucket:
 
     def step_begins(self) -> None:
         for parameter in self.parameters:
-            parameter.grad = None  # The gradient of the previous step is not part of any shard.
+            # Remove the gradient of the previous step, which does not belong to any shard.
+            parameter.grad = None
         self.drop()
         self.missing = -1
 
@@ -184,7 +185,7 @@ class ShardBucket:
         held: list[list[torch.Tensor]],
         views: list[torch.Tensor] | None,
     ) -> bool:
-        """Do all merges of one gradient in a single pass over memory. Return False if that is not possible.
+        """Perform all merges of one gradient in a single pass over memory. Return False if this is not possible.
 
         The gradient is merged with the most recent of the held values, in reverse order. The tree's sum is therefore a
         sequential sum: ``a + (b + (c + d))`` is bitwise identical to ``((d + c) + b) + a``.
@@ -227,7 +228,7 @@ class ShardBucket:
         return [views[position] for views in self._views]
 
     def give(self, divisor: int) -> None:
-        """Set the parameters' gradients to views of the complete sum. A rank without shards does the same.
+        """Set the parameters' gradients to views of the complete sum, even on a rank without shards.
 
         A compressed sum is divided by ``divisor`` here. All other sums were divided before.
         """

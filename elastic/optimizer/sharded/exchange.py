@@ -1,4 +1,4 @@
-"""Sum of the ranks' partials along the tree, bitwise identical with any transport.
+"""Sum of the ranks' partial sums along the reduction tree, bitwise identical with any transport.
 
 Each rank owns a piece of a bucket. It receives the other ranks' partials of that piece, evaluates the program of
 `elastic.exact.tree` on them, and sends the result to all ranks. Sums are elementwise, so the assignment of pieces does
@@ -17,7 +17,7 @@ from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Work
 from elastic.exact.tree import Program
 
-PIECE = 16  # Number of elements. The length of a piece is a multiple of it.
+PIECE = 16  # Number of elements of which the length of each piece is a multiple.
 
 
 def evaluate(
@@ -42,7 +42,7 @@ def evaluate(
 
 
 class PartialsExchange:
-    """A single exchange of the partials of one bucket.
+    """One exchange of the partial sums of one bucket.
 
     Args:
         group: group of the ranks that exchange partials.

@@ -1,7 +1,7 @@
-"""Buckets and slots of an optimizer's gradients when they are summed over shards. Makes no decisions.
+"""Buckets of an optimizer's gradients that are summed over shards, and the slot of each parameter.
 
-`gradients/bucket_plan.py` decides from sizes and from the order in which gradients become ready. This module turns the
-result into buffers and gives each trained parameter its place. Sums are elementwise and do not depend on the plan.
+`gradients/bucket_plan.py` decides from sizes and from the order in which gradients become ready. This module creates
+the buffers and assigns a slot to each trained parameter. Sums are elementwise and do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """Place of one trained parameter, and its remaining backward passes in the current shard."""
+    """Slot of one trained parameter in a bucket, with its remaining backward passes in the current shard."""
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 
@@ -46,7 +46,7 @@ class ShardPlan:
         self._in_memory: list[int] = []  # size of each gradient in bytes
 
     def train(self, parameters: Sequence[torch.Tensor], full_bytes: int) -> bool:
-        """Create buckets for these parameters. Return whether other parameters were trained before."""
+        """Create buckets for these parameters. Return whether the set of trained parameters has changed."""
         signature: list[tuple[object, ...]] = [
             (id(each), each.dtype, each.device, each.shape, each.stride()) for each in parameters
         ]

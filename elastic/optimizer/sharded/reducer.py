@@ -1,4 +1,4 @@
-"""Schedule of the sums over a step's shards, bucket by bucket during the backward pass of the last shard.
+"""Scheduling of the sums over a step's shards, bucket by bucket during the backward pass of the last shard.
 
 Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
 along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
@@ -6,7 +6,7 @@ buckets are complete. From then on, each gradient is the mean over all shards on
 
 The first step of a world launches nothing before the end of its loop. There, the ranks compare their plans and adopt
 the order of gradients of rank 0, which it observed in its last shard or already had. Buckets follow this order, so that
-the first ones are full early. Sums are elementwise and do not depend on it.
+the first buckets are full early. Sums are elementwise and do not depend on the order.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ShardReducer:
         self._complete: dict[int, bool] = {}  # whether each shard of this rank completes a partial
         self._shard: tree.Merge | None = None
         self._last = False
-        # The division of shards that the ranks have compared.
+        # division of the shards that the ranks have compared
         self._held: tuple[tuple[int, ...], ...] | None = None
         self._agreed: int | None = None  # generation in which the ranks compared the plan
         self._in_memory = False  # whether all ranks can access each other's buckets
@@ -95,7 +95,8 @@ class ShardReducer:
         self._digests: dict[int, dict[str, int]] = {}
         self._second_digests: dict[int, dict[str, int]] = {}
         self._checked = False  # whether the current shard is checked
-        self._examines = False  # whether to find shards with conspicuous gradients
+        # whether to find shards with suspicious gradients: infinite, NaN or unusually large
+        self._examines = False
         # smallest and largest gradients of each shard
         self._extremes: dict[int, list[torch.Tensor]] = {}
         self._second_pass: int | None = None  # the shard of the second pass in progress, or None
@@ -178,7 +179,8 @@ class ShardReducer:
         self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
             for bucket in self._plan.buckets:
-                bucket.make(bucket.depth)  # Operations in flight may still write to the old memory.
+                # New memory is allocated, because operations in flight may still write to the old memory.
+                bucket.make(bucket.depth)
         self._stale = []
         depth = max(1, len(step.partials[step.rank])) if self.shards.exact else 1
         for bucket in self._plan.buckets:
@@ -186,7 +188,8 @@ class ShardReducer:
                 bucket.make(depth)
             bucket.step_begins()
         if self._step is None or self._step.held is not step.held:
-            if self._held is not step.held:  # The buffers may no longer fit into the shared memory.
+            # Compare again, because the buffers may no longer fit into the shared memory.
+            if self._held is not step.held:
                 self._agreed, self._held = None, step.held
             self._program = tree.program(step.partials, self.shards.count)
             complete = tree.completes(step.merges)
@@ -373,7 +376,7 @@ class ShardReducer:
                     self._agree(world)
                 while self._launched < len(self._plan.buckets):
                     self._launch_next(world)
-                # The second half of all buckets is started before any of them is awaited.
+                # Start the second half of every bucket before waiting for any of them.
                 for bucket in self._plan.buckets:
                     if isinstance(bucket.work, PartialsExchange):
                         bucket.work.advance()
@@ -505,7 +508,7 @@ class ShardReducer:
 
 
 def _largest(extremes: Sequence[torch.Tensor]) -> float:
-    """Return the largest absolute value, infinity for NaN, 0.0 if there are no values. Waits once for a GPU."""
+    """Return the largest absolute value: infinity for NaN, 0.0 without values. Synchronizes once with a GPU."""
     if extremes and extremes[0].is_cuda:
         devices = {each.device for each in extremes}
         found = [

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-LONG = 6  # number of consecutive library frames from which on they are folded
+LONG = 6  # maximum number of consecutive library frames that are not folded
 _ELASTIC = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
 _OURS = (_ELASTIC + os.sep, os.path.join(os.path.dirname(_ELASTIC), "horovod") + os.sep)
 # Frames of torch between two frames of this package, which are omitted.
@@ -44,7 +44,7 @@ def library_of(file: str) -> str:
 
 
 class FoldedStack(traceback.StackSummary):
-    """A stack in which each run of folded frames is replaced by one line."""
+    """Stack in which each run of folded frames is replaced by one line."""
 
     def format(self, **options: Any) -> list[str]:
         lines: list[str] = []
@@ -80,7 +80,7 @@ def _runs(
 
 
 def folded(error: BaseException) -> str:
-    """Format an exception as Python does, but shorter. Causes that have only frames of this package are omitted."""
+    """Format an exception with folded frames. Causes whose frames all belong to this package are omitted."""
     shown = traceback.TracebackException.from_exception(error)
     _fold(shown)
     return "".join(shown.format())
@@ -101,7 +101,7 @@ def _fold(shown: traceback.TracebackException) -> None:
 
 
 def whole(error: BaseException) -> str:
-    """Format an exception as Python does."""
+    """Format an exception in full, as Python does."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
@@ -118,7 +118,7 @@ def digest(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return the exception, followed by the exceptions that Python prints with it."""
+    """Return an exception, followed by its causes and contexts that Python prints with it."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:

@@ -1,4 +1,4 @@
-"""Transfer of an exception that ends a worker's script to the agent, as a line of JSON in a private pipe.
+"""Transfer of a worker's uncaught exception to the agent, as a line of JSON in a private pipe.
 
 The pipe exists before the script begins and works without `init()`. The agent keeps both ends of the pipe, and the
 worker opens it through /proc. If the pipe cannot be opened, or no longer has a reader, `send` returns False.
@@ -16,7 +16,7 @@ import msgspec
 from elastic.errors import CollectiveFailed, DriverLost, Interrupted, summary_of
 from elastic.protocol.uncaught import folded_traceback
 
-# Variable in a worker's environment, with the pipe and its inode.
+# environment variable of a worker with the path of the pipe and its inode
 DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"
 READ_S = 5.0
 LIMIT = 64 * 1024  # maximum number of characters of a traceback that are sent
@@ -43,7 +43,7 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class LostDriver(msgspec.Struct, frozen=True, tag=True):
-    """Report of a worker that ends without an exception because it lost the driver."""
+    """Report of a worker that exits without an exception because it lost the driver."""
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class TrainingThread(msgspec.Struct, frozen=True, tag=True):
 
 
 class StackOf(msgspec.Struct, frozen=True, tag=True):
-    """The agent writes this message before it makes a thread write its stack to the same stream.
+    """Header of a stack: the agent writes it before it makes a thread write its stack to the same stream.
 
     Args:
         thread: native ID of the thread.
@@ -91,7 +91,7 @@ def because_of_a_peer(error: BaseException) -> bool:
 def _of_a_framework(error: BaseException) -> BaseException:
     """Return the original error of a collective inside a TensorFlow graph.
 
-    The script sees TensorFlow's own error instead.
+    TensorFlow raises a different error in the script.
     """
     bridge = sys.modules.get("elastic.tensorflow.bridge")
     original = getattr(bridge, "original", None)
@@ -128,7 +128,7 @@ def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bo
 def _written(fd: int, data: memoryview) -> bool:
     """Write all data to the pipe.
 
-    Return False if the agent reads nothing for READ_S seconds, because it is stopped or busy.
+    Return False if the agent reads nothing for READ_S seconds, for example because it is stopped or busy.
     """
     os.set_blocking(fd, False)
     while data:

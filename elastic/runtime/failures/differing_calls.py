@@ -8,7 +8,8 @@ from elastic.errors import CollectiveFailed, Differing
 from elastic.protocol.calls import Called
 from elastic.rendezvous.store import Store
 
-TELL_S = 2.0  # timeout of the exchange in seconds; all ranks are in a collective already
+# timeout of the exchange in seconds; short, because all ranks are already in a collective
+TELL_S = 2.0
 
 
 def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:

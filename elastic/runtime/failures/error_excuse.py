@@ -1,4 +1,4 @@
-"""Detection of exceptions in user code that are a consequence of the end of this worker or job. Pure: no I/O, no clock.
+"""Detection of exceptions in user code that result from the end of this worker or job. Pure: no I/O, no clock.
 
 A process manager that ends a job also signals its loader workers, and a training process raises when one of them exits.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ErrorExcuse:
-    """Collection of signs that this worker or its job is about to end."""
+    """Record of indications that this worker or its job is about to end."""
 
     leaving: str = ""  # reason of the worker's request to leave
     checkpoint_wanted: bool = False  # the driver has requested a last checkpoint
@@ -32,7 +32,7 @@ class ErrorExcuse:
     def excuse(self) -> bool:
         """Return whether this worker may rejoin the job after an exception in user code.
 
-        Returns True for the first exception after a sign that the worker or the job is about to end. Any later
+        Return True for the first exception after an indication that the worker or the job is about to end. Any later
         exception ends the worker.
         """
         excused = self.near and not self.excused

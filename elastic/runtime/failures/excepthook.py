@@ -1,4 +1,4 @@
-"""Suppression of tracebacks by which each worker would repeat the driver's report. Makes no decisions."""
+"""Exception hook that suppresses tracebacks of errors that the driver has already reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.protocol.uncaught.sending import DIAGNOSTICS
 
 
 def arrange() -> None:
-    """Make an uncaught `JobOver` end the process without a traceback. Idempotent.
+    """Install a hook that suppresses the traceback of an uncaught `JobOver`. Idempotent.
 
     With ``python -I`` and ``-E``, PYTHONPATH has no effect; in that case this also installs the hook that sends other
     uncaught exceptions to the agent. A hook that the script has set itself is kept.

@@ -34,7 +34,7 @@ _HARDWARE = {
 
 
 def at_fault(error: BaseException) -> bool:
-    """Return whether the hardware caused this exception, which is about to end the process."""
+    """Return whether an exception that is about to end the process was caused by hardware."""
     verdict = _verdict(error)
     if verdict is None:
         try:

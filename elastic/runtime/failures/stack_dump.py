@@ -1,5 +1,4 @@
-"""Writes the Python stack of a thread that receives the agent's signal, to the agent or else to stderr. Makes no
-decisions.
+"""Signal handler that writes the Python stack of the signaled thread to the agent or to stderr.
 
 The handler is C code that needs no interpreter lock, so it works in a deadlock, in an endless loop, and while a C call
 holds the interpreter. A stopped process cannot respond. The agent sends the signal to each thread whose stack it needs:
@@ -28,7 +27,7 @@ _file: IO[str] | None = None  # kept open, since the handler writes to its descr
 def answer() -> None:
     """Install the handler of the agent's signal. Idempotent. Must be called from the training thread.
 
-    Without an agent and stderr, the signal is ignored.
+    If there is neither an agent nor stderr, the signal is ignored.
     """
     global _file
     if _file is not None:

@@ -1,4 +1,4 @@
-"""Module that Python imports first in a worker, to send an exception that ends the script to the agent.
+"""Module that Python imports at the start of a worker. It installs a hook that sends uncaught exceptions to the agent.
 
 The agent puts this folder in front of PYTHONPATH. It is removed immediately, so that neither the script nor its
 children find it, and the user's own sitecustomize is imported as usual.
@@ -13,7 +13,9 @@ from types import TracebackType
 
 
 def leave_path(environ: MutableMapping[str, str]) -> None:
-    """Remove this folder from PYTHONPATH. A preloaded process does this in the environment that it receives."""
+    """Remove this folder from PYTHONPATH in ``environ``, which for a preloaded process is the environment that it
+    receives.
+    """
     here = os.path.dirname(os.path.abspath(__file__))
     paths = environ.get("PYTHONPATH", "").split(os.pathsep)
     if here in paths:
@@ -29,7 +31,8 @@ def arrange() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sent = False
-        if os.getpid() == process:  # A forked child is not the worker.
+        # Forked children must not send exceptions, because they are not the worker.
+        if os.getpid() == process:
             try:
                 from elastic.protocol.uncaught import sending
 
