@@ -1,8 +1,8 @@
 """Hook that ``import torch`` calls in every process, through the entry point ``torch.backends``.
 
-In a worker started by elasticrun, it replaces torch.distributed's backend where scripts ask for Gloo, NCCL or the
-default. It imports no other module of this package before one of the replaced functions is called, because one of those
-may be importing torch.
+In a worker started by elasticrun, it replaces the torch.distributed backend of scripts that request Gloo, NCCL or the
+default. It imports other modules of this package only when a replaced function is called, because ``import torch`` may
+be in progress.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _at_first_use(name: str) -> Callable[..., Any]:
 
 
 def group_for_ddp() -> Any:
-    """Return the process group for a DistributedDataParallel that was given none."""
+    """Return the process group for a DistributedDataParallel that was created without one."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     if not c10d.is_initialized():
         from elastic.errors import Invalid

@@ -1,3 +1,3 @@
-"""Version of this package, which must be the same for all agents and drivers of a job."""
+"""Version of this package. All agents and drivers of a job must have the same version."""
 
 __version__ = "0.2.0"

@@ -15,10 +15,10 @@ Safepoints are numbered from the start of each world. A planned change is agreed
 all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the
 largest c + 1, workers behind it continue up to that safepoint, and all stop at the same place.
 
-A connection may be lost and replaced. Messages sent during the interruption are lost. On the new connection, this
-machine reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply.
-Either side may therefore receive a message twice or late. Every message is checked by its generation and number, and a
-message without new information changes nothing.
+A connection may be lost and replaced. Messages sent in between are lost. On the new connection, this state machine
+reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply. Either side
+may therefore receive a message twice or late. Every message is checked by its generation and number, and outdated or
+repeated messages have no effect.
 
 A commit takes the number of its safepoint, rather than a count of commits: equal numbers in one generation denote the
 same place in the training, even if a worker missed messages.
@@ -40,16 +40,16 @@ ALONE = 10**9  # larger than the number of safepoints in any generation
 
 class Phase(enum.Enum):
     OUTSIDE = "outside"  # the worker is in no world
-    WAITING = "waiting"  # has reported ready
+    WAITING = "waiting"  # the worker has reported ready
     TRAINING = "training"
-    BROKEN = "broken"  # the world is over; the training thread has not yet requested a new one
+    BROKEN = "broken"  # the world has ended; the training thread has not requested a new one yet
     RETURNED = "returned"
     FINISHED = "finished"
-    OVER = "over"  # final state, without a further world for this process
+    OVER = "over"  # final state: this process enters no further world
 
 
 class Verdict(enum.Enum):
-    """Result of a safepoint for the training thread."""
+    """What the training thread must do at a safepoint."""
 
     PASS = "pass"
     HOLD = "hold"  # wait for the driver
@@ -76,7 +76,7 @@ Action = Send | AbortGroups
 
 @dataclass
 class Recovery:
-    """Protocol state of one worker. The runtime reads the fields, and only this class writes them."""
+    """State machine of one worker. The runtime reads the fields, and only this class writes them."""
 
     phase: Phase = Phase.OUTSIDE
     generation: int = 0
@@ -86,10 +86,10 @@ class Recovery:
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # inside elastic.run
-    # Inside a second training, which no world follows, or after the world of such a training failed.
+    # in a second training, which no world follows, or after the world of such a training has failed
     again: bool = False
-    stands_by: bool = False  # waits for a free place in the world
-    reason: str = ""  # why the world failed, or why it is over
+    stands_by: bool = False  # waits as a standby, because the world has its maximum size
+    reason: str = ""  # reason why the world has failed or ended
     newest: Commit | None = None
     sealed: Commit | None = None  # of a sharded state: see `elastic.protocol.messages.ShardsHeld`
     # message that ended the job for this worker, Leave, Rejected or End
@@ -99,14 +99,15 @@ class Recovery:
     _readies: int = 0
     _ready: messages.Ready | None = None  # the last Ready message
     _own_failure: bool = False  # whether the world failed here first and the driver was notified
-    _resumed: messages.Resumed | None = None  # report of this generation
+    # report of this generation, or None before its first collective
+    _resumed: messages.Resumed | None = None
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
-    # Reason why user code ends the process.
+    # reason why user code ends the process
     _last_word: messages.Raised | messages.Quit | None = None
     _checks: int = 0
     _stopped: bool = False  # the agreed safepoint was reached, and the next commit belongs to it
     _change: int = 0
-    _passed: int = 0  # the change whose wait has expired, see `release`
+    _passed: int = 0  # planned change whose wait has expired; see `release`
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False
@@ -129,7 +130,8 @@ class Recovery:
                 if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore a late message
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
-                    self.phase = Phase.OUTSIDE  # the world of init() continued without this worker
+                    # The world of init() has continued without this worker.
+                    self.phase = Phase.OUTSIDE
             case messages.StandBy():
                 self.stands_by = self.phase is Phase.WAITING
             case messages.World():
@@ -163,7 +165,7 @@ class Recovery:
             case messages.Leave() | messages.Rejected() | messages.End():
                 return self._end(message, message.reason)
             case _:
-                pass  # an optional message of a later version
+                pass  # Ignore an optional message of a later version.
         return []
 
     def _prepare(self, change: int) -> list[Action]:
@@ -200,7 +202,7 @@ class Recovery:
         return [AbortGroups(self.generation, reason)]
 
     def driver_lost(self, reason: str) -> list[Action]:
-        """Handle the loss of the link. Without the driver, the members of the next world are unknown."""
+        """Handle the loss of the driver, without which no next world can form."""
         if self.finished or self.phase is Phase.OVER:
             return []
         return self._end(messages.End(reason), reason)
@@ -233,11 +235,11 @@ class Recovery:
 
     @property
     def leaving(self) -> bool:
-        """Return whether this worker has asked to leave."""
+        """Return whether this worker has requested to leave."""
         return bool(self.ending.leaving)
 
     def ask_to_leave(self, reason: str) -> list[Action]:
-        """Ask to leave at a commit, because of SIGTERM."""
+        """Request to leave at the next commit, after SIGTERM."""
         if self.phase is Phase.OVER:
             return []
         self.ending.leaves(reason)
@@ -268,7 +270,7 @@ class Recovery:
         self.running = False
 
     def train_again(self) -> None:
-        """Begin a second training. The second training makes no commits, and ends if its world fails."""
+        """Begin a second training, which makes no commits and ends if its world fails."""
         self.again = True
 
     def trained_again(self) -> None:
@@ -323,7 +325,7 @@ class Recovery:
         return [Send(self._ready)]
 
     def fail(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> list[Action]:
-        """Handle a failed collective. Of several reports, only the first in a generation counts.
+        """Handle a failed collective. Only the first failure in a generation has an effect.
 
         Args:
             generation: generation of the collective.
@@ -354,15 +356,15 @@ class Recovery:
         """Assign a number to a commit that was just saved, and return the commit.
 
         The number is that of the next safepoint, or of the safepoint at which all workers have stopped. Outside
-        ``elastic.run`` the workers do not agree on commits. Such a commit belongs to this worker alone, and has no
-        number.
+        ``elastic.run`` the workers do not agree on commits, so a commit there has no number and belongs to this worker
+        only.
         """
         if self.running:
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
         return self.newest
 
     def committed_alone(self) -> None:
-        """Assign a number to a commit that only this worker holds, because user code left the world with its own state.
+        """Assign a number to a commit that only this worker holds, because user code has left the world.
 
         The commit is newer than all agreed commits. If several exist, the lowest rank's commit is used, and all workers
         receive a copy.
@@ -401,12 +403,12 @@ class Recovery:
         self.newest = self.sealed = None
 
     def arrive(self) -> Verdict:
-        """Count a safepoint, and return what the training thread does there."""
+        """Count a safepoint, and return what the training thread must do there."""
         self._checks += 1
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """Return what the training thread does at the current safepoint. Called again after each wake-up."""
+        """Return what the training thread must do at the current safepoint. Called again after each wake-up."""
         if self.phase is Phase.OVER:
             return Verdict.OVER
         if self.phase is Phase.BROKEN:

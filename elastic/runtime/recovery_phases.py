@@ -1,4 +1,4 @@
-"""Durations of the phases of a recovery, for the driver's log. Pure: times are passed in."""
+"""Durations of a recovery's phases, for the driver's log. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Phases:
 
     def mark(self, name: str, now: float) -> None:
         self._marks[name] = now
-        if name == "ready":  # groups of the previous world are not part of this report
+        if name == "ready":  # Exclude groups of the previous world from this report.
             self._ms.pop("formed", None)
 
     def raised(self, now: float) -> None:
-        """Begin the report: the training thread has returned to ``elastic.run``."""
+        """Start a report when the training thread has returned to ``elastic.run``."""
         self.mark("raised", now)
         self._ms = {"raised": self._between("broken", "raised")}
 
@@ -52,7 +52,7 @@ class Phases:
         if self._resumed_generation == generation:
             return None
         if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0):
-            return None  # a collective of the state copy is not one of user code
+            return None  # Ignore collectives of the state copy, which are not user code.
         self._resumed_generation = generation
         self.mark("stepped", now)
         self._ms["waited"] = self._between("ready", "world")

@@ -1,4 +1,4 @@
-"""Participation of this worker in its job: the `Recovery` state machine under its lock, and execution of its decisions.
+"""Session of this worker in its job: runs the `Recovery` state machine under a lock and executes its decisions.
 
 One lock guards the machine and wakes waiting threads. The link thread may abort groups at any time and takes no other
 lock, so neither a collective nor the creation of a group can delay it.
@@ -32,14 +32,16 @@ from elastic.runtime.process_groups import Groups
 from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases
 
-WAIT_SAID_S = 30.0  # seconds between two log lines of a long wait
-# Seconds without a wake-up of the link thread, after which the process counts as stopped.
+WAIT_SAID_S = 30.0  # interval in seconds between two log lines of a long wait
+# seconds without a wake-up of the link thread after which the process counts as stopped
 ASLEEP_S = 3.0
 ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detector of times when this process was stopped. Pure: the link thread calls it when it wakes, once a second."""
+    """Detector of periods in which this process was stopped. Pure: the link thread calls it at each wake-up, once a
+    second.
+    """
 
     def __init__(self) -> None:
         self._awake_at = 0.0  # 0 if the thread has not started
@@ -51,7 +53,7 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """Return the seconds for which the process was stopped, if it has just resumed, else 0."""
+        """Return how long the process was stopped, in seconds, if it has just resumed. Otherwise return 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 
@@ -73,7 +75,7 @@ class Session:
         self.phases = Phases()
         self.account = TimeAccount(time.monotonic())
         self.pulse = Pulse()
-        self.lost_driver = False  # whether only this worker can report why it ends
+        self.lost_driver = False  # whether only this worker can report the reason for its exit
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
         self._told_in = 0  # last generation whose end was raised in user code
@@ -94,7 +96,7 @@ class Session:
                     self.send(message)
 
     def wait_while(self, phase: Phase, what: str) -> None:
-        """Wait for the driver while the state machine is in a phase.
+        """Wait for the driver until the state machine leaves a phase.
 
         The wait is bounded by the driver's own deadlines, by the loss of its connection, and by ``wait_timeout_s`` in
         case the driver is frozen. A standby waits while it has a connection.
@@ -197,7 +199,7 @@ class Session:
         self.update(decide)
 
     def why(self, error: CollectiveFailed) -> str:
-        """Return the reason of a failed collective. The error of an aborted collective does not contain it."""
+        """Return the reason for a failed collective, which the error of an aborted collective does not contain."""
         reason = self.recovery.reason
         return reason if error.aborted and reason else str(error)
 
@@ -210,7 +212,7 @@ class Session:
         self.update(Recovery.strand)
 
     def raise_if_ended(self) -> None:
-        """Raise an error of this world again if user code has caught it."""
+        """Raise this world's error again if user code has caught it."""
         if self._told_in == self.recovery.generation:
             self.raise_if_broken()
 
@@ -237,7 +239,7 @@ class Session:
     def recovers(self) -> bool:
         """Return whether a new world follows a failed world.
 
-        In a job of fixed size this is only the case for its last checkpoint.
+        In a static job, a new world is formed only for the last checkpoint.
         """
         return not self.alone and (self.env.elastic or self.recovery.ending.checkpoint_wanted)
 
@@ -257,14 +259,12 @@ class Session:
             if not self.recovery.running:
                 raise SystemExit(
                     0
-                )  # outside elastic.run, no code of this package would catch LeaveRequested
+                )  # SystemExit, because no code outside elastic.run catches LeaveRequested
             raise LeaveRequested(reason)
         if isinstance(message, messages.Rejected):
             raise StateMismatch(reason)
         if self.recovery.running:
-            raise LeaveRequested(
-                reason
-            )  # the driver reports once, for all workers, why the job ended
+            raise LeaveRequested(reason)  # The driver reports the reason once for all workers.
         raise WorkerOrphaned(reason) if self.unheard else JobOver(reason)
 
     @property
@@ -275,9 +275,7 @@ class Session:
 
     @property
     def unheard(self) -> bool:
-        """Return whether only this worker can report the reason for its end, because it lost the driver or was
-        fenced.
-        """
+        """Return whether only this worker can report the reason for its exit, because it lost the driver or was fenced."""
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 

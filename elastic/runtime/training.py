@@ -1,4 +1,4 @@
-"""Reports to the driver about the training function under `elastic.run`: begin, return, errors and end."""
+"""Reports to the driver about the training function under `elastic.run`: start, return, errors and exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
 
-DRAIN_S = 1.0  # seconds for aborted collectives to end, which takes milliseconds
+DRAIN_S = 1.0  # timeout in seconds for aborted collectives to end, which takes milliseconds
 
 
 class Training:
@@ -24,9 +24,9 @@ class Training:
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
-        self.in_user_code = False  # whether the training function itself runs
+        self.in_user_code = False  # whether the training function is currently running
         self._entered = False
-        self._trains_in: int | None = None  # thread that is in elastic.run
+        self._trains_in: int | None = None  # ID of the thread that is in elastic.run
 
     @property
     def over(self) -> bool:
@@ -54,7 +54,7 @@ class Training:
         self._trains_in = None
 
     def begins(self) -> None:
-        """Begin to call the training function: all states are equal, and no step is repeated."""
+        """Record that the training function is about to be called. All states are equal, so no step must be repeated."""
         now = time.monotonic()
         self._session.account.begin("training", now)
         self._session.account.committed(now)
@@ -62,7 +62,7 @@ class Training:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Context of a second or later training of the job, whose time counts as training."""
+        """Context manager for a second or later training of the job, whose time counts as training."""
         account = self._session.account
         with self._session.lock:
             self._session.recovery.train_again()
@@ -112,7 +112,7 @@ class Training:
             )
 
     def cannot_begin(self, why: str) -> None:
-        """Report to the driver the reason why the job cannot continue with any worker."""
+        """Report to the driver why training cannot begin on any worker."""
         self._session.update(lambda recovery: recovery.raised(why, "", final=True))
 
     def lost_shards(self, why: str) -> None:
@@ -129,8 +129,8 @@ class Training:
     def quits(self, code: object) -> bool:
         """Report to the driver that this process is about to exit because of ``SystemExit(code)``.
 
-        An interpreter with torch takes seconds to exit, and its sockets stay open until then. Thanks to the report, the
-        other workers do not wait for the exit.
+        An interpreter with torch takes seconds to exit, and its sockets stay open until then. Because of the report,
+        the other workers do not wait for the exit.
 
         Returns:
             False if the code is an error message, as in ``sys.exit("no data")``, which counts as an exception.
@@ -150,7 +150,7 @@ class Training:
             self._session.update(lambda recovery: recovery.quit(1, ""))
 
     def gave_up(self, reason: str) -> None:
-        """Leave this world because user code raised HorovodInternalError. All workers regroup."""
+        """Fail this world, because user code raised HorovodInternalError. All workers then form a new one."""
         self._session.mark_broken(self._session.recovery.generation, reason)
 
     def interrupted(self, *, planned: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""Runtime of the worker, composed of its parts. `recovery` makes the decisions.
+"""Runtime of a worker, composed of the parts below. `recovery` makes the decisions.
 
-`Session` holds the machine, its lock and the connection to the driver. `LinkThread` handles the driver's messages.
-`DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog` commits,
-and `GuardedGroups` collectives. Operations needed in every step are methods of `WorkerRuntime`.
+`Session` holds the state machine, its lock and the connection to the driver. `LinkThread` handles the driver's
+messages. `DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog`
+commits, and `GuardedGroups` collectives. Operations needed in every step are methods of `WorkerRuntime`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from elastic.collectives.interface import Messenger
 
 
-MERGE_REPORT_S = 1.0  # seconds between two reports of merges with the same islands
-NAMES_S = 60.0  # seconds between two reports of the names of islands
+MERGE_REPORT_S = 1.0  # interval in seconds between two reports of merges with the same islands
+NAMES_S = 60.0  # interval in seconds between two reports of the names of islands
 
 
 @dataclass
 class MergeReports:
-    """State of the reports of merges."""
+    """State of the rate-limited reports of DiLoCo merges."""
 
     due_at: float = 0.0  # time of the next report
     absent: list[str] = field(default_factory=list)  # islands in the last report
     # generation and islands of the last report that named them
     names: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
-    names_due_at: float = 0.0  # time of the next report that names them, which a new driver needs
-    waited_s: float = 0.0  # since the last report
+    names_due_at: float = 0.0  # time of the next report with the names, which a new driver needs
+    waited_s: float = 0.0  # waiting time since the last report, in seconds
 
 
 class WorkerRuntime:
@@ -115,7 +115,7 @@ class WorkerRuntime:
 
     @property
     def provisional(self) -> bool:
-        """Return whether this worker has not joined a world yet. Its collectives then act as in a world of one rank."""
+        """Return whether this worker has not joined a world yet. Until then, collectives act as in a world of one rank."""
         return self.session.recovery.provisional
 
     # ---- collectives ---------------------------------------------------------------------------------------------
@@ -140,8 +140,7 @@ class WorkerRuntime:
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
         """Prepare for the first message of this world, and return immediately.
 
-        When another rank sends or receives this message, this rank is connected too, independently of its training
-        thread.
+        When another rank sends or receives this message, a background thread connects this rank as well.
         """
         self._groups.expect_messages(purpose, ranks)
 
@@ -153,7 +152,7 @@ class WorkerRuntime:
         return self._groups.wanted(purpose, device_type, ranks)
 
     def alone_group(self) -> Collectives:
-        """Return a group of this rank only."""
+        """Return a group that contains only this rank."""
         return self._groups.alone_group()
 
     def engine(self) -> Engine:
@@ -165,7 +164,7 @@ class WorkerRuntime:
         return self._groups.engine()
 
     def settle(self) -> None:
-        """Wait for collectives that only streams of the GPU wait for. Call it before values are kept.
+        """Wait for collectives for which only GPU streams wait so far. Call this before values are kept.
 
         Raises:
             PeerLost: a rank was lost, and results of these collectives may be invalid.
@@ -235,7 +234,7 @@ class WorkerRuntime:
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Introduce this process to the driver and wait for the answer.
+        """Send Hello to the driver and wait for its answer.
 
         Raises:
             DriverLost: the driver did not respond.
@@ -255,7 +254,7 @@ class WorkerRuntime:
         """Handle the exit of the process, during which user code may still run for some time.
 
         The link and sockets are closed by the end of the process. If they were closed earlier, peers would report a
-        failure whose cause, the exit code of this worker, is not known yet, and a worker without a link counts as lost.
+        failure before its cause, this worker's exit code, is known, and the worker would count as lost without a link.
         """
         self.tracing.close()
         self.session.send(self.link_thread.time_spent())

@@ -1,4 +1,4 @@
-"""Entry of this worker into a world: one formed by the driver, or one of fixed size."""
+"""Entry of this worker into worlds formed by the driver, and into static worlds without a driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """Entry of this worker into the worlds that the driver forms. For the training thread, except `restate`."""
+    """Entry of this worker into the worlds that the driver forms. Only `restate` may be called outside the training
+    thread.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -40,7 +42,7 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report ready, under ``elastic.run``, and wait for a world.
+        """Report ready and wait for a world. Called under ``elastic.run``.
 
         Args:
             layout: digest of the state's layout.
@@ -90,7 +92,7 @@ class DriverWorlds:
             phase, world = session.recovery.phase, session.recovery.world
         if phase is Phase.OVER:
             session.raise_over()
-        if phase is Phase.OUTSIDE:  # the first world was formed without this worker
+        if phase is Phase.OUTSIDE:  # The first world was formed without this worker.
             place = session.recovery.place
             return messages.World(
                 0, place, Address("", 0), holders=0, commit=None, reason="newcomer"
@@ -123,7 +125,7 @@ class FixedWorlds:
         self.begin(messages.World(generation, place, address, 0, None, "no driver"))
 
     def begin(self, world: messages.World) -> None:
-        """Begin a world. Rank 0 serves its store, at the address it already listens at or at the given one."""
+        """Begin a world. Rank 0 serves its store at the given address, or at the address on which it already listens."""
         if world.place.rank == 0:
             self._session.groups.listen(world.store)
         with self._session.lock:

@@ -1,4 +1,4 @@
-"""Calls of ``commit()`` in the syntax tree of a script, and when they are made. Pure: no I/O, no clock."""
+"""Analysis of the ``commit()`` calls in a script's syntax tree. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from elastic.script_checks.mistakes import CommitCall
 
 NAMES = ("commit", "CommitStateCallback")
-# Names of ranks, and of conditions on them.
+# names of ranks and of conditions on ranks
 RANKS = {
     "rank",
     "local_rank",
@@ -27,15 +27,15 @@ RANKS = {
     "master",
     "is_chief",
 }
-# Parts of the names of objects with a step() that trains nothing.
+# parts of the names of objects whose step() does not train parameters
 SCHEDULERS = ("sched", "lr", "warmup", "prof", "ema")
-# Names of objects that are, by convention, constant while a script trains.
+# names of objects that are constant during training by convention
 ARGUMENTS = {"args", "opts", "options", "config", "cfg", "environ"}
 Loop = ast.For | ast.While
 
 
 def calls_in(tree: ast.AST) -> Iterator[CommitCall]:
-    """Yield, for each call of commit() in a syntax tree, the time at which it is made."""
+    """Yield a `CommitCall` for each call of commit() in a syntax tree."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name | ast.Attribute) or name_of(node) not in NAMES:
@@ -116,5 +116,5 @@ def _constant(test: ast.expr, loop: Loop) -> bool:
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the name or attribute with which an expression ends. Empty for other expressions."""
+    """Return the last name or attribute of an expression such as ``a.b.c``. Empty for other expressions."""
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-STEPS = 20  # number of an optimizer's steps after which a script is checked
+STEPS = 20  # number of optimizer steps after which a script is checked
 PAGE = "script-checks"
 
 
 class Kind(enum.Enum):
-    """Kinds of mistakes. The values are anchors of docs/script-checks.md."""
+    """Kind of mistake. The values are anchors in docs/script-checks.md."""
 
     NO_COMMIT = "no-commit"
     COMMIT_ON_SOME_RANKS = "commit-on-some-ranks"
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 
 class CommitCall(enum.Enum):
-    """Time at which a script calls commit()."""
+    """Situation in which a script calls commit()."""
 
     EACH_STEP = (
         enum.auto()
@@ -45,7 +45,7 @@ class CommitCall(enum.Enum):
 
 @dataclass(frozen=True)
 class RestartingLoop:
-    """Loop such as ``for epoch in range(10)`` that starts again after a change of the world, and its function."""
+    """Loop such as ``for epoch in range(10)`` that restarts from the beginning after a change of the world."""
 
     head: str
     function: str
@@ -63,7 +63,7 @@ class UsedPart:
 class Trained:
     """Optimizer that has stepped.
 
-    Of its ``parameters``, the number ``uncovered`` belong to no model of the state.
+    ``uncovered`` is the number of its ``parameters`` that do not belong to a model in the state.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Trained:
     parameters: int
     uncovered: int
     example: str = ""  # the name of an uncovered parameter, or its shape
-    # Elements of the smallest parameter with several elements and a dense gradient, or 0 if unknown.
+    # number of elements of the smallest parameter with more than one element and a dense gradient, or 0 if unknown
     smallest: int = 0
-    member: str = ""  # code that passes the object to a state; by default for torch
-    # How to reduce the gradients.
+    member: str = ""  # code for the message that passes the object to a state; by default for torch
+    # remedy in the message for gradients that are not reduced
     remedy: str = (
         "wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
         " DistributedDataParallel"
@@ -83,7 +83,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class UsedLoader:
-    """Loader that supplies the batches of the steps.
+    """Loader that provides the batches of the steps.
 
     Args:
         keeps_position: whether the loader's class can resume within an epoch.
@@ -93,7 +93,7 @@ class UsedLoader:
     in_state: bool
     keeps_position: bool
     sampler: str = ""
-    kept: str = ""  # attributes of the sampler that hold the rank and size of one world
+    kept: str = ""  # attributes of the sampler that contain the rank and size of a particular world
     remedy: str = "read hvd.rank() and hvd.size() in __iter__, or use elastic.data.DataLoader"
 
 
@@ -105,12 +105,13 @@ class ScriptObservation:
     world_size: int
     commits: int
     calls: tuple[CommitCall, ...]  # calls of commit() in the source of the script
-    recovered: bool  # a worker was lost since training began
+    recovered: bool  # whether a worker was lost since training began
     collectives: int  # number of collectives and other calls that may have changed tensors
-    # Elements of the largest tensor in a collective between two steps. None if unknown.
+    # number of elements of the largest tensor in a collective between two steps; None if unknown
     largest_moved: int | None
-    restarts: RestartingLoop | None  # the loop around commit() whose counter is in no state
-    keeps_members: bool  # the state is one of this package's, which save exactly their members
+    restarts: RestartingLoop | None  # the loop around commit() whose counter is not in the state
+    # whether the state has a class of this package, which saves exactly its members
+    keeps_members: bool
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()
     scalers: tuple[UsedPart, ...] = ()
@@ -120,7 +121,7 @@ class ScriptObservation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """Mistake in a script. ``facts`` are the values in its sentence."""
+    """Mistake in a script. ``facts`` are the values that are inserted into its message."""
 
     kind: Kind
     facts: tuple[tuple[str, Any], ...] = ()
@@ -169,11 +170,12 @@ def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
         "optimizer": first.name,
         "remedy": first.remedy,
     }
-    # a loader may have negotiated its position once, and without tensors
+    # A single collective, or collectives without tensors, may come from a loader that negotiates its position.
     if seen.collectives < 2 or seen.largest_moved == 0:
         yield _mistake(Kind.NEVER_REDUCED, **facts)
         return
-    # A tensor that contains the gradient of the smallest parameter is at least as large as that, packed or not.
+    # Any tensor that contains the gradient of the smallest parameter, packed or not, is at least as large as this
+    # gradient.
     known = [each.smallest for each in seen.optimizers if each.smallest]
     if known and seen.largest_moved is not None and seen.largest_moved < min(known):
         yield _mistake(Kind.ONLY_LOSS_REDUCED, **facts, largest=seen.largest_moved)

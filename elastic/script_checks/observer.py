@@ -1,4 +1,4 @@
-"""Observation of the first steps of a training function, with a report of mistakes.
+"""Observation of a training function's first steps, and report of the mistakes found.
 
 After the check, the step hook returns immediately but stays installed until the training ends, because torch iterates
 over its hooks while they run, so a hook must not remove another one.
@@ -46,9 +46,9 @@ from elastic.state.state import ObjectState, State, has_custom_sync
 
 TAKES_STEPS = (
     STEPS // 2
-)  # number of steps with batches of one loader for it to count as the training loader
+)  # minimum number of steps with batches of a loader that counts as the training loader
 PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler
-DEPTH = 3  # levels of wrappers around a member
+DEPTH = 3  # maximum number of nested wrappers around a member
 OURS = ("elastic", "horovod")
 
 
@@ -78,7 +78,7 @@ class ScriptObserver:
     # ---- interface for elastic.run -----------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Find the relevant objects that exist before the training, in one scan of all objects.
+        """Find all relevant objects that exist before the training, in one scan of the heap.
 
         The scan takes 80 ms with torch, and more with the half million objects of TensorFlow. It runs before the worker
         asks for a world, because the other ranks would otherwise wait for this worker in their next collective.
@@ -91,7 +91,7 @@ class ScriptObserver:
             source.meet(found)
         if self._before:
             del found
-            gc.collect()  # excludes objects that the script has dropped
+            gc.collect()  # Frees objects that the script has dropped.
 
     def begin(self) -> None:
         """Start observing, before the training function is called for the first time or in a new world."""
@@ -251,7 +251,7 @@ class ScriptObserver:
             sampler = getattr(by, "sampler", by)
             stream = isinstance(dataset, torch_data.IterableDataset)
             if id(dataset) in inside and hasattr(dataset, "state_dict"):
-                continue  # the data set keeps its own position
+                continue  # The data set maintains its position itself.
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
@@ -291,9 +291,9 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Context manager of one training that is observed. Yields None if nothing is checked.
+    """Context manager that observes one training. Yields None if nothing is checked.
 
-    That is the case in jobs of fixed size, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
+    Nothing is checked in static jobs, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """
     ours = function.__module__.partition(".")[0] in OURS
     if not rt.env.checks or not rt.elastic or ours:
@@ -325,8 +325,9 @@ def _is_tensor(value: object) -> bool:
 
 
 def _smallest(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the elements of the smallest parameter with several elements and a dense gradient, or 0 if unknown
-    (DTensors).
+    """Return the size of the smallest parameter with more than one element and a dense gradient.
+
+    Return 0 if it is unknown, as for DTensors.
     """
     whole = (torch.nn.Parameter, torch.Tensor)
     found = [
@@ -352,7 +353,7 @@ def _held(value: Any) -> Iterator[Any]:
         yield as_written(value)
         return
     if isinstance(value, torch_data.DataLoader):
-        return  # an object without attributes cannot be in a state
+        return  # Objects without attributes cannot be in a state.
     for each in list(getattr(value, "__dict__", {}).values()):
         for inner in each if isinstance(each, list | tuple) else [each]:
             if hasattr(inner, "state_dict") or hasattr(inner, "__dict__"):

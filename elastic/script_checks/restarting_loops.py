@@ -1,9 +1,10 @@
-"""Search for loops around ``commit()`` that start again whenever ``elastic.run`` calls the training function.
+"""Detection of loops around ``commit()`` that restart whenever ``elastic.run`` calls the training function.
 
 Pure: no I/O, no clock.
 
-Loops are judged in the training function, and in functions of the script that receive the state outside of any loop
-that the state may control. In case of doubt, for instance if anything in the loop depends on the state, none is found.
+Checked are the loops in the training function, and in functions of the script that receive the state outside of any
+loop that the state may control. In case of doubt, for example if anything in the loop depends on the state, no loop is
+reported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from elastic.script_checks.commit_calls import Loop, calls_step, has_commit, nam
 from elastic.script_checks.mistakes import RestartingLoop
 
 COUNTING = ("range", "trange")
-# functions that may wrap a range in the head of a loop
+# functions that may wrap a range in a for statement
 WRAPPERS = ("enumerate", "reversed", "tqdm", "track")
 DEPTH = 4  # maximum depth of nested calls to follow
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
@@ -24,7 +25,7 @@ _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 @dataclass(frozen=True)
 class Definition:
-    """A function of the script, with its syntax tree.
+    """Function of the script, with its syntax tree.
 
     Args:
         node: syntax tree of the function.
@@ -38,7 +39,7 @@ class Definition:
 
 
 def restarting_loop(training: Definition) -> RestartingLoop | None:
-    """Return the first loop of a training function that starts again, or None.
+    """Return the first loop of a training function that restarts, or None.
 
     The first parameter of the function must be the state.
     """
@@ -69,7 +70,7 @@ def _judge(of: Definition, given: set[str], depth: int) -> RestartingLoop | None
 
 
 def _outside_of_loops(node: ast.AST, state: set[str]) -> Iterator[ast.AST]:
-    """Yield the loops and calls that run whenever the function is called.
+    """Yield the loops and calls that run on every call of the function.
 
     Also yields the loops and calls in the body of a ``while True`` with a ``break``, because such a loop usually
     retries its body after an exception.
@@ -90,7 +91,7 @@ def _outside_of_loops(node: ast.AST, state: set[str]) -> Iterator[ast.AST]:
 
 
 def _tries_again(loop: Loop) -> bool:
-    """Return whether the loop is a ``while True`` with its own ``break``."""
+    """Return whether the loop is a ``while True`` with a ``break``."""
     endless = (
         isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value
     )
@@ -204,9 +205,7 @@ def _literal(value: ast.expr) -> bool:
 
 
 def _depends(loop: Loop, state: set[str]) -> bool:
-    """Return whether the state may determine how often the loop trains, for example by skipping iterations by
-    number.
-    """
+    """Return whether the state may determine how many iterations of the loop train."""
     if _mentions(_head(loop), state) or (isinstance(loop, ast.For) and _skips(loop)):
         return True
     ends = ast.Continue | ast.Break | ast.Return | ast.Raise
@@ -222,7 +221,7 @@ def _depends(loop: Loop, state: set[str]) -> bool:
 
 
 def _skips(loop: ast.For) -> bool:
-    """Return whether the loop compares its number with a variable to skip an iteration, as in ``if epoch < first``."""
+    """Return whether the loop compares its counter with a variable to skip iterations, as in ``if epoch < first``."""
     number = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
     for each in _own(loop):
         if isinstance(each, ast.If) and any(isinstance(i, ast.Continue) for i in ast.walk(each)):

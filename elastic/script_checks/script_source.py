@@ -1,4 +1,4 @@
-"""Source of a script, if it matches the running code: its calls of ``commit()``, and loops that start again."""
+"""Analysis of a script's source, if it matches the running code: calls of ``commit()`` and restarting loops."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from elastic.script_checks.restarting_loops import Definition
 
 
 def commits(function: Callable[..., Any]) -> list[CommitCall]:
-    """Return when commit() is called in the training function or, if there is no call, in all loaded modules of the
-    script.
+    """Return when the training function calls commit() or, if it does not, all loaded modules of the script.
 
-    A file that is unreadable or has changed since may contain calls. The result is then SOME_STEPS.
+    If a file is unreadable or has changed, it may contain calls, and the result is SOME_STEPS.
     """
     code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
     if code is not None:
@@ -31,14 +30,14 @@ def commits(function: Callable[..., Any]) -> list[CommitCall]:
         if own:
             return own
         if definition is None and _names(code):
-            # the source file was not sent with the script, or was edited
+            # The source file is missing or was edited.
             return [CommitCall.SOME_STEPS]
     began_at = process_began_at()
     return [when for file in script_files(sys.modules) for when in _of_file(Path(file), began_at)]
 
 
 def restarting_loop(function: Callable[..., Any]) -> RestartingLoop | None:
-    """Return the loop that `restarting_loops` finds from the training function, or None."""
+    """Return the loop that `restarting_loops` finds, starting from the training function, or None."""
     if not inspect.isfunction(function):
         return None
     training = Sources().definition(inspect.unwrap(function))
@@ -46,7 +45,7 @@ def restarting_loop(function: Callable[..., Any]) -> RestartingLoop | None:
 
 
 class Sources:
-    """Syntax trees of functions, found from their code. Files are read once."""
+    """Cache of the syntax trees of functions, by code object. Each file is read once."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[ast.Module, frozenset[CodeType]]] = {}
@@ -54,8 +53,7 @@ class Sources:
     def of(self, code: CodeType) -> ast.FunctionDef | None:
         """Return the syntax tree of a function. Return None if its file is unreadable or differs from the running code.
 
-        Modification times of files do not show this, because a script may be edited at any time after Python has read
-        it.
+        Modification times do not show this, because a script may be edited at any time after Python has read it.
         """
         tree, compiled = self._file(code.co_filename)
         if code not in compiled:

@@ -1,6 +1,6 @@
-"""Observation of optimizer steps in frameworks other than torch.
+"""Interface for observing optimizer steps in frameworks other than torch.
 
-Each framework's source registers itself when it is imported.
+The module of each framework registers its observer when it is imported.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class StepSource(Protocol):
     """Observer of one training of one framework. Methods must be called from the training thread."""
 
     def classes(self) -> list[type]:
-        """Return the classes with objects that are passed to `meet`. Subclasses are included."""
+        """Return the classes whose instances are passed to `meet`, including those of subclasses."""
 
     def meet(self, found: Iterable[Any]) -> None:
         """Receive the objects that exist before the training."""
 
     def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
-        """Call ``stepped`` with the optimizer after each step from now on. ``stepped`` may raise.
+        """Start calling ``stepped`` with the optimizer after each step. ``stepped`` may raise.
 
         Args:
             stepped: the function to call.

@@ -1,8 +1,8 @@
-"""Number of shards and of replicas in a world with hybrid sharding (HSDP). Pure: no I/O, no clock.
+"""Mesh shape (numbers of shards and replicas) in a world with hybrid sharding (HSDP). Pure: no I/O, no clock.
 
-Ranks form a mesh of replicas by shards, in row-major order: each row holds the complete state, each column one shard.
-Without replicas, the mesh has a single row and each rank has its own shard. ``order`` is the rank at each mesh
-position.
+Ranks form a mesh of replicas by shards, in row-major order: each row of ranks holds the complete state, and each column
+holds one shard. Without replicas, the mesh has a single row and each rank has its own shard. ``order`` is the rank at
+each mesh position.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MeshShape(NamedTuple):
 
 
 def mesh_shape(size: int, least: int) -> MeshShape:
-    """Return the shape with the most replicas that uses all ranks and has at least ``least`` shards.
+    """Return the mesh shape with the most replicas that uses all ranks and has at least ``least`` shards.
 
     A prime number of ranks gives a single replica, unless ``least`` is 1.
 
@@ -44,6 +44,6 @@ def columns(order: Sequence[int], shards: int) -> list[tuple[int, ...]]:
 def sender(column: Sequence[int], shard: int) -> int:
     """Return the rank of a column that sends the shard to the ranks that keep a copy.
 
-    Senders of different shards are in different rows, so that no single host sends everything.
+    Senders of different shards are in different rows, so that the work is spread over hosts.
     """
     return column[shard % len(column)]

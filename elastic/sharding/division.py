@@ -13,7 +13,7 @@ class Division:
     """Division of a state into shards in one world.
 
     Args:
-        order: the rank at each position of the mesh of replicas by shards.
+        order: the rank at each mesh position, row by row (replicas by shards).
         rank: this rank.
         shards: number of shards.
         replicated: whether the mesh has a dimension of replicas, even of size 1.
@@ -28,7 +28,7 @@ class Division:
 
     @classmethod
     def among(cls, order: Sequence[int], rank: int) -> Division:
-        """Return a division with one shard per rank.
+        """Create a division with one shard per rank.
 
         Args:
             order: the rank of each shard.

@@ -1,4 +1,4 @@
-"""State of a rank's two banks (snapshot buffers), to which it writes commits in turn. Pure: no I/O, no clock.
+"""State of a rank's two snapshot buffers (banks), to which it writes commits alternately. Pure: no I/O, no clock.
 
     begin --> WRITING --copied--> OWN --mirrored--> MIRRORED --sealed--> the base of the next commit
                  (on any of these: discard)
@@ -25,7 +25,7 @@ class BufferState(enum.IntEnum):
 
 @dataclass
 class BufferRecord:
-    """Contents of one bank. ``shard`` is the shard of this rank, and ``copies`` are its copies of other shards."""
+    """Contents of one snapshot buffer: ``shard`` of this rank, and ``copies`` of other shards."""
 
     commit: CommitId
     shards: int
@@ -46,12 +46,12 @@ class BufferRecord:
 
 @dataclass
 class DoubleBuffer:
-    """The two banks of one rank.
+    """The two snapshot buffers of one rank.
 
     Attributes:
-        base: the bank that must not be written, or None until a commit is sealed.
-        newest_sealed: the newest commit known to be sealed, which a later world need not have adopted. None for the
-            initial state (generation 0), which each rank commits alone.
+        base: the bank that must not be overwritten, or None until a commit is sealed.
+        newest_sealed: the newest commit known to be sealed, even if a later world has restored another commit. None for
+            the initial state (generation 0), which each rank commits alone.
     """
 
     banks: list[BufferRecord | None] = field(default_factory=lambda: [None, None])
@@ -85,7 +85,7 @@ class DoubleBuffer:
         self.newest_sealed = record.commit if record.commit.generation else None
 
     def discard(self) -> None:
-        """Drop the commit in progress on all ranks: its copy is invalid on one of them."""
+        """Drop the commit in progress, because its copy is invalid on some rank. Called on all ranks."""
         assert self.writing is not None, "no commit was begun"
         self.banks[self.writing], self.writing = None, None
 

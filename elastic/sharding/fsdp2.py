@@ -1,4 +1,4 @@
-"""Functions for FSDP2 modules: list their sharded parameters, check for support, and move them to another mesh.
+"""Utilities for FSDP2 modules: list sharded parameters, check for support, and move parameters to another mesh.
 
 The module and its optimizer keep their parameter objects. The global size of each DTensor does not change. Only
 its local tensor and its spec are replaced. Private names of torch are used (see `tested_torch`).
@@ -20,9 +20,7 @@ from elastic.sharding import operator_decisions, tested_torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
-    """Return the FSDP2 states of a model's modules without duplicates, or an empty result if ``fully_shard`` was not
-    applied.
-    """
+    """Return the FSDP2 states of a model's modules without duplicates. Empty if ``fully_shard`` was not applied."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
         return []
@@ -43,9 +41,9 @@ def sharded_params(model: nn.Module) -> dict[str, Any]:
 
 
 def parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters of a model that an optimizer may train, with the sharded ones of fully sharded modules.
+    """Yield the parameters of a model that an optimizer may train. For fully sharded modules, these are the shards.
 
-    A forward pass can leave the parameters of a module gathered. ``model.parameters()`` then yields other tensors.
+    After a forward pass, ``model.parameters()`` may yield gathered tensors instead.
     """
     yield from model.parameters()
     yield from (param.sharded_param for param in sharded_params(model).values())
@@ -57,12 +55,12 @@ def groups(model: nn.Module) -> list[Any]:
 
 
 def untested_version() -> str | None:
-    """Return the reason why no fully sharded model is supported with this version of torch. Return None if it is."""
+    """Return the reason why fully sharded models are not supported with this version of torch, or None if they are."""
     return tested_torch.untested("is fully sharded")
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Return the reason why this fully sharded model cannot follow another world. Return None if the model can."""
+    """Return the reason why a fully sharded model cannot be moved to another world, or None if it can."""
     if why := untested_version():
         return why
     # Needed by `remesh`. Importing it there would add 0.2 s to the first recovery.
@@ -131,10 +129,10 @@ def _obstacle_of(group: Any, size: int) -> str | None:
 
 
 def abandon(model: nn.Module) -> None:
-    """Discard the gathered parameters and gradients that an interrupted forward or backward pass has left."""
+    """Discard gathered parameters and gradients left by an interrupted forward or backward pass."""
     for state in sharded_states(model):
         for group in state._fsdp_param_groups:
-            group._all_gather_result = None  # waiting for the result of a failed collective raises
+            group._all_gather_result = None  # Waiting for a failed collective raises an error.
             for param in group.fsdp_params:
                 if "unsharded_accumulated_grad" in vars(
                     param
@@ -148,9 +146,7 @@ def abandon(model: nn.Module) -> None:
 
 
 def reshard(groups: Iterable[Any]) -> None:
-    """Free the gathered parameters that a forward pass has left in these groups, and register the sharded ones
-    again.
-    """
+    """Free the parameters that a forward pass has left gathered in these groups, and register the shards again."""
     for group in groups:
         if not group.is_sharded:
             group.reshard()
@@ -181,7 +177,7 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
     """Create a one-dimensional mesh over the current world. Collective.
 
     Args:
-        like: mesh whose device type and names are copied.
+        like: mesh from which device type and dimension names are copied.
         order: the rank of each shard.
     """
     from torch import distributed
@@ -199,7 +195,7 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
     """Create a mesh of replicas by ``shards`` over the current world. Collective.
 
     Args:
-        like: mesh whose device type is copied, as are its names if it has two dimensions.
+        like: mesh from which the device type is copied, and the dimension names if it has two dimensions.
         order: the rank at each place of the mesh, row by row.
         shards: number of shards.
     """
@@ -222,7 +218,7 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
 
 @torch.no_grad()
 def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
-    """Shard the parameters over another mesh, in place.
+    """Move the parameters to another mesh, in place.
 
     Returns:
         The new local tensors by parameter name, not yet filled with values.
@@ -289,7 +285,7 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
 
 
 def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
-    """Return a DTensor of these local rows, sharded like the parameter ``like``.
+    """Return a DTensor with these local rows, sharded like the parameter ``like``.
 
     If ``present`` is a DTensor with the same shape and dtype, it is updated in place and returned.
     """

@@ -1,13 +1,13 @@
-"""Reuse of DTensor's sharding decisions for elementwise operators in another mesh.
+"""Reuse of DTensor's sharding decisions for elementwise operators after a change of the mesh.
 
 Before an operator runs on DTensors, torch decides whether arguments must be redistributed and how results are sharded.
 It decides once for each operator, shapes and mesh. After a change of the world, the first optimizer step therefore
 repeats all decisions, which takes 0.5 s for AdamW with ``foreach`` and 96 parameters.
 
-If all tensors of an elementwise operator are sharded alike, no mesh requires communication. The decision of torch in
-one mesh then holds in any other mesh with the same properties: which of its dimensions have a single rank, and whether
-each sharded dimension has at least as many rows as shards (see `_Query`). Private names of torch are used (see
-`tested_torch`).
+If all tensors of an elementwise operator have the same sharding, the operator needs no communication in any mesh. The
+decision of torch in one mesh then holds in any other mesh with the same properties: which of its dimensions have a
+single rank, and whether each sharded dimension has at least as many rows as shards (see `_Query`). Private names of
+torch are used (see `tested_torch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Decide = Callable[[Any], Any]  # torch's OpSchema to its OutputSharding
 
 
 def remember() -> None:
-    """Reuse decisions from now on in this process. Idempotent. Changes no decision."""
+    """Start reusing decisions in this process. Idempotent. Does not change any decision."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._ops import _pointwise_ops as elementwise
 
@@ -35,7 +35,7 @@ def remember() -> None:
 
 
 class OperatorDecisions:
-    """Decisions of torch, by operator and by sharding of its tensors, for any mesh.
+    """Cache of torch's decisions, by operator and sharding of its tensors, for any mesh.
 
     Args:
         decide: returns the decision of torch for a schema.
@@ -61,7 +61,7 @@ class OperatorDecisions:
 
 
 class _Query:
-    """Schema of an elementwise operator without its mesh.
+    """Mesh-independent form of an elementwise operator's schema.
 
     Attributes:
         key: equal for schemas with equal decisions, or None if decisions for this schema are not reused.
@@ -123,7 +123,7 @@ class _Query:
                 raise _NotReusable
 
     def is_local(self, decision: Any) -> bool:
-        """Return whether a decision redistributes nothing, and shards results like arguments."""
+        """Return whether a decision needs no redistribution and shards results like the arguments."""
         return (
             not decision.needs_redistribute
             and decision.redistribute_schema is None
@@ -134,7 +134,7 @@ class _Query:
         )
 
     def moved(self, spec: Any) -> Any:
-        """Return the specs of results for the mesh of this schema."""
+        """Return the specs of the results, moved to the mesh of this schema."""
         if isinstance(spec, (list, tuple)):
             return type(spec)(map(self.moved, spec))
         if spec is None:

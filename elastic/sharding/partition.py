@@ -47,7 +47,7 @@ def _divided(groups: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedTensor(ShardedTensor):
-    """A tensor with all rows in one shard, the shard of the parameter ``number``."""
+    """Tensor whose rows are all in one shard, that of the parameter ``number``."""
 
     partition: Partition
     number: int

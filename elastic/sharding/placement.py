@@ -1,11 +1,11 @@
 """Placement of the copies of each shard's commit on ranks other than its owner. Pure: no I/O, no clock.
 
-A copy is placed on a host that has no copy of the shard yet, if one exists. As many hosts as there are copies can then
-fail together, whichever hosts they are. Among the eligible ranks, the one with the fewest copies is chosen. If all
-hosts have the same number of ranks, all ranks keep the same number of copies.
+If possible, each copy of a shard is placed on a host that has no copy of it yet. With n copies, any n hosts can then
+fail at the same time. Among the eligible ranks, the one with the fewest copies is chosen. If all hosts have the same
+number of ranks, all ranks keep the same number of copies.
 
 The memory of a rank can outlive its process if other processes on the host map it. The loss of such a rank loses no
-data, so its copies are placed only on other hosts.
+data, so copies of its shard are placed only on other hosts.
 
 If several ranks own a shard, as replicas, each counts as a copy. A shard with enough replicas has no further copies.
 """
@@ -80,5 +80,5 @@ def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) ->
 
 
 def copied_to(placement: Placement, rank: int) -> list[int]:
-    """Return the shards that a rank keeps a copy of."""
+    """Return the shards of which a rank keeps a copy."""
     return [shard for shard, ranks in enumerate(placement) if rank in ranks]

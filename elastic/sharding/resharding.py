@@ -1,4 +1,4 @@
-"""Plan for redistributing the shards of a commit in another world with few bytes sent. Pure; equal on all ranks.
+"""Plan for redistributing a commit's shards in another world while sending few bytes. Pure: no I/O, no clock.
 
 Rows that a rank already holds, as an owner or as a copy, are not sent. All other rows are sent by a rank on the same
 host that holds them, if one exists. Otherwise, the rank with the fewest bytes to send so far sends them.
@@ -16,7 +16,7 @@ from elastic.sharding.shard_inventory import WholeCommit
 
 
 class ReshardingMove(NamedTuple):
-    """Rows of one tensor that move from a shard of ``source`` to ``target``. Nothing is sent if both are equal."""
+    """Move of a tensor's rows from a shard of rank ``source`` to rank ``target``. Nothing is sent if both are equal."""
 
     tensor: int  # index of the tensor in the layout
     shard: int  # index of the shard in the commit
@@ -52,8 +52,8 @@ def order_of_replicas(
 ) -> list[int]:
     """Return the rank at each position of a mesh of replicas by ``shards``.
 
-    Several candidate orders are compared. Preferred are, in this order: replicas of each shard on more hosts, up to
-    1 + ``copies``, since every commit has to send the missing copies; fewer bytes to move; ranks in ascending order.
+    Several orders are compared by these criteria, in descending priority: more hosts with replicas of each shard, up to
+    1 + ``copies``, because every commit must send the missing copies; fewer bytes to move; ranks in ascending order.
     """
     size = len(hosts)
     wanted = _bytes_in_common(whole, tensors, shards)
@@ -120,7 +120,7 @@ def plan_moves(
     """Return moves that contain every row of every new shard exactly once for each rank that will hold it.
 
     Args:
-        whole: the commit and the ranks that hold its shards.
+        whole: the commit to redistribute, and the ranks that hold its shards.
         tensors: the tensors of its layout.
         order: the rank at each position of the new mesh of replicas by shards.
         hosts: the host of each rank.
@@ -155,7 +155,7 @@ def _source(holders: Sequence[int], target: int, hosts: Sequence[str], sends: Co
 def rounds(
     moves: Sequence[ReshardingMove], layout: ShardLayout, limit: int
 ) -> Iterator[list[ReshardingMove]]:
-    """Yield the moves between different ranks, in order and grouped into rounds.
+    """Group the moves between different ranks into rounds, in order.
 
     A round has at most ``limit`` bytes, or consists of a single larger move.
     """

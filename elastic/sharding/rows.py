@@ -1,4 +1,4 @@
-"""Division of tensors into shards by rows, and the position of the rows within a shard's bytes. Pure: no I/O, no clock.
+"""Division of tensors into shards by rows, and the layout of a shard's bytes. Pure: no I/O, no clock.
 
 Rows follow torch.chunk's rule, as in FSDP2: ``ceil(rows / shards)`` per shard. The last shards are shorter or
 empty.
@@ -33,15 +33,13 @@ def rows_of(rows: int, shard: int, shards: int) -> Rows:
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """Return the rows that both ranges contain. The result may be empty."""
+    """Return the intersection of two ranges of rows. The result may be empty."""
     begin = max(one.begin, other.begin)
     return Rows(begin, max(begin, min(one.end, other.end)))
 
 
 def shards_with(wanted: Rows, rows: int, shards: int) -> range:
-    """Return the shards, of a tensor with ``rows`` rows and ``shards`` shards, that contain any of the rows
-    ``wanted``.
-    """
+    """Return the shards of a tensor that contain any of the rows ``wanted``."""
     if not len(wanted):
         return range(0)
     length = -(-rows // shards)
@@ -94,7 +92,7 @@ class ShardLayout:
 
     @cached_property
     def digest(self) -> int:
-        """Return a 63-bit digest of the division. It is equal on ranks that divide the same tensors in the same way."""
+        """Return a 63-bit digest of the layout. Ranks with the same tensors and shards have equal digests."""
         text = repr((self.shards, [(t.name, t.rows, t.row_bytes) for t in self.tensors]))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

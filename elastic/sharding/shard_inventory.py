@@ -1,10 +1,10 @@
-"""Choice of the commit that all ranks restore: the newest one whose shards are all held by some rank.
+"""Selection of the commit that all ranks restore: the newest commit of which every shard is held by some rank.
 
 Pure: no I/O, no clock.
 
 Different ranks may hold the shards of a commit, as owners or as copies. A commit that was sealed on any rank is
-mirrored on all ranks. A commit that is not mirrored everywhere was never sealed. A commit of the second kind can be
-complete, but with fewer copies than requested, so it is chosen only if no mirrored commit is complete.
+mirrored on all ranks. A commit that is not mirrored on all ranks may still be complete, but with fewer copies than
+requested, so it is chosen only if no mirrored commit is complete.
 
 The initial state (generation 0) may differ between the replicas of a shard. Each of its shards therefore has a single
 holder, which sends it to the other ranks.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class CommitId(NamedTuple):
-    """Identifier of a commit. Later commits compare greater. ``number`` counts the commits of one generation."""
+    """Identifier of a commit. Newer commits compare greater. ``number`` counts the commits of a generation."""
 
     generation: int
     number: int
@@ -45,7 +45,7 @@ Inventory = tuple[HeldShard, ...]  # the complete shards of one rank
 
 @dataclass(frozen=True)
 class WholeCommit:
-    """A commit with a complete set of shards.
+    """Commit of which all shards are held by some rank.
 
     Args:
         holders: for each shard, the ranks that have the shard.

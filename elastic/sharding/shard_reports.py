@@ -55,7 +55,7 @@ def as_placed(
     hosts: Sequence[str],
     memory: Collection[int],
 ) -> ShardsPlaced:
-    """Return the report of a rank on its part in a new world, with the source of its rows.
+    """Return a rank's report on its part in a new world, including the sources of its rows.
 
     Args:
         part: the report without the source of the rows.

@@ -1,4 +1,4 @@
-"""Versions of torch with which sharded training was tested, because it uses private names of torch."""
+"""Versions of torch with which sharded training was tested. It uses private names of torch, which may change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TESTED = ("2.13", "2.14", "2.15")
 
 
 def untested(what: str) -> str | None:
-    """Return the reason why ``what`` is not supported with this version of torch. Return None if it is supported.
+    """Return the reason why ``what`` is not supported with this version of torch, or None if it is supported.
 
     Args:
         what: a clause for the error, such as "is fully sharded".

@@ -32,13 +32,13 @@ _ADVICE_ZERO = (
     "use ZeroRedundancyOptimizer(parameters, optimizer_class, **options) with the process group of all ranks, or, in a"
     " job of a fixed size (without --min-np), leave it out of the state"
 )
-# Objects of the state that elastic.run was called with. Only this state follows the world.
+# Objects of the state that was passed to elastic.run. Only this state follows changes of the world.
 _models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_followed: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's FSDP states of these models
+_followed: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP states of these models
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # Two-dimensional meshes that the script has created for these models.
 _followed_meshes: list[Any] = []
-# Sharded modules outside of the state, and pipeline stages, that were created in an earlier world.
+# sharded modules outside of the state, and pipeline stages, that were created in an earlier world
 _stale: weakref.WeakSet[Any] = weakref.WeakSet()
 _WHY = {
     Fixed.MODULE: (
@@ -82,7 +82,7 @@ def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
 
 
 def refuse_outside(values: Iterable[object]) -> None:
-    """Record the objects of the state that elastic.run was called with, and check for sharded models outside of it.
+    """Record the objects of the state that was passed to elastic.run, and check for sharded models outside of it.
 
     Raises:
         NotElastic: the process has a model outside of the state that torch has sharded, replicated or divided into
@@ -98,17 +98,18 @@ def refuse_outside(values: Iterable[object]) -> None:
 
 
 def any_fully_sharded() -> bool:
-    """Return whether this process has a module that ``fully_shard`` was applied to and that is not in the state."""
+    """Return whether this process has a fully sharded module that is not in the state."""
     return _exists(_unfollowed)
 
 
 def enter_world() -> None:
-    """Record which objects outside of the state belong to an earlier world, when another world begins."""
+    """Record which objects outside of the state belong to an earlier world. Called when a new world begins."""
     _stale.update([*_unfollowed(), *_pipeline_stages()])
 
 
 def check_world() -> None:
-    """Check before an update that no model of an earlier world can be used, and that the state has no pipeline stage.
+    """Raise NotElastic before an update if a sharded model of an earlier world exists, or the state has a pipeline
+    stage.
 
     Raises:
         NotElastic: a sharded model or a pipeline stage was created in an earlier world, or the state has the module of
@@ -136,7 +137,8 @@ def is_pipelined(models: Iterable[torch.nn.Module]) -> bool:
 def _exists(find: Callable[[], list[Any]]) -> bool:
     if not find():
         return False
-    gc.collect()  # an object that the script has dropped may still exist in a reference cycle
+    # Collect garbage, because an object that the script has dropped may still exist in a reference cycle.
+    gc.collect()
     return bool(find())
 
 
@@ -158,7 +160,7 @@ def _is_replicated(module: torch.nn.Module) -> bool:
 def _replicated_modules() -> list[Any]:
     found: list[Any] = []
     for kind in _classes("torch.distributed._composable.replicate", "DDP"):
-        # torch makes a class for each class of modules that replicate() was applied to.
+        # torch creates a new class for each class of modules to which replicate() is applied.
         found += _objects(tuple(kind.__subclasses__()))
     return found
 
@@ -236,12 +238,12 @@ def followed_groups() -> list[tuple[int, ...]]:
 
 
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this optimizer is in the state that elastic.run was called with."""
+    """Return whether this optimizer is in the state that was passed to elastic.run."""
     return optimizer in _followed_optimizers
 
 
 def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
-    """Return the error for an optimizer in no state that trains a fully sharded model in a state."""
+    """Return the error for an optimizer outside the state that trains a fully sharded model in the state."""
     return NotElastic(
         f"{type(optimizer).__name__} trains a fully sharded model of the state, but is not in the state, so its"
         " entries would keep the mesh of this world: add the optimizer, as in TorchState(model=model,"
@@ -275,12 +277,12 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
-    """Return the error for ``what`` with this kind of sharding. ``what`` is a name such as ``state.model``."""
+    """Return the error for an object ``what``, such as ``state.model``, with an unsupported kind of sharding."""
     return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
 
 
 def refuse_replicated(what: str) -> NotElastic:
-    """Return the error for a module that torch's composable ``replicate`` was applied to."""
+    """Return the error for a module to which torch's composable ``replicate`` was applied."""
     return NotElastic(
         f"{what} is replicated by torch's replicate(), whose reducer belongs to one world: wrap the model in"
         " DistributedDataParallel, and add it to elastic.TorchState",
@@ -310,7 +312,7 @@ def refuse_optimizer(name: str) -> NotElastic:
 
 
 def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
-    """Return the error for an optimizer that trains a parameter that is in no model of the optimizer's state."""
+    """Return the error for an optimizer that trains a parameter outside of the state's models."""
     return NotElastic(
         f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state."
         " fully_shard replaces parameters, so an optimizer created earlier trains none of them: create the optimizer"
@@ -320,7 +322,7 @@ def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
 
 
 def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> NotElastic:
-    """Return the error for an optimizer in no state that has stepped a parameter of the sharded ``state.name``."""
+    """Return the error for an optimizer outside the state that has stepped a parameter of the sharded ``state.name``."""
     return NotElastic(
         f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains. A"
         f" commit contains only the entries of state.{name}, so training would be wrong after a failure: step"
@@ -339,7 +341,7 @@ def refuse_together(model: str, optimizer: str) -> NotElastic:
 
 
 def refuse_late(name: str) -> NotElastic:
-    """Return the error for an assignment to ``state.name`` if the present or the new value is sharded."""
+    """Return the error for an assignment to ``state.name`` if the current or the new value is sharded."""
     return NotElastic(
         f"state.{name} can't be replaced, because its old or new value is a sharded model or optimizer, and commits"
         f" contain the shards with which the state was created: create a new state, as in TorchState({name}=...)",
@@ -399,7 +401,7 @@ def check_value(name: str, value: Any) -> None:
     elif isinstance(value, torch.optim.Optimizer):
         kind = of_optimizer(value)
         if kind is Fixed.PARAMETERS:
-            return  # the state checks whether it supports the combination
+            return  # supported; the state checks the combination of its parts
         if kind is Fixed.OPTIMIZER:
             why = zero.obstacle(value) if zero.is_zero(value) else None
             if why is None:

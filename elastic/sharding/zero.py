@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer: check that it is supported, and divide its parameters in another world.
+"""Utilities for torch's ZeroRedundancyOptimizer: check for support, and repartition parameters in another world.
 
 Private names of torch are used (see `tested_torch`).
 """
@@ -16,7 +16,7 @@ from elastic.sharding.partition import Partition
 
 
 def is_zero(optimizer: object) -> bool:
-    """Return whether the optimizer is a ZeroRedundancyOptimizer. Imports no module that the script has not imported."""
+    """Return whether the optimizer is a ZeroRedundancyOptimizer, without importing that class's module."""
     known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(known, "ZeroRedundancyOptimizer", None)
     return isinstance(kind, type) and isinstance(optimizer, kind)
@@ -39,7 +39,7 @@ def partition_of(zero: Any) -> Partition:
 
 
 def obstacle(zero: Any) -> str | None:
-    """Return the reason why this optimizer cannot follow another world. Return None if the optimizer can."""
+    """Return the reason why this optimizer cannot follow a change of the world, or None if it can."""
     if why := tested_torch.untested("is a ZeroRedundancyOptimizer"):
         return why
     if zero._overlap_with_ddp:
@@ -66,7 +66,7 @@ def steps_shard(zero: Any, partition: Partition, shard: int, shards: int) -> boo
 
 
 def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
-    """Divide the parameters among the ranks of another world, in place. Discards the optimizer's entries.
+    """Divide the parameters among the ranks of another world, in place. Discards the optimizer's state entries.
 
     Args:
         zero: the optimizer.

@@ -1,4 +1,4 @@
-"""Elastic training of a Keras model on Parquet data in the workers of an estimator, with exactly-once positions.
+"""Elastic training of a Keras model on Parquet data in the workers of an estimator.
 
 A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes. The
 state contains the position, that is, the epoch and the number of batches consumed in the epoch.
@@ -20,7 +20,7 @@ from elastic.spark.parquet import ParquetData
 
 @dataclass(frozen=True, kw_only=True)
 class KerasTraining:
-    """A training function that is called on every worker. Returns the history; rank 0 saves the model.
+    """Training function for every worker. Returns the training history; rank 0 saves the model.
 
     Args:
         model: the content of a ``.keras`` file, with the optimizer.
@@ -104,7 +104,7 @@ class KerasTraining:
                     shuffle=False,
                     verbose=2
                     if job.verbose and hvd.rank() == 0
-                    else 0,  # one progress line for each epoch
+                    else 0,  # print one progress line per epoch
                     callbacks=[
                         *job.callbacks,
                         hvd.callbacks.MetricAverageCallback(),
@@ -165,7 +165,7 @@ class KerasTraining:
                 step = all_steps[(self.first + index) % len(all_steps)]
                 mine = dealing.part(step, rank)
                 rows = [dataset[int(self.order[at])] for at in (mine or step[:1])]
-                # a batch without rows of this rank must not count
+                # A batch without rows for this rank must not count.
                 weights = None if mine else np.zeros(1, np.float32)
                 return job._arranged([np.stack(each) for each in zip(*rows, strict=True)], weights)
 
@@ -199,7 +199,7 @@ def content(model: Any) -> bytes:
 
 
 def load(given: bytes, custom_objects: Mapping[str, Any]) -> Any:
-    """Return the Keras model whose `content` is given."""
+    """Load the Keras model that `content` has returned."""
     import keras
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Read Parquet data of an estimator by row groups in the workers. pyarrow is imported on first use."""
+"""Reader for an estimator's Parquet data in the workers, by row groups. pyarrow is imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.errors import Invalid
 
 @dataclass(frozen=True)
 class ParquetData:
-    """A Parquet dataset: ``groups`` contains the file, number and length of each row group.
+    """Parquet dataset. ``groups`` contains the file, the index in the file, and the length of each row group.
 
     The columns in ``columns`` are read, in this order. A sample is a tuple with an array or scalar for each column.
     """
@@ -30,7 +30,7 @@ class ParquetData:
         return sum(length for _, _, length in self.groups)
 
     def dataset(self) -> ShardedFiles:
-        """Return a dataset with exactly-once positions in `elastic.data.DataLoader`."""
+        """Return the data as a dataset for `elastic.data.DataLoader`."""
         return ShardedFiles(self.groups, self.read, [length for _, _, length in self.groups])
 
     def read(self, group: tuple[str, int, int]) -> RowGroup:

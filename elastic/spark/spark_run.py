@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 NEEDS_SPARK = (
     "elastic.spark needs Spark: run pip install 'hvd-elastic[spark]', and install Java 17 or later"
 )
-START_S = 600.0  # seconds; Horovod's limit for the start of the tasks
+START_S = 600.0  # timeout in seconds for the start of the tasks, as in Horovod
 LOOK_S = 0.25
-SAID_S = 5.0  # seconds of waiting for executors, after which the wait is logged
+SAID_S = 5.0  # time in seconds after which a wait for executors is logged
 QUIET_S = 10.0  # seconds without a new executor, after which no more are expected
 WORKERS_MODULE = ("-m", "elastic.launcher.run_function")
 
@@ -54,7 +54,7 @@ def run(
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[RayOptions],
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on workers in the tasks of the active SparkContext; return the values by rank.
+    """Run ``fn(*args, **kwargs)`` on workers in tasks of the active SparkContext, and return the results by rank.
 
     ``num_proc`` workers (default: spark.default.parallelism) run in a barrier stage, and the first failure ends the
     job. ``min_num_proc`` or ``max_num_proc`` make the job elastic and run it in ordinary tasks instead of a barrier
@@ -150,10 +150,11 @@ def active_context() -> Any:
 
 
 def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise Invalid if the function does not take these arguments, as far as its signature is known."""
+    """Raise Invalid if the function's signature does not accept these arguments."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # functions that are not written in Python have no signature
+    except (TypeError, ValueError):
+        # No check for functions without a signature, such as those not written in Python.
         return
     try:
         signature.bind(*args, **kwargs)
@@ -232,7 +233,7 @@ def _threads_given(context: Any, environ: Mapping[str, str]) -> bool:
 def streams(
     stdout: Any, stderr: Any
 ) -> tuple[Callable[[bytes], None], Callable[[bytes], None]] | None:
-    """Return functions that write to these streams, or None without streams. Raises Invalid for other objects."""
+    """Return functions that write to these streams, or None if no stream is given. Raises Invalid for other objects."""
     for name, stream in {"stdout": stdout, "stderr": stderr}.items():
         if stream is not None and not callable(getattr(stream, "write", None)):
             raise Invalid(f"{name} is a {type(stream).__name__}: pass an open text file or stream")

@@ -1,4 +1,4 @@
-"""Elastic training of a torch model on Parquet data in the workers of an estimator, with exactly-once positions.
+"""Elastic training of a torch model on Parquet data in the workers of an estimator.
 
 A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes.
 Sums of losses and metrics are part of the state, so that each row counts once in the history.
@@ -25,7 +25,7 @@ Shapes = Sequence[Sequence[int]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTraining:
-    """A training function that is called on every worker. Returns the history; rank 0 saves the checkpoint.
+    """Training function for every worker. Returns the training history; rank 0 saves the checkpoint.
 
     Args:
         features, labels: number of columns that are inputs and labels. A further column contains sample weights.
@@ -78,9 +78,9 @@ class _Run:
         self.seed = 0 if job.seed is None else job.seed
         torch.manual_seed(self.seed)
         job.model.to(self.device)
-        # moves the entries to the model's device
+        # Moves the optimizer's entries to the model's device.
         job.optimizer.load_state_dict(job.optimizer.state_dict())
-        # scales the learning rate as Horovod's estimators do
+        # Scales the learning rate, like Horovod's estimators.
         for group in job.optimizer.param_groups:
             group["lr"] *= job.processes
         compression = job.compression or elastic.Compression.none
@@ -185,7 +185,7 @@ class _Run:
     def _transformed(outputs: Any, labels: Tensors) -> tuple[Tensors, Tensors]:
         """Return the outputs as a list, and the labels.
 
-        A label is reshaped to its output's shape if both have as many elements.
+        A label is reshaped to its output's shape if both have the same number of elements.
         """
         outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         same = [

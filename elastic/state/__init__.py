@@ -1,4 +1,4 @@
-"""State that survives a change of the world. Names are loaded on first use: ``elastic.state.state`` needs no torch."""
+"""State of training that is kept across changes of the world. Names are imported on first access."""
 
 from __future__ import annotations
 

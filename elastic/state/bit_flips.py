@@ -1,4 +1,4 @@
-"""Simulation of hardware faults for `elastic.failpoints`, by flipping one bit in the memory of a state."""
+"""Simulation of memory faults for `elastic.failpoints`: flips one bit in a tensor of a state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Found = Iterator[tuple[str, torch.Tensor]]
 
 
 def offer(state: State) -> None:
-    """Make the memory of this state available to the action ``flip``."""
+    """Register this state's tensors for the action ``flip``."""
     if isinstance(state, ObjectState):
         for kind, find in FINDERS.items():
             actions.flippers[kind] = functools.partial(flip, state, find)

@@ -1,4 +1,4 @@
-"""Choice of the calls of ``commit()`` that make a copy, so that copies take at most a given share of the time. Pure.
+"""Selection of the ``commit()`` calls that copy the state, so that copies take at most a given fraction of time. Pure.
 
 All ranks make the same choice, because the choice depends only on the number of calls and on costs that the ranks have
 exchanged.
@@ -9,26 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LONGEST_S = 60.0  # seconds of training that a failure may repeat at most
+LONGEST_S = 60.0  # maximum time of training in seconds that a failure may cause to be repeated
 _FIRST = 2  # number of initial copies whose cost is ignored, because they allocate memory
-_MARGIN = 1.25  # an interval that is off by less than this factor is kept
+_MARGIN = 1.25  # the interval changes only if the optimal one differs by at least this factor
 
 
 class CommitBudget:
     """Interval between the copies of one state in one world.
 
     Args:
-        share: largest share of the time that copies may take, above 0.
+        share: maximum fraction of time that copies may take, above 0.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.every = 1  # number of calls for which one copy is made
+        self.every = 1  # number of calls per copy
         self._calls = 0  # number of calls since the last copy
         self._copies = 0
 
     def due(self) -> bool:
-        """Count one call. Return whether a copy is made."""
+        """Count a call of commit(). Return whether it must make a copy."""
         self._calls += 1
         return self._copies == 0 or self._calls >= self.every
 
@@ -58,8 +58,6 @@ class CommitBudget:
 
 
 def interval(share: float, copy_s: float, step_s: float) -> int:
-    """Return the number of steps per copy: the smallest one within the budget, and at most `LONGEST_S` seconds of
-    steps.
-    """
+    """Return the number of steps per copy: the smallest one within the budget, limited to `LONGEST_S` seconds of steps."""
     within = math.ceil(copy_s / (share * step_s))
     return max(1, min(within, int(LONGEST_S / step_s)))

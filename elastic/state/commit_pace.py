@@ -1,4 +1,4 @@
-"""Measurement of commits and exchange of their costs, which `commit_budget` uses."""
+"""Measurement of the costs of commits, and their exchange between ranks for `commit_budget`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CommitPace:
         return self
 
     def due(self, now: float) -> bool:
-        """Count a call of commit(). Return whether a copy is made."""
+        """Count a call of commit(). Return whether it must make a copy."""
         assert self._budget is not None
         if self._returned_at is not None:
             self._trained_s += now - self._returned_at

@@ -1,4 +1,4 @@
-"""State with values that have handlers, such as models, optimizers and samplers. Each of these is a part (see `part`).
+"""State whose values may have handlers, such as models, optimizers and samplers. Each of these is a part (see `part`).
 
 All parts are committed, restored and sent together. `TorchState` and the Keras states define which values they accept.
 """
@@ -56,7 +56,7 @@ def _is_number(value: object) -> bool:
 
 
 class _OfThisProcess:
-    """Base of objects that are bound to this process: pickling or copying them raises NotPicklable, a TypeError."""
+    """Base class of objects that are bound to this process: pickling or copying them raises NotPicklable, a TypeError."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklable(
@@ -68,13 +68,13 @@ class _OfThisProcess:
 
 
 class HandledState(_OfThisProcess, ObjectState):
-    """Values, some of which are handled by a `Part` or a handler of the script. See `registry`."""
+    """State of values, some of which are handled by a `Part` or a user-defined handler. See `registry`."""
 
     def __init__(
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
     ) -> None:
         values = dict(values)
-        if not isinstance(rng, bool):  # the script has a value of its own with that name
+        if not isinstance(rng, bool):  # The script has passed a value with this name.
             values["rng"] = rng
         refuse_method_names(values)
         refuse_misspelled(values, {"rng": lambda value: isinstance(value, bool)})
@@ -93,7 +93,8 @@ class HandledState(_OfThisProcess, ObjectState):
         self._random = RandomState() if rng is True else None
         # Names of the models' parameters when the state was made, by id.
         self._first_names: dict[int, str] = {}
-        self._begun = 0  # number of started saves; a digest uses it to detect a concurrent save
+        # number of saves started so far, by which a digest detects a concurrent save
+        self._begun = 0
         self._introduce()
         self._older: KeptCommits[CommitCopy] = KeptCommits()
         self._sharded = self._commits_of_shards(copies, least_shards)
@@ -175,7 +176,7 @@ class HandledState(_OfThisProcess, ObjectState):
         shard_checks.check_optimizers(values)
 
     def _commits_of_shards(self, copies: Any, least: Any) -> ShardedCommits | None:
-        """Return the commits of shards if a model or an optimizer is sharded, else None.
+        """Create the object for sharded commits if a model or an optimizer is sharded, else return None.
 
         Raises:
             NotElastic: the combination of models and optimizers is not supported.
@@ -286,7 +287,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return bool(self._of_kind(DiLoCoStateHandler))
 
     def _refuse_own_values(self) -> None:
-        """Raise Invalid if a value belongs to a DiLoCo of the state, because the value would be sent twice."""
+        """Raise Invalid if a value also belongs to a DiLoCo in the state, because it would be sent twice."""
         for handler in self._of_kind(DiLoCoStateHandler):
             value = handler.value
             held = (value.model, value.inner_optimizer, value.outer_optimizer)
@@ -411,7 +412,7 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.adopt(saved)
 
     def _restore_shards(self, sharded: ShardedCommits) -> None:
-        """Abandon the present pass and, outside elastic jobs, restore this rank's shard.
+        """Discard the current forward and backward pass and, outside elastic jobs, restore this rank's shard.
 
         In an elastic job, the ranks of the next world choose the commit to restore in `bring_shards`.
         """
@@ -586,7 +587,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return found
 
     def sync(self) -> None:
-        """Make everything equal to rank 0's present state on all ranks, and commit it.
+        """Copy rank 0's current state to all ranks, and commit it.
 
         Raises:
             StateMismatch: the layouts of the states differ.

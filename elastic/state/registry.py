@@ -1,4 +1,4 @@
-"""Registry of handlers by type. To take precedence, put user-defined handlers first: see `set_handler_registry`."""
+"""Registry of handlers by type. User-defined handlers can be put first: see `set_handler_registry`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
-    """Return a handler for ``value`` after saving the value with it. Return None if no handler supports the value."""
+    """Create a handler for ``value`` and save the value with it. Return None if no handler supports the value."""
     unsupported_sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
@@ -122,7 +122,7 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
         inside = value.values()
     elif isinstance(value, list | tuple):
         inside = value
-    else:  # usually a number; this runs at each assignment
+    else:  # fast path, because this runs at each assignment, usually of a number
         return
     known = {id(handler.value) for handler in handlers}
     for each in itertools.islice(inside, _LOOKED_AT):

@@ -18,12 +18,12 @@ from elastic.torch_backend import compile_exclusion
 
 _installed: list[Any] = []
 _followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Optimizers in no sharded state that have stepped since the last one was made.
+# optimizers outside of sharded states that have stepped since the last sharded state was created
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def observe(optimizer: torch.optim.Optimizer) -> None:
-    """Record steps of other optimizers from now on.
+    """Start recording steps of other optimizers.
 
     Args:
         optimizer: a sharded optimizer, or an optimizer of sharded parameters.

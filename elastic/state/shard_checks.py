@@ -1,4 +1,4 @@
-"""Checks whether a state with shards contains everything that is needed to resume a run exactly."""
+"""Checks that a state with shards contains everything needed to resume a run exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_trained(
     """Check that the models that ``state.name`` trains in shards are in the state.
 
     Raises:
-        Invalid: a trained parameter is in no model of the state.
+        Invalid: a trained parameter does not belong to a model in the state.
 
     Args:
         names: names of parameters that are or were in models of the state, by their ids.

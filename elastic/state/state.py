@@ -1,4 +1,4 @@
-"""The state of a training function: values that are committed, restored, and sent to workers that lack them.
+"""State of a training function: values that are committed, restored, and sent to workers that lack them.
 
 `State` is the interface that scripts may subclass, `ObjectState` holds Python values. `torch_state` adds models and
 optimizers. Works without ``init()`` and without a driver, as in a world of size 1. This module never communicates with
@@ -36,7 +36,8 @@ from elastic.state.registry import refuse_handled
 log = logging.getLogger("elastic.state")
 
 Broadcast = Callable[..., Any]  # takes an object and returns rank 0's object
-CLOSE = 0.7  # similarity from which on a name counts as a misspelled option: copys for copies, but not copy
+# minimum similarity of a misspelled option: copys is recognized as copies, but copy is not
+CLOSE = 0.7
 
 
 class State:
@@ -72,11 +73,11 @@ class State:
         return None
 
     def report_step(self) -> None:
-        """Record the step of this state, which equals the newest commit, for reports to the driver."""
+        """Record this state's step for reports to the driver. The state must be equal to the newest commit."""
         step_count.at(getattr(self, "step", None), self._steps_taken())
 
     def commit(self) -> None:
-        """Save the current state for the recovery from a failure, then check whether the world changes.
+        """Save the current state for recovery from failures, then check for a change of the world.
 
         Raises:
             Invalid: a value cannot be copied.
@@ -118,10 +119,10 @@ class State:
         self.check_host_updates()
 
     def _skip_commit(self) -> None:
-        """Count a commit that is not copied on any rank."""
+        """Count a call of `commit` for which no rank copies the state."""
 
     def commit_rest(self) -> None:
-        """Commit, at the end of training, the last steps that ``--commit-budget`` has not copied.
+        """Commit the last steps at the end of training if ``--commit-budget`` has skipped their copies.
 
         Raises:
             PeerLost: a rank was lost.
@@ -155,7 +156,7 @@ class State:
         """Assign shards to ranks by their measured speeds, for the steps after a commit."""
 
     def check_host_updates(self) -> None:
-        """Check whether the world changes, without saving the state.
+        """Check for a change of the world without saving the state.
 
         Raises:
             WorldChanging, PeerLost: the world changes, or a worker was lost. ``elastic.run`` handles both.
@@ -232,7 +233,7 @@ class State:
         """
 
     def finish_commit(self) -> None:
-        """Wait until the newest commit survives the loss of this worker. Collective if the state is sharded.
+        """Wait until the newest commit can be restored even if this worker is lost. Collective if the state is sharded.
 
         Raises:
             PeerLost: a rank was lost.
@@ -248,8 +249,7 @@ class State:
         """
 
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
-        """Restore one commit of a sharded state on all ranks of a new world, divided among the ranks, and commit it
-        there.
+        """Restore a commit of a sharded state on all ranks of a new world, divided among them, and commit it.
 
         Args:
             reset: called after this worker's own values are restored from the commit.
@@ -318,7 +318,7 @@ class State:
         return 0
 
     def handled(self) -> list[object]:
-        """Return the models, optimizers and similar objects whose layout is part of the state's layout."""
+        """Return the models, optimizers and similar objects that have handlers."""
         return []
 
     def digest_buffers(self) -> int:
@@ -367,7 +367,7 @@ class ObjectState(State):
         Invalid: a value is a model, an optimizer or another value that only a `TorchState` handles.
     """
 
-    if TYPE_CHECKING:  # attributes are defined by the keywords
+    if TYPE_CHECKING:  # Attributes are defined by the keywords.
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -533,7 +533,7 @@ def broadcast_state(state: State) -> None:
 
 
 def refuse_method_names(names: Iterable[str]) -> None:
-    """Raise Invalid if a value's name would hide a method: ``commit`` is called by the run loop."""
+    """Raise Invalid if a value's name would hide a method, such as ``commit``."""
     for name in names:
         if callable(getattr(ObjectState, name, None)) or name.startswith("_"):
             raise Invalid(

@@ -1,4 +1,4 @@
-"""The state of a script that trains with torch."""
+"""State of a script that trains with torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TorchState(HandledState):
 
     ``save`` copies changed values into host buffers that are allocated once. ``restore`` restores the committed bits
     exactly and in place, drops optimizer entries created after the commit, and clears gradients. The training mode of
-    modules is committed too: if a commit follows ``model.eval()``, call ``model.train()`` before each step that may
+    modules is also committed: if you commit after ``model.eval()``, call ``model.train()`` before each step that may
     follow a restore.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Aggregate the gradients of several backward passes locally, so that they are reduced once.
+"""Local aggregation of the gradients of several backward passes, so that they are reduced once.
 
 Works eagerly, in a ``tf.function``, and in a graph of TensorFlow 1.
 """
@@ -16,7 +16,8 @@ Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 
 
 class GradientAggregation:
-    """Sum the gradients of several passes. In the last pass of a step, the sums are reduced and applied.
+    """Aggregator that sums the gradients of several passes. In the last pass of a step, the sums are reduced and
+    applied.
 
     Call `compute_gradients` and `apply_gradients` in each pass.
 

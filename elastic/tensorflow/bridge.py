@@ -1,4 +1,4 @@
-"""Convert between TensorFlow's and torch's tensors, eagerly and in a ``tf.function`` or graph.
+"""Bridge between TensorFlow and torch tensors, for eager mode, ``tf.function`` and graphs.
 
 On the CPU, inputs are views of TensorFlow's memory, and large results are passed to TensorFlow without a copy. Small
 tensors are copied in eager mode. In a graph, threads of TensorFlow wait for other ranks only briefly: see
@@ -32,7 +32,7 @@ Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
 # Nested functions run each time a graph runs; converting them with AutoGraph would take milliseconds.
 as_written: Any = tf.autograph.experimental.do_not_convert
 
-LARGE = 1 << 20  # bytes from which a view is cheaper than a copy
+LARGE = 1 << 20  # minimum size in bytes for which a view is cheaper than a copy
 # maximum number of kept errors that were passed through TensorFlow; each is retrieved at most once
 KEPT = 64
 
@@ -45,7 +45,7 @@ async_op.available()  # from here on, saved graphs with the operation can be loa
 
 
 class InFlight:
-    """A submitted collective. ``results`` converts its result to the results of the call."""
+    """Submitted collective. ``results`` converts its result to the results of the call."""
 
     def __init__(
         self, handle: int, results: Callable[[Any], Sequence[torch.Tensor]] = list
@@ -68,7 +68,7 @@ def call(
     *,
     blocks: bool = False,
 ) -> list[tf.Tensor]:
-    """Call ``compute`` on these tensors: now, or each time the graph runs.
+    """Call ``compute`` with these tensors: immediately in eager mode, otherwise each time the graph runs.
 
     It takes and returns torch tensors on the CPU.
 

@@ -1,4 +1,4 @@
-"""Compression of TensorFlow's tensors before they are sent. Any class with these two static methods can be used."""
+"""Compression of TensorFlow tensors before they are sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.api.compression import NoneCompressor
 
 
 class CastInTensorFlow:
-    """Cast floating-point tensors to a smaller dtype.
+    """Compressor that casts floating-point tensors to a smaller dtype.
 
     Other tensors are sent unchanged. The context is the original dtype.
     """
@@ -29,19 +29,19 @@ class CastInTensorFlow:
 
 
 class ToFloat16(CastInTensorFlow):
-    """Compressor to float16, which has 11 significant bits. Sums above 65504 overflow."""
+    """Compressor that casts to float16 (11 significant bits). Sums above 65504 overflow."""
 
     dtype = tf.float16
 
 
 class ToBFloat16(CastInTensorFlow):
-    """Compressor to bfloat16, which has 8 significant bits and the range of float32."""
+    """Compressor that casts to bfloat16 (8 significant bits, the range of float32)."""
 
     dtype = tf.bfloat16
 
 
 class TensorFlowCompression:
-    """Values for ``compression=``. A custom class with ``compress`` and ``decompress`` works as well."""
+    """Compressors for the argument ``compression``. A class with ``compress`` and ``decompress`` is also accepted."""
 
     none = NoneCompressor
     fp16 = ToFloat16

@@ -1,4 +1,4 @@
-"""Convert errors that TensorFlow reports from inside a graph back to the original errors."""
+"""Conversion of errors that TensorFlow raises for a graph to the original errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.tensorflow import bridge
 
 @contextlib.contextmanager
 def unwrapped() -> Iterator[None]:
-    """Raise the error of a collective inside a ``tf.function`` or graph, in place of TensorFlow's error."""
+    """Context manager that raises the original error of a collective in a ``tf.function`` or graph."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -1,4 +1,4 @@
-"""Destroy the objects that a training function leaves behind when a world ends: the local variables of its frames.
+"""Destruction of the local variables that a training function leaves behind when a world ends.
 
 Among them are iterators over a ``tf.data.Dataset``. Destroying an iterator waits for TensorFlow's threads, for up to
 seven seconds if the dataset tunes itself (``AUTOTUNE``; observed with TensorFlow 2.21). A separate thread therefore

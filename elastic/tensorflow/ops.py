@@ -365,7 +365,7 @@ def alltoall(
 def _exchange(
     name: str | None, members: Members, tensor: tf.Tensor, splits: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Exchange rows. The gradient of a row goes back to the rank that sent the row."""
+    """Exchange rows. The gradient of a row is sent back to the rank that sent the row."""
     name = bridge.named("alltoall", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:
@@ -486,7 +486,7 @@ def _scatter(
 
 
 def join() -> tf.Tensor:
-    """Contribute no more data on this rank, and wait until all ranks have joined.
+    """Contribute zeros from this rank until all ranks have joined.
 
     Returns an int32 with the last rank to join. See `elastic.optimizer.join.join`.
     """
@@ -509,7 +509,7 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this rank's number on its host. See `size_op`."""
+    """Return this worker's local rank. See `size_op`."""
     return bridge.asked(basics.local_rank, name or "local_rank")
 
 

@@ -16,7 +16,7 @@ from elastic.state.handlers.variables import VariablesPart
 
 
 class _Variables(list[Any]):
-    """Variables of a state, as opposed to a list that is an ordinary value."""
+    """Marker for the variables of a state, to distinguish them from a list that is an ordinary value."""
 
 
 class _SessionVariables(_Variables):

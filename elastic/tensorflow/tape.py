@@ -22,7 +22,7 @@ class DistributedTape:
     _local_sources: dict[int, Any]  # by ID, which is stable while the objects are referenced here
 
     def register_local_source(self, source: tf.Variable) -> None:
-        """Exclude the gradient of this rank's own variable from the reduction."""
+        """Exclude the gradient of a variable that is local to this rank from the reduction."""
         own = _own(source)
         self._local_sources[id(own)] = own
 

@@ -13,7 +13,7 @@ from elastic.tensorflow.aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):
-    """Wrapper of an optimizer that reduces the gradients that it computes.
+    """Wrapper of a TensorFlow 1 optimizer that reduces the computed gradients.
 
     All other attributes are the wrapped optimizer's.
     """
@@ -39,7 +39,7 @@ class DistributedV1(tf.compat.v1.train.Optimizer):
             self._passes = GradientAggregation(passes, self._reduce, sparse_as_dense, average)
 
     def register_local_var(self, variable: tf.Variable) -> None:
-        """Exclude the gradient of this rank's own variable from the reduction."""
+        """Exclude the gradient of a variable that is local to this rank from the reduction."""
         self._local_vars.add(variable.ref())
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, tf.Variable]]:

@@ -1,4 +1,4 @@
-"""Broadcast TensorFlow variables and Python objects, and gather objects."""
+"""Broadcasts of TensorFlow variables and Python objects, and gathering of objects."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return rank ``root_rank``'s Python object on every rank. ``session`` is ignored."""
+    """Broadcast a Python object from rank ``root_rank`` to every rank. ``session`` is ignored."""
     return broadcasting.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -103,5 +103,5 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return every rank's Python object, in rank order. ``session`` is ignored."""
+    """Gather a Python object from every rank, in rank order. ``session`` is ignored."""
     return broadcasting.allgather_object(obj, name, process_set)

@@ -1,4 +1,4 @@
-"""Provide this backend and this worker's rank to scripts that request Gloo, NCCL or no particular backend.
+"""Override that provides this backend and this worker's rank to scripts that request Gloo, NCCL or the default.
 
 Used for workers that elasticrun has started: see `elastic.torch_autoload`. The module replaces the two functions of
 torch.distributed that create all process groups: the one that determines rank, size and store for ``env://``, and the

@@ -1,4 +1,4 @@
-"""Implement torch.distributed's collectives with the five collectives of a group.
+"""Implementation of torch.distributed's collectives with the five collectives of a group.
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
 allgather if it is small. A reduce becomes an allreduce of a copy. A reduce_scatter becomes an alltoall whose rows each
@@ -18,7 +18,7 @@ from elastic.collectives.interface import Collectives, GathersAndScatters, Op, W
 from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
-_FUSED_BYTES = 1 << 20  # tensors smaller than this in total are sent as one
+_FUSED_BYTES = 1 << 20  # tensors with a smaller total size in bytes are sent as one
 _SMALL_BYTES = (
     64 << 10
 )  # bytes of all ranks together; below this, all parts are sent to all ranks in fewer rounds
@@ -27,7 +27,7 @@ _LARGE_BYTES = 256 << 10
 
 
 class CollectiveCall:
-    """Collectives in flight. Wait for ``works``, then call the callbacks in order to store the results."""
+    """Call whose collectives are in flight. Wait for ``works``, then run the callbacks in order to store the results."""
 
     __slots__ = ("thens", "works")
 

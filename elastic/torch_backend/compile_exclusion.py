@@ -1,4 +1,4 @@
-"""Exclude process groups and hooks from ``torch.compile``.
+"""Exclusion of process groups and hooks from ``torch.compile``.
 
 torch's own process groups are implemented in C++, which the compiler does not trace. If a compiled model calls a Python
 method of a process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and
@@ -19,7 +19,7 @@ _set_strategy = getattr(_eval_frame, "set_code_exec_strategy", None)
 
 
 def keep_out(*classes: type) -> None:
-    """Exclude all methods of the classes, and everything that the methods call, from compilation."""
+    """Exclude all methods of the classes, and the functions that they call, from compilation."""
     for each in classes:
         for method in vars(each).values():
             if isinstance(method, FunctionType):
@@ -27,7 +27,7 @@ def keep_out(*classes: type) -> None:
 
 
 def keep_function_out(function: Any) -> None:
-    """Exclude a function, and everything that it calls, from compilation. It runs as Python code in compiled steps."""
+    """Exclude a function, and the functions that it calls, from compilation. Compiled steps run it as Python code."""
     function._torchdynamo_disable = True
     if _set_strategy is not None:
         skip = _eval_frame._FrameAction.SKIP

@@ -1,4 +1,4 @@
-"""Detection of ``DistributedDataParallel`` models that are trained in another world than that of their reducers.
+"""Detection of ``DistributedDataParallel`` models whose reducers belong to an earlier world.
 
 A state rebuilds the reducers of its models in each world. Another model's reducer keeps the gradient counts and buckets
 of the world in which it was built, so a rank that has just joined would disagree with the others.
@@ -87,7 +87,7 @@ def check(optimizer: torch.optim.Optimizer) -> None:
     """
     if not _trains_unfollowed(optimizer):
         return
-    gc.collect()  # a dropped model may still exist in a reference cycle
+    gc.collect()  # Collect garbage, because a dropped model may still exist in a reference cycle.
     if _trains_unfollowed(optimizer):
         raise NotElastic(
             f"{type(optimizer).__name__} trains a model in DistributedDataParallel that is in no state. A state"

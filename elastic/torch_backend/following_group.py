@@ -1,7 +1,7 @@
-"""A ``torch.distributed.ProcessGroup`` whose object stays the same when the world changes.
+"""``torch.distributed.ProcessGroup`` that remains usable when the world changes.
 
-Rank and size are computed at each use. This suffices, because torch's C++ code does not cache them. A collective is
-carried out by the group of the world in which it is called.
+Rank and size are computed at each use. This suffices, because torch's C++ code does not cache them. Each collective
+runs on the group of the world in which it is called.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     Args:
         store: torch's store.
-        purpose: distinguishes it from other groups of the same ranks.
+        purpose: distinguishes the group from other groups of the same ranks.
         ranks: ranks of the world in group order, or None for all ranks of any world.
         timeout_s: timeout of a collective in seconds. None means the job's own limit.
     """
@@ -202,7 +202,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if self._together is not None:
             self._together.append(work)
         elif begun.thens and opts is not None and opts.asyncOp:
-            work.get_future()  # puts the results in place even if the work is dropped
+            work.get_future()  # Puts the results in place even if the script drops the work.
         return work
 
     def under_way(

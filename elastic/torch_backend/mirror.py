@@ -1,4 +1,4 @@
-"""Collectives of a worker that has not joined a world. They behave as if all ranks had the same values as this worker.
+"""Collectives of a worker that has not joined a world, which behave as if all ranks had this worker's values.
 
 A worker builds its model, its DistributedDataParallel and its samplers before it joins, with a provisional rank and
 size. For this to succeed, the other ranks appear to have the same values. Nothing is sent, and everything created here

@@ -1,9 +1,8 @@
 """Point-to-point messages between the ranks of a process group.
 
-Messages use shared memory if all ranks of the process group are on one host, else a Gloo group of their own.
-CUDA tensors are copied through host memory. All ranks connect at the same time: with the process group if the
-world is fixed, otherwise at the first message of a world. Ranks that neither send nor receive then connect in a
-separate thread.
+Messages use shared memory if all ranks of the process group are on one host, otherwise a separate Gloo group. CUDA
+tensors are copied through host memory. All ranks connect at the same time: with the process group if the world is
+fixed, otherwise at the first message of a world. Ranks that neither send nor receive then connect in a separate thread.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from elastic.collectives.interface import MessageWork, Messenger
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend.collective_calls import CollectiveCall
 
-AT_ONCE = 32  # maximum number of ranks; connecting more takes long, and few scripts need this
+# maximum number of ranks for messages, because connecting more ranks takes long and few scripts need it
+AT_ONCE = 32
 
 
 class PointToPointMessages:
-    """Messages of one process group.
+    """Point-to-point messages of one process group.
 
     Args:
         ranks: see `FollowingGroup`.
@@ -70,7 +70,7 @@ class PointToPointMessages:
     def receive(
         self, rt: WorkerRuntime, tensor: torch.Tensor, source: int | None, tag: int
     ) -> tuple[CollectiveCall, MessageWork]:
-        """Begin to receive a message. The second result gives the sender's rank once the message is complete."""
+        """Start receiving a message. The second result returns the sender's rank once the message is complete."""
         begun, place = CollectiveCall(), tensor.detach()
         row = place
         if not _carried_as_it_is(place):

@@ -1,4 +1,4 @@
-"""Convert torch's reduction operators to those of a group.
+"""Conversion of torch's reduction operators to those of a group.
 
 A group computes sums, products, minima and maxima. Averages and factors are scaled sums. Bitwise operators are applied
 to the gathered values of all ranks. Bools are reduced as bytes that are 0 or 1.
@@ -30,12 +30,12 @@ _BITWISE: dict[Any, Callable[..., torch.Tensor]] = {
     Kind.BOR: torch.bitwise_or,
     Kind.BXOR: torch.bitwise_xor,
 }
-# A sum of bools is true if any is true, a product if all are.
+# operators on bools: a sum is true if any value is true, a product if all values are true
 _OF_BOOLS = {Op.SUM: Op.MAX, Op.PRODUCT: Op.MIN, Op.MIN: Op.MIN, Op.MAX: Op.MAX}
 
 
 class Reduction(NamedTuple):
-    """One operator. ``factor`` is the number or one-element tensor of PREMUL_SUM, otherwise None."""
+    """Reduction operator. ``factor`` is the number or one-element tensor of PREMUL_SUM, otherwise None."""
 
     kind: Any
     factor: float | torch.Tensor | None = None
@@ -64,7 +64,7 @@ def read(op: Any) -> Reduction:
 
 
 def reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """Return the tensor in a form that a group can reduce. A complex tensor becomes a real view of the same memory.
+    """Return a view of the tensor that a group can reduce. A complex tensor is viewed as real numbers.
 
     Raises:
         TypeError: the operator is undefined for the dtype.

@@ -1,4 +1,4 @@
-"""Register the backend ``elastic`` with torch.distributed, and create its process groups."""
+"""Registration of the backend ``elastic`` with torch.distributed, and creation of its process groups."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _started(options: Any) -> LauncherEnv:
 
 
 def _host(store: Any) -> str:
-    """Return the host that serves the store, or an empty result if it is not a TCP store."""
+    """Return the host that serves the store, or an empty string if it is not a TCP store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))

@@ -1,5 +1,4 @@
-"""Check that models and optimizers that belong to one world are not trained in another: sharded ones, and models in
-DistributedDataParallel that are in no state.
+"""Check that sharded models and optimizers, and DDP models outside of the state, are not trained in another world.
 
 Each optimizer is checked once per world, before its first update.
 """
@@ -20,7 +19,7 @@ from elastic.sharding import unsupported_sharding
 from elastic.torch_backend import compile_exclusion, data_parallel_models
 
 _installed: list[Any] = []
-# Generation of the last check of each optimizer. For DTensors, generation of the first check.
+# generation of the last check of each optimizer; for DTensors, generation of the first check
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 

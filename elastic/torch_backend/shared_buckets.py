@@ -1,4 +1,4 @@
-"""Allocate DDP's buckets in the memory that the ranks of a host share, so that the buckets are reduced in place.
+"""Allocation of DDP's buckets in memory that the ranks of a host share, so that buckets are reduced in place.
 
 DDP's reducer, in C++, allocates each bucket with ``empty``: when the reducer is created, and again when it has learned
 the order in which gradients become ready. Both are called from Python, so their calls of ``empty`` can be intercepted.
@@ -23,11 +23,12 @@ from elastic.torch_backend.following_group import FollowingGroup
 _torch: Any = distributed  # torch's stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer
 _Mode: Any = TorchDispatchMode  # without types
-_LEAST_BYTES = 4096  # smaller buckets are copied as fast as they are reduced in place
+# Below this size in bytes, copying a bucket is as fast as reducing it in place.
+_LEAST_BYTES = 4096
 
 
 class SharingReducer(_TorchReducer):  # type: ignore[misc]
-    """Replacement of torch's reducer. It behaves the same if the process group is not of this package."""
+    """Replacement of torch's reducer. It behaves like the original for process groups of other packages."""
 
     def __init__(
         self, parameters: Any, buckets: Any, limits: Any, group: Any, *rest: Any, **options: Any

@@ -1,4 +1,4 @@
-"""Result of a collective of the process group: a ``torch.distributed.Work`` with a future.
+"""Works of the process group: ``torch.distributed.Work`` objects with futures.
 
 A future is completed by the thread that waits for its work. For a collective that begins in a backward pass, such as
 DDP's reductions, this is the training thread at the end of the pass: DDP then waits for all its buckets, and a
@@ -52,7 +52,7 @@ def complete_at_once() -> Iterator[None]:
 
 
 class WorkOwner(Protocol):
-    """Process group of a work."""
+    """Interface of the process group that owns a work."""
 
     def generation(self) -> int:
         """Return the generation of the current world."""
@@ -71,13 +71,13 @@ class WorkOwner(Protocol):
 
 
 class ElasticWork(_TorchWork):  # type: ignore[misc]
-    """One call of the process group.
+    """Work of one call of the process group.
 
     Several threads may wait for it. Each receives the same outcome.
 
     Args:
         results: the tensors that its future returns, as with torch's own works.
-        read_later: whether the script has not asked for the results at once. Then the training stream waits for them,
+        read_later: whether the script does not need the results immediately. Then the training stream waits for them,
             not the host, if an invalid value can do no harm until the next commit.
     """
 
@@ -294,7 +294,7 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
 
 
 def late(missing: list[int]) -> str:
-    """Describe which ranks of the world did not arrive in time."""
+    """Return an error message that names the ranks of the world that did not arrive in time."""
     if not missing:
         return "all ranks have joined, but the transfer did not finish in time"
     listed = ", ".join(map(str, missing[:_NAMED]))
@@ -377,7 +377,7 @@ class Futures:
             except CollectiveFailed as error:
                 self._owner.broke(error, work.generation)
             except TensorMismatch:
-                pass  # the future references the work
+                pass  # kept by the work, which the future references
             except threads.ProcessExiting:
                 return
             del work
@@ -398,7 +398,7 @@ class Futures:
 
 
 def joined(owner: WorkOwner, name: str, works: list[ElasticWork], futures: Futures) -> ElasticWork:
-    """Combine several works in flight into one."""
+    """Combine several works in flight into one work."""
     begun = CollectiveCall()
     inner = _OrderedInner if all(work.ordered for work in works) else _Inner
     begun.works = [inner(work) for work in works]

@@ -1,8 +1,8 @@
-"""Copy a shard from a GPU to pinned host memory while training continues.
+"""Copying of a shard from a GPU to pinned host memory while training continues.
 
 If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
-step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented, but
-sums over the bits, computed at the commit and at that step, detect them. The commit is then discarded.
+step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented, but are
+detected by checksums computed at the commit and at that step. The commit is then discarded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BackgroundCopy:
     def order(self) -> None:
         """Make the current stream wait for the copy before the stream writes to the tensors.
 
-        Call once, in the training thread.
+        Call this once, in the training thread.
         """
         if self._ordered.is_set():
             return

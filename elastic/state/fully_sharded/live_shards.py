@@ -27,12 +27,12 @@ from elastic.state.snapshots.state_structure import StateStructure, tensors_and_
 
 @dataclass(frozen=True)
 class RowSpec:
-    """Description of a tensor that is sharded by rows.
+    """Specification of a tensor that is sharded by rows.
 
     Args:
         shape: shape of the whole tensor. Its first dimension is divided.
         dtype: dtype of the tensor.
-        plain: whether the optimizer keeps a plain tensor of this rank's rows, not a DTensor.
+        plain: whether the optimizer stores this rank's rows as a plain tensor instead of a DTensor.
         sizes: if rows are the elements of a flattened tensor, the shape of that tensor.
         on_host: whether it is in host memory even if its parameter is on a GPU.
     """
@@ -60,20 +60,20 @@ class RowSpec:
 
 @dataclass(frozen=True)
 class LiveShard:
-    """This rank's rows of a tensor, as the script trains them."""
+    """Live tensor with this rank's rows, which the script trains."""
 
     local: torch.Tensor
     spec: RowSpec
 
 
 class Sharded(Protocol):
-    """A model or an optimizer of a state that is divided into shards. Interface that `ShardedCommits` uses.
+    """Interface of a sharded model or optimizer in a state, used by `ShardedCommits`.
 
     ``RowSpec.tensor`` gives the rows that each shard has of a tensor.
     """
 
     name: str
-    everywhere: bool  # whether all ranks have rows of the same tensors
+    everywhere: bool  # whether all ranks have the same tensors, each with different rows
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -88,17 +88,17 @@ class Sharded(Protocol):
         """Return the description of a tensor that was read from a checkpoint."""
 
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
-        """Take this rank's shard of another world.
+        """Adopt this rank's shard in another world.
 
         Return the tensors that hold its rows from now on, by name, not yet filled. Rows of other tensors are set by
         `place_shards`.
         """
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Set the rows of this rank by name after their arrival."""
+        """Set this rank's rows, by name, after they were received."""
 
     def abandon_pass(self) -> None:
-        """Discard the leftovers of an interrupted forward or backward pass."""
+        """Discard what an interrupted forward or backward pass has left behind."""
 
 
 class FullyShardedHandler(ModelStateHandler):
@@ -148,7 +148,7 @@ class FullyShardedHandler(ModelStateHandler):
         return structure, {n: t for n, t in tensors.items() if not is_dtensor(t)}
 
     def seems_unchanged(self) -> bool:
-        return False  # there are few replicated values, so change detection is not worthwhile
+        return False  # There are too few replicated values for change detection to be worthwhile.
 
     def layout(self) -> list[str]:
         return [f"{self.name} is sharded by rows", *super().layout()]
@@ -192,7 +192,7 @@ class FullyShardedHandler(ModelStateHandler):
 
 
 class ShardedOptimizerHandler(OptimizerStateHandler):
-    """Handler of an optimizer of sharded parameters. Entries of the shape of their parameter are sharded like it."""
+    """Handler of an optimizer of sharded parameters. Entries with the parameter's shape are sharded like the parameter."""
 
     everywhere = True
     _specs: dict[str, RowSpec]
@@ -219,7 +219,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return structure, {name: each for name, each in tensors.items() if name not in sharded}
 
     def _check_values(self, values: dict[int, Any]) -> None:
-        """Raise Invalid if an entry that is not a tensor, such as a list, contains rows of this rank."""
+        """Raise Invalid if an entry other than a tensor, such as a list, contains rows of this rank."""
         parameters = list(self.parameters()) if values else []
         for number, entries in values.items():
             for key, entry in entries.items() if self.is_divided(parameters[number]) else ():

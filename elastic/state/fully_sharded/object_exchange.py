@@ -14,7 +14,7 @@ _FIRST = 8192  # bytes of the first exchange
 
 
 def gather(group: Collectives, value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order, on every rank.
+    """Gather a value from each rank on every rank, in rank order.
 
     Raises:
         CollectiveFailed: a rank was lost.
@@ -48,7 +48,7 @@ def _allgather(group: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def broadcast(group: Collectives, value: Any, root: int) -> Any:
-    """Return the value of rank ``root`` on every rank.
+    """Broadcast a value from rank ``root`` to every rank.
 
     Raises:
         CollectiveFailed: a rank was lost.

@@ -1,7 +1,7 @@
-"""Memory of a bank (snapshot buffer), which outlives its process while another process on the host maps it.
+"""Memory of a snapshot buffer (bank) that outlives its process while another process on the host maps it.
 
 The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
-The other ranks can therefore check the contents no matter when the process was killed.
+The other ranks can therefore verify the contents, whenever the process was killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = 64  # bytes: 8 int64
 _RESERVE = 1.5  # reserved address space of a bank, as a multiple of its size
 _RESERVE_MOST = (
     1 / 16
-)  # of the arena; larger banks reserve nothing, because the arena has other users
+)  # fraction of the arena; larger banks reserve no additional space, because the arena has other users
 # first int64 of the header, followed by generation, number, shard; 0 means incomplete
 _WHOLE = 0x7E1A5710C0331701
 
@@ -33,7 +33,7 @@ _kept: dict[int, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class ArenaOffer:
-    """Handle with which other processes on the host map a process's arena."""
+    """Handle of a process's arena, with which other processes on the host can map it."""
 
     owner: Identity
     memory: Shareable
@@ -79,8 +79,8 @@ def allocate(size: int, bank: int) -> torch.Tensor:
 def resized(buffer: torch.Tensor, size: int) -> torch.Tensor | None:
     """Return memory from `allocate` with another size, or None if the new size does not fit the reserved space.
 
-    Pages that are in use stay allocated: in a virtual machine, allocating a page takes several times as long as copying
-    it. The memory of a bank is therefore up to twice as large as its contents.
+    Used pages stay allocated, because allocating a page in a virtual machine takes several times as long as copying it.
+    The memory of a bank is therefore up to twice as large as its contents.
     """
     reserved = buffer.untyped_storage().nbytes()
     if not size <= reserved <= 2 * size:

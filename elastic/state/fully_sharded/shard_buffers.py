@@ -1,4 +1,4 @@
-"""Host memory of a bank (snapshot buffer): this rank's shard, copies of other shards, and the replicated values."""
+"""Host memory of a snapshot buffer (bank): this rank's shard, copies of other shards, and replicated values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
 
 
 class ShardBuffers:
-    """Memory of one commit. Buffers are allocated once, and again only if their sizes change.
+    """Memory of one commit. Buffers are allocated once, and reallocated only if their sizes change.
 
     Args:
         spares: memory formerly held for checkpoints, shared by all banks of the process.
@@ -55,13 +55,13 @@ class ShardBuffers:
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
         self.offsets: dict[int, list[int]] = {}  # offsets of the tensors, by shard
-        # Complete copies in the banks of other processes on this host, with their headers, by shard. Replicas of a
-        # shard have several.
+        # complete copies in snapshot buffers of other processes on this host, with their headers, by shard; a
+        # replicated shard has several
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
         self._own = torch.empty(
             0, dtype=torch.uint8, device="cpu"
         )  # memory of this rank's shard, after a header
-        # The previous `_own`, while a checkpoint is written from it.
+        # previous `_own` while a checkpoint is written from it
         self._held_shard: torch.Tensor | None = None
         self._buffers: dict[int, torch.Tensor] = {}  # uint8 tensors, by shard
         self._shard = 0  # index of this rank's shard
@@ -118,7 +118,7 @@ class ShardBuffers:
     def copy(self, shards: dict[str, LiveShard], commit: CommitId, *, exposed: bool = False) -> int:
         """Copy this rank's shard into the bank and mark it complete.
 
-        From a GPU, this only begins the copy: call `order` and `finish`.
+        From a GPU, this only starts the copy: call `order` and `finish` afterwards.
 
         Args:
             shards: this rank's rows of each tensor, by name.
@@ -126,7 +126,7 @@ class ShardBuffers:
             exposed: see `BackgroundCopy`.
 
         Returns:
-            The bytes of the shard.
+            The size of the shard in bytes.
         """
         shard = self._shard
         tensors = [each.local for each in shards.values() if each.local.numel()]
@@ -263,7 +263,7 @@ class ShardBuffers:
     def lasting(self, commit: CommitId) -> list[int]:
         """Return the shards of the commit that are complete in memory of other processes on this host.
 
-        A process may have been killed since; its memory remains mapped.
+        The processes may have been killed since; their memory remains mapped.
         """
         self.peers = {
             shard: [each for each in there if peer_arena.is_whole(each[1], commit, shard)]

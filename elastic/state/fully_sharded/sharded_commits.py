@@ -1,8 +1,8 @@
-"""Commits of a sharded state: copy, mirror and seal; and restoring a commit in another world.
+"""Commits of a sharded state: copying, mirroring and sealing, and restoring a commit in another world.
 
-Decisions are made by `elastic.sharding`. This module copies and sends. A commit is a copy of this rank's shard
-in one of two banks. It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have done
-both.
+`elastic.sharding` makes the decisions. This module copies and sends. A commit is a copy of this rank's shard in one of
+two snapshot buffers (banks). It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have
+copied and sent their shards.
 
 Copies are sent in the background: `commit` returns once this rank's shard is copied. The next commit, a planned change
 of the world and the end of the training wait for the copies in `seal`. In another world, all ranks report which shards
@@ -65,7 +65,8 @@ WRITTEN = (
     "the script has changed a sharded tensor after commit() and before the next step of an optimizer, so that commit"
     " was discarded: change tensors before commit(); from here on, training waits while commits are copied"
 )
-# Bytes of one exchange. No backend supports counts beyond 2**31, and the rows of an exchange are in memory twice.
+# Maximum number of bytes of one exchange: backends support counts up to 2**31, and the rows of an exchange are in
+# memory twice.
 PIECE = 256 << 20
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ class ShardedWorld:
         hosts: the host of each rank.
         placement: for each shard, the ranks that keep a copy.
         arenas: mapped arenas of other ranks on this host, by rank.
-        lasting: whether the memory of this rank outlives it.
+        lasting: whether the memory of this rank outlives its process.
     """
 
     generation: int
@@ -100,11 +101,11 @@ class ShardedWorld:
 
     @property
     def senders(self) -> list[int]:
-        """Return, for each shard, the rank that sends the shard to the ranks that keep a copy."""
+        """Return, for each shard, the rank that sends it to the ranks that keep a copy."""
         return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
 
     def placed(self) -> ShardsPlaced:
-        """Return the report of this rank's part, without the source of its rows."""
+        """Return the report on this rank's part, without the sources of its rows."""
         keeps = tuple(copied_to(self.placement, self.rank))
         return ShardsPlaced(self.shards, self.shard, keeps, self.lasting)
 
@@ -143,7 +144,7 @@ class Choice:
     bank: ShardBuffers | None
     arenas: Mapping[int, PeerArena]
     lasting: Sequence[bool]  # whether the memory of each rank outlives the rank's process
-    # Shards of a mesh of replicas by shards, or None if each rank has a shard of its own.
+    # number of shards of a mesh of replicas by shards, or None if each rank has a separate shard
     least: int | None
 
     @property
@@ -152,7 +153,7 @@ class Choice:
         return self.whole.ranks()[0]
 
     def lacking(self, size: int) -> list[int]:
-        """Return the ranks that the replicated state is sent to.
+        """Return the ranks that receive the replicated state.
 
         The initial state (generation 0) may differ between ranks, so all ranks but `root` receive it.
         """
@@ -178,7 +179,7 @@ class WorldInventory:
     def least(self) -> int | None:
         """Return the smallest number of shards (see `Choice`), taken from a rank that holds a commit.
 
-        A joining worker has made its mesh before it joined, possibly with another shape.
+        A joining worker creates its mesh before it joins, possibly with another shape.
         """
         holding = [rank for rank, held in enumerate(self.inventories) if held]
         return self.leasts[self.whole.ranks()[0] if self.whole else min(holding, default=0)]
@@ -228,14 +229,15 @@ class ShardedCommits:
         spares: list[torch.Tensor] = []
         stage = DeviceStaging()
         self._banks = ShardBuffers(spares, stage), ShardBuffers(spares, stage)
-        self._mirroring: _Mirroring | None = None  # mirrors a shard that is still copied from a GPU
+        # thread that mirrors a shard that is still being copied from a GPU
+        self._mirroring: _Mirroring | None = None
         self.discarded = False  # whether the newest commit was dropped by `seal`
         self._exposed = True  # whether training continues while the GPU's tensors are read
         # None if the state is not divided among ranks yet, or if this is the only rank.
         self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
         self._bank = 0  # index of the bank in progress
-        # Transfers of the newest commit, or None if the commit is sealed.
+        # transfers of the newest commit, or None if the commit is sealed
         self._transfers: list[Transfer] | None = None
         # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
@@ -251,7 +253,7 @@ class ShardedCommits:
     def commit(self, save: Callable[[dict[str, Snapshot]], Any]) -> None:
         """Seal the previous commit and make another one. Copies this rank's shard, and begins to mirror it. Collective.
 
-        It is sealed at once if no copies have to be sent.
+        It is sealed immediately if no copies need to be sent.
 
         Args:
             save: saves the replicated parts into the given snapshots, by part, and returns the other replicated
@@ -262,7 +264,7 @@ class ShardedCommits:
             StateMismatch: ranks commit different tensors, or replicas differ.
         """
         waited_s = self.seal()
-        self._finish_copy()  # waits for the copy of a commit that raised
+        self._finish_copy()  # Wait for the copy of a commit that raised an error.
         world, rt, live = self._world, lifecycle.active(), self._live()
         shards = self._with_rows(self._agree_on_specs(live), live)
         record = self._record(world)
@@ -312,7 +314,7 @@ class ShardedCommits:
         self._number += 1
 
     def redo(self) -> None:
-        """Give the next commit the number of the newest commit, which was dropped."""
+        """Reuse the number of the newest commit, which was dropped, for the next commit."""
         self._number -= 1
 
     def seal(self) -> float:
@@ -366,7 +368,7 @@ class ShardedCommits:
         if mirroring is None:
             if bank.copying and bank.finish():
                 self._cycle.copied()
-            return True  # the script did not run in between
+            return True  # The script has not run in between.
         self._mirroring = None
         mirroring.join()
         if mirroring.copied:
@@ -389,7 +391,7 @@ class ShardedCommits:
         return True, *self._mirror(group, world, bank)
 
     def _stop_mirroring(self) -> None:
-        """Count the newest commit as mirrored if its transfers on this rank ended before the world did."""
+        """Record the newest commit as mirrored if its transfers on this rank completed before the world ended."""
         with contextlib.suppress(CollectiveFailed):  # the group of the failed world is unusable
             if not self._finish_copy():
                 self._cycle.discard()
@@ -482,7 +484,7 @@ class ShardedCommits:
     def _mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers
     ) -> tuple[list[Transfer], int]:
-        """Begin to send this rank's shard to the ranks that keep a copy of it, and to receive theirs.
+        """Start sending this rank's shard to the ranks that keep a copy of it, and receiving other shards.
 
         Return the transfers, and the bytes sent.
         """
@@ -525,7 +527,7 @@ class ShardedCommits:
         self._world, self._number, self._transfers = None, 0, None
 
     def abandon_pass(self) -> None:
-        """Discard the remains of an interrupted forward or backward pass."""
+        """Discard what an interrupted forward or backward pass has left behind."""
         for part in self._parts():
             part.abandon_pass()
 
@@ -537,7 +539,7 @@ class ShardedCommits:
         return self._rows_placed
 
     def held(self) -> ShardsHeld:
-        """Return this rank's possible contribution to the next world, for the driver."""
+        """Return the shards that this rank can contribute to the next world, for the driver."""
         self._stop_mirroring()
         return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
 
@@ -726,7 +728,7 @@ class ShardedCommits:
         }
 
     def place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
-        """Set the tensors of `divide`, now filled with values, in the optimizers."""
+        """Store the tensors of `divide`, which are now filled with values, in the optimizers."""
         self._place(specs, found)
 
     def base(self) -> ShardBuffers | None:
@@ -751,7 +753,8 @@ class ShardedCommits:
             with rt.guard("choice of the commit"):
                 everyones = _merged(object_exchange.gather(rt.group("state", CPU), specs))
             if choice.bank is not None:
-                choice.bank.learn(everyones)  # the first commit has the specs of this rank only
+                # The first commit contains only the specs of this rank.
+                choice.bank.learn(everyones)
             return everyones
         holding = choice.whole.ranks()
         if len(holding) == rt.place.size:
@@ -765,7 +768,7 @@ class ShardedCommits:
     def _targets(
         self, specs: dict[str, RowSpec], layout: ShardLayout, division: Division
     ) -> dict[str, torch.Tensor]:
-        """Let all parts follow, and return the tensors for this rank's rows in the new world.
+        """Move all parts to the new world, and return the tensors for this rank's rows in it.
 
         These are live tensors of models, and unfilled ones of optimizers.
         """
@@ -847,7 +850,7 @@ class ShardedCommits:
 
 
 class _Mirroring:
-    """Thread that waits for a copy from the GPU, and then begins to send it to other ranks.
+    """Thread that waits for a copy from the GPU and then starts sending it to other ranks.
 
     Call `ShardBuffers.order` and `join` before other collectives of the group.
 
@@ -874,7 +877,7 @@ class _Mirroring:
             self._error = error
 
     def join(self) -> None:
-        """Wait for the thread, which ends with the copy and with the group."""
+        """Wait for the thread, which ends after the copy or when the group fails."""
         self._thread.join()
 
     def result(self) -> tuple[bool, list[Transfer], int]:

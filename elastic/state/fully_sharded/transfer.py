@@ -1,4 +1,4 @@
-"""Exchange of bytes between all ranks, in the background."""
+"""Background exchange of bytes between all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Transfer:
-    """Exchange of uint8 tensors between all ranks, given by the rank they are sent to or received from. Collective.
+    """Exchange of uint8 tensors between all ranks. Tensors are keyed by destination or source rank. Collective.
 
     The transfer begins on construction. The tensors in ``sent`` must not be modified until it has ended.
     """

@@ -1,4 +1,4 @@
-"""Handlers of optimizers whose entries are divided among the ranks (ZeRO-1).
+"""Handlers of optimizers whose state entries are divided among the ranks (ZeRO-1).
 
 Options are the same on all ranks. Each entry of a ZeroRedundancyOptimizer belongs to one rank and is committed and sent
 as a whole. With a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
@@ -27,7 +27,7 @@ from elastic.state.snapshots.state_structure import plain
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySpec(RowSpec):
-    """Entry of the parameter ``number`` that a single rank holds entirely. Its rows are its elements."""
+    """Specification of an entry of the parameter ``number`` that one rank holds entirely. Its rows are its elements."""
 
     partition: Partition
     number: int
@@ -78,7 +78,8 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         optimizer = self.value
         partition = zero.partition_of(optimizer)
         if partition == self._partition:
-            partition = self._partition  # the optimizer has cached the owners of the parameters
+            # Keep the object, which has cached the owners of the parameters.
+            partition = self._partition
         self._partition = partition
         if not zero.steps_shard(optimizer, partition, *self.position):
             raise Invalid(

@@ -5,9 +5,8 @@ not know. Every member therefore creates a new reducer, as DDP's constructor doe
 start with equal buckets and agree on their order after the first step, as at the start of a job. Communication hooks
 and a static graph are set again.
 
-The new reducer has the same parameters as the first one, including parameters that are temporarily frozen. Other
-parameters that the module trains are not reduced and would differ between ranks from the first step on, so the next
-commit raises NotReduced.
+The new reducer has the same parameters as the first one, including parameters that are temporarily frozen. Parameters
+added later are not reduced and would differ between ranks from the first step on, so the next commit raises NotReduced.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.torch_backend import data_parallel_models
 
 _torch: Any = distributed  # torch's stubs lack methods that DDP itself calls
-# The parameters that the reducer of each model was built with.
+# parameters with which the reducer of each model was built
 _reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
@@ -122,12 +121,12 @@ class HolderHandler(ReplicasHandler):
 
 
 def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DistributedDataParallel modules in ``value``, which may be one itself."""
+    """Return the DistributedDataParallel modules in ``value``, including ``value`` itself."""
     return [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
 
 
 def as_written(value: Any) -> Any:
-    """Return the module inside the wrapper of Fabric's ``setup`` or ``torch.compile``."""
+    """Return the module inside a wrapper created by Fabric's ``setup`` or ``torch.compile``."""
     if isinstance(value, torch.nn.Module):
         for name in ("_forward_module", "_orig_mod"):
             inner = getattr(value, name, None)

@@ -1,10 +1,10 @@
-"""Handler of `elastic.DiLoCo`: values of the job are sent to other workers, values of this worker are only committed.
+"""Handler of `elastic.DiLoCo`: shared values are sent to other workers, and local values are only committed.
 
-Values of the job: outer parameters, entries of the outer optimizer, position, number of merges. Values of a worker: the
-model, the inner optimizer, the residuals of quantization. A joining worker starts with the outer parameters as its
-inner ones, with rank 0's buffers and options of the inner optimizer, and without entries of the inner optimizer, which
-would be at least as large as the model and belong to another worker's parameters. If its island trains already, the
-island's inner state follows before the first step.
+Shared values of the job: outer parameters, entries of the outer optimizer, position, number of merges. Local values of
+a worker: model, inner optimizer, quantization residuals. A joining worker starts with the outer parameters as its inner
+ones, with rank 0's buffers and options of the inner optimizer, and without entries of the inner optimizer, which would
+be at least as large as the model and belong to another worker's parameters. If its island trains already, the island's
+inner state follows before the first step.
 """
 
 from __future__ import annotations

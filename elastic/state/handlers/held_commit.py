@@ -1,4 +1,4 @@
-"""Commit that is kept unchanged while later commits are made, so that a checkpoint can be written from it."""
+"""Commit whose copies are kept unchanged during later commits, so that a checkpoint can be written from it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class CommitCopy:
 
 @dataclass
 class HeldCommit:
-    """One commit.
+    """Commit that is kept unchanged until it is released.
 
     Args:
         random: the states of this rank's generators, if they are part of the state.
@@ -103,7 +103,7 @@ class HeldCommit:
                 part.bank.transit.wait()
 
     def referred(self) -> dict[str, object]:
-        """Return objects by name to which values may refer without owning them."""
+        """Return the objects, by name, that values may refer to without copying them."""
         return {name: each.part.value for name, each in self.parts.items()}
 
     def release(self) -> None:

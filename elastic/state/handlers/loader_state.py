@@ -26,7 +26,7 @@ class LoaderStateHandler(DictPart):
         self.deals_again()
 
     def deals_again(self) -> bool:
-        """Handle a change of the world, like `reset`.
+        """Reset the loader after a change of the world, like `reset`.
 
         Return whether batches since the last optimizer step are distributed again in the new world.
         """

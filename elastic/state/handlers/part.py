@@ -1,4 +1,4 @@
-"""Handlers of single values of a state: commit, restore, and send to other workers.
+"""Handlers of single values of a state, which commit, restore and send them to other workers.
 
 `StateHandler` is Horovod's interface, for user-defined handlers. `Part` is this package's interface: it splits a value
 into a structure (Python values) and named tensors, which commits, restores and transfers share.
@@ -26,7 +26,7 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Keep a copy of the present value."""
+        """Save a copy of the current value."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -34,7 +34,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value equal to rank 0's on all workers."""
+        """Copy the value from rank 0 to all workers."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -67,7 +67,7 @@ class Part(StateHandler):
         raise NotImplementedError
 
     def kept(self, structure: Any) -> set[str]:
-        """Return the names of tensors that this worker holds already, with the sender's content. Default: none.
+        """Return the names of tensors whose content this worker already holds. Default: none.
 
         Args:
             structure: structure of the sender.
@@ -94,13 +94,13 @@ class Part(StateHandler):
         return structure
 
     def own(self) -> Any:
-        """Return objects that a commit references and that transfers do not send."""
+        """Return objects that a commit references but transfers do not send."""
         return None
 
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        """Return the destination of each tensor of a structure. A fitting live tensor is its own destination."""
+        """Return the destination of each tensor of a structure. A live tensor of the same type is received in place."""
         return dict.fromkeys(specs, Destination.NEW)
 
     def place(
@@ -120,11 +120,13 @@ class Part(StateHandler):
         """Handle a change of the world."""
 
     def bytes_to_come(self) -> int:
-        """Return the estimated bytes of the CPU tensors that a joining worker lacks and will receive."""
+        """Return the estimated size in bytes of the CPU tensors that a joining worker will receive and has not
+        allocated.
+        """
         return 0
 
     def bytes_of_gradients(self) -> int:
-        """Return the bytes of the CPU gradients that this value reduces within a host."""
+        """Return the size in bytes of this value's CPU gradients that are reduced within a host."""
         return 0
 
     def build_step(self, step_input: bytes) -> None:
@@ -204,10 +206,10 @@ class Part(StateHandler):
         """Handle a restore without a complete copy, like `restore`. The value is unchanged."""
 
     def before_restore(self, own: Any) -> None:
-        """Restore the objects that the committed tensors belong to."""
+        """Restore the objects to which the committed tensors belong, before the tensors."""
 
     def sync(self) -> None:
-        """Broadcast only this value from rank 0, and save it."""
+        """Broadcast this value from rank 0, and save it."""
         rt = lifecycle.active()
         if rt is not None:
             group = rt.group("state", torch.device("cpu"))
@@ -259,10 +261,10 @@ class ScalerPart(DictPart):
 
 
 class Carried:
-    """Base of values that define their own state dict. Subclasses can be put into any state.
+    """Base class of values that define a state dict. Instances can be put into any state.
 
     Args:
-        own: whether the value belongs to this worker only: it is committed and restored, but never sent.
+        own: whether the value is local to this worker: it is committed and restored, but never sent.
     """
 
     own = False
@@ -315,7 +317,7 @@ class CarriedPart(DictPart):
 
 
 class ShardsStateHandler(DictPart):
-    """Handler of an `elastic.Shards`. The handler saves the number of the step.
+    """Handler of an `elastic.Shards`, which saves the step number.
 
     Its layout describes the arithmetic of this process. A worker with results that would not be bitwise identical is
     therefore rejected before it joins.
@@ -359,7 +361,7 @@ class ShardsStateHandler(DictPart):
 
 
 class SamplerStateHandler(DictPart):
-    """Handler of an `ElasticSampler`. The handler saves its epoch and progress."""
+    """Handler of an `ElasticSampler`, which saves its epoch and progress."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]

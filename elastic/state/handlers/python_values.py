@@ -1,4 +1,4 @@
-"""Copies of Python values for commits, and pickling of them for peers. Does not access tensors of models or optimizers.
+"""Copying of Python values for commits, and pickling for peers. Does not access tensors of models or optimizers.
 
 Values that have handlers (models, optimizers, samplers) are referenced, not copied. A value that refers to the model
 still refers to it after a restore, and on another worker to that worker's model.
@@ -23,7 +23,7 @@ ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so n
 
 
 class Index(dict[Any, Any]):
-    """Dictionary that is not modified after creation. A deep copy of an object shares the dictionary."""
+    """Immutable dictionary, which deep copies share instead of copying it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Index:
         return self
@@ -77,7 +77,7 @@ class _Pickler(pickling.Pickler):
         return self._names.get(id(value))
 
     def reducer_override(self, value: object) -> Any:
-        # A CUDA tensor would be unpickled on the sender's device index, which may be another worker's GPU.
+        # A CUDA tensor would be unpickled to the sender's device index, which may be another worker's GPU.
         if isinstance(value, torch.Tensor) and value.is_cuda:
             return _to_this_gpu, (value.detach().cpu(), value.requires_grad)
         return super().reducer_override(value)

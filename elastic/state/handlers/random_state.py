@@ -1,4 +1,4 @@
-"""Commit the states of this worker's random generators, which are never sent to peers.
+"""Handler of this worker's random generators: their states are committed, but never sent to peers.
 
 The generators are those of torch, CUDA if in use, numpy if imported, and ``random``.
 """

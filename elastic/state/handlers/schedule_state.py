@@ -17,9 +17,10 @@ from elastic.state.handlers.part import DictPart
 
 Factors = dict[str, list[float | None]]  # values of each function at STEPS, or None if it raises
 
-# Close enough to detect any decay that lasts a tenth of all steps, up to 8 million steps.
+# Sampled steps, dense enough to detect any decay that lasts a tenth of all steps, up to 8 million steps.
 STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})
-TOLERANCE = 1e-9  # relative; the math libraries of two hosts may differ in the last bits
+# relative tolerance, because the math libraries of two hosts may differ in the last bits
+TOLERANCE = 1e-9
 
 
 class ScheduleDifference(NamedTuple):
@@ -82,7 +83,7 @@ def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[
 def _value(call: Callable[[int], Any], step: int) -> float | None:
     try:
         return float(call(step))
-    except Exception:  # for example, an index beyond the end of a list of the script
+    except Exception:  # any error of the script's function, for example an index out of range
         return None
 
 

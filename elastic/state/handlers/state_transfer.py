@@ -148,7 +148,7 @@ def _receive(
     except Interrupted:
         raise
     except Exception:
-        # The other ranks depend on this rank's broadcasts, so receive everything before raising.
+        # Receive everything before raising an error, because the broadcasts need all ranks.
         if keeps:
             specs = _lacking(group, specs, set(specs))
         nowhere: dict[Key, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NOWHERE)
@@ -223,7 +223,7 @@ def _destinations(
 
 
 def difference(theirs: str, ours: str, they: str = "the world") -> str:
-    """Describe the differences between two layouts."""
+    """Describe the differences between two layouts for an error message."""
     there, here = theirs.splitlines(), ours.splitlines()
     only_there = [line for line in there if line not in set(here)][:DIFFERENCES]
     only_here = [line for line in here if line not in set(there)][:DIFFERENCES]
@@ -280,7 +280,7 @@ def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
     device = devices.pop()
     try:
         own_gpu.meet(device)
-    except Invalid:  # this rank's collectives have used another GPU
+    except Invalid:  # This rank's collectives have used another GPU.
         return None
     return device
 

@@ -16,7 +16,7 @@ from elastic.api import arrays
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import Part
 
-# Variables with the step counts of Keras optimizers.
+# names of the variables that contain the step counts of Keras optimizers
 COUNTS = ("iteration", "iterations", "iter")
 
 
@@ -50,7 +50,7 @@ class VariablesPart(Part):
         ]
 
     def seems_unchanged(self) -> bool:
-        return False  # torch cannot detect writes of other frameworks
+        return False  # torch does not detect writes by other frameworks
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
         return None, values_of(self.named())

@@ -1,4 +1,4 @@
-"""Detect operations that may change tensors without incrementing the tensors' ``_version``.
+"""Detection of operations that may change tensors without incrementing their ``_version``.
 
 Fused optimizers, ``p.data.add_`` and BatchNorm's running statistics change values but not ``_version``. A commit
 therefore relies on ``_version`` only if no operation was recorded here, that is, no step of a torch optimizer and no
@@ -20,7 +20,7 @@ Moment = tuple[int, int, int]
 
 def notice(*_: object) -> None:
     """Record that tensors may have changed. Also used as a hook of optimizer steps."""
-    # Stores a constant: compiled into a graph, this causes neither a guard nor a graph break.
+    # torch.compile compiles the store of a constant without a guard or a graph break.
     global _noticed
     _noticed = True
 
@@ -36,7 +36,7 @@ def moment() -> Moment:
 
 
 def watch_optimizers() -> None:
-    """Record all steps of all torch optimizers from now on. Idempotent."""
+    """Start recording all steps of all torch optimizers. Idempotent."""
     global _watching_optimizers
     if _watching_optimizers:
         return

@@ -1,4 +1,4 @@
-"""Compute digests of tensors at memory bandwidth. Equal bits give equal digests on all workers, for any strides.
+"""Digests of tensors, computed at memory bandwidth. Equal bits give equal digests on all workers, for any strides.
 
 The digests are not cryptographic. A large tensor is reduced to its row and column sums, which detect a changed bit, a
 swapped tensor and moved rows or columns, but not deliberate manipulation.
@@ -19,7 +19,7 @@ ROW = 1024  # 8-byte words; shares factors with common widths, but a collision r
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order, or 0 for no tensors."""
+    """Return a 63-bit digest of the tensors' names, dtypes, shapes and bits, in any order. 0 without tensors."""
     lines = sorted(_fold(name, tensor) for name, tensor in tensors)
     if not lines:
         return 0

@@ -1,4 +1,4 @@
-"""Asynchronous copies from CUDA devices to pinned host memory while training continues. Makes no decisions.
+"""Asynchronous copies from CUDA devices to pinned host memory while training continues.
 
 A copy that is in flight when the world fails is valid and is waited for. A commit begins after all collectives of the
 step have ended (`Runtime.settle`). The tensors at a commit therefore never depend on a collective that an abort could
@@ -26,14 +26,14 @@ from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
 COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
-# transfer rate of a slow or busy bus, by which the limit is extended for large copies
+# transfer rate of a slow or busy bus in bytes per second, by which the limit is extended for large copies
 SLOWEST_BYTES_S = 250e6
 ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # tensor on the device, pinned tensor
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
-_given_up: list[mmap.mmap] = []  # kept forever, since a hung device may still write to it
+_given_up: list[mmap.mmap] = []  # never freed, because a hung device may still write to this memory
 
 
 class _Pages(mmap.mmap):

@@ -40,7 +40,7 @@ class PreallocatedMemory:
             zeros.zero_()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU tensor of this shape, dtype and stride order, or None if the memory does not suffice."""
+        """Return a CPU tensor of this shape, dtype and stride order, or None if too little memory is left."""
         model = torch.empty_like(tensor, device="meta")
         end = self._end + model.nbytes
         if model.nbytes < LEAST_BYTES or end > len(self._pages):

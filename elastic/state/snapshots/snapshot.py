@@ -1,10 +1,10 @@
-"""Copies of a changing set of named tensors, at memory bandwidth, into buffers that are allocated once.
+"""Snapshots of named tensors, copied at memory bandwidth to buffers that are allocated once.
 
 Either all tensors are copied, or none if nothing has changed. Tensors count as unchanged only if each has the same
 storage and ``_version``, `change_detection` has recorded nothing since, and the contents are equal. Small tensors, such
-as running statistics, are compared completely, large ones by a sample. A single bank of buffers suffices, also for CUDA
-tensors, because copies in flight are waited for. If a commit is interrupted by an exception, this worker has no valid
-commit. It reports this and receives the newest commit from another rank.
+as running statistics, are compared completely, large ones by a sample. A single set of buffers suffices, even for CUDA
+tensors, because a new snapshot waits for copies in flight. If a commit is interrupted by an exception, this worker has
+no valid commit. It reports this and receives the newest commit from another rank.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _wasteful(buffers: list[torch.Tensor]) -> bool:
 
 
 class SnapshotBuffers:
-    """One complete set of copies and an additional value of the owner."""
+    """One complete set of copies, with an additional value of the owner."""
 
     def __init__(self) -> None:
         self.copies: dict[str, _Copy] = {}
@@ -147,7 +147,8 @@ class SnapshotBuffers:
         self._on_gpu = False
         self._pointers: list[int] = []
         self._storages: list[int] = []
-        self._versions: list[int] | None = None  # versions when copied; None means unreliable
+        # versions at the time of the copy; None means unreliable
+        self._versions: list[int] | None = None
         self._moment: change_detection.Moment | None = None
 
     def take(

@@ -1,4 +1,4 @@
-"""Cached locations of a model's tensors, by name.
+"""Cache of the locations of a model's tensors, by name.
 
 Collecting the tensors means walking through all modules and building names, which is too slow for a commit after every
 step. `StateStructure` caches the locations and checks at each commit that they are still valid: the same modules with

@@ -1,4 +1,4 @@
-"""A graph operation that starts a Python function and completes asynchronously, so no thread of TensorFlow waits.
+"""Graph operation that starts a Python function and completes asynchronously, without blocking a TensorFlow thread.
 
 ``tf.numpy_function`` occupies a thread of TensorFlow's pool until it returns, so a graph with more collectives in
 flight than the pool has threads would deadlock. This is TensorFlow's ``AsyncOpKernel``, registered through its C API

@@ -1,4 +1,4 @@
-"""Map errors of collectives to TensorFlow's error classes, as Horovod does.
+"""Mapping from errors of collectives to TensorFlow's error classes, as in Horovod.
 
 An error raised by a graph is an instance of TensorFlow's class only. In eager mode, it is an instance of both classes.
 """

@@ -1,4 +1,4 @@
-"""Pack small tensors of a graph into one, because passing a tensor to Python and back costs about 20 us."""
+"""Packing of a graph's small tensors, because passing a tensor to Python and back takes about 20 us."""
 
 from __future__ import annotations
 
