@@ -90,7 +90,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context manager that restores this process's generators of torch (CPU), random and numpy at the end of the block."""
+    """Context manager that restores this process's generators of torch (CPU), random and numpy at the end of
+    the block.
+    """
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
     try:

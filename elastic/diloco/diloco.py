@@ -652,7 +652,10 @@ class DiLoCo:
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
     def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
-        """Set the counters to the result of another rank's `Rounds.shared`. Return the result of `Rounds.take_shared`."""
+        """Set the counters to the result of another rank's `Rounds.shared`.
+
+        Return the result of `Rounds.take_shared`.
+        """
         self._in_flight, self._exchange = [], None
         return self.rounds.take_shared(values)
 

@@ -72,7 +72,9 @@ class RoundSchedule:
         return None
 
     def merge(self, number: int) -> Sent:
-        """Return the fragment that merge ``number`` (from 0) merges, and its steps, provided that no send is omitted."""
+        """Return the fragment that merge ``number`` (from 0) merges, and its steps, provided that no send is
+        omitted.
+        """
         round_, fragment = divmod(number, self.fragments)
         step = round_ * self.every + (fragment + 1) * self.every // self.fragments
         return Sent(fragment, step, step + self.delay)

@@ -29,7 +29,10 @@ def set_seed(seed: int) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Return the states of the generators as numbers and bytes (10 KB). Only the current GPU's generator is included."""
+    """Return the states of the generators as numbers and bytes (10 KB).
+
+    Only the current GPU's generator is included.
+    """
     version, words, normal = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),

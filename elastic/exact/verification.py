@@ -63,7 +63,9 @@ def unit(held: Held, share: float) -> int:
 
 
 def steps_between(held: Held, share: float) -> float:
-    """Return the mean number of steps from one step with checks to the next: at least 1.0, or infinity without checks."""
+    """Return the mean number of steps from one step with checks to the next: at least 1.0, or infinity without
+    checks.
+    """
     rate = share * sum(map(len, held)) / unit(held, share) if len(held) > 1 else 0.0
     return max(1.0, 1.0 / rate) if rate else math.inf
 

@@ -84,7 +84,10 @@ def _in_jax(
 def where(
     condition: Any, true: Callable[[], list[Any]], false: Callable[[], list[Any]]
 ) -> list[Any]:
-    """Return one of two results, depending on a condition. In a step compiled by JAX, the choice is part of the step."""
+    """Return one of two results, depending on a condition.
+
+    In a step compiled by JAX, the choice is part of the step.
+    """
     if isinstance(condition, bool):
         return true() if condition else false()
     chosen: list[Any] = keras.ops.cond(condition, true, false)

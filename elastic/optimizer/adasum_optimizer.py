@@ -88,7 +88,10 @@ class AdasumDistributed(WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients with the wrapped optimizer's method. Allowed at any time, because no gradients are in flight."""
+        """Clear gradients with the wrapped optimizer's method.
+
+        Allowed at any time, because no gradients are in flight.
+        """
         super().zero_grad(set_to_none)
         self._reducer.discard()
 

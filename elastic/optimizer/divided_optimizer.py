@@ -75,7 +75,10 @@ class DividedOptimizer(WrappedOptimizer):
     ]  # buffers for gathers, by the layout for which they were allocated
 
     def divide(self, order: Sequence[int]) -> None:
-        """Divide the parameters among the ranks of a new world. The state entries remain those of the previous shard."""
+        """Divide the parameters among the ranks of a new world.
+
+        The state entries remain those of the previous shard.
+        """
         self.zero_order = tuple(order)
         self._gather_memory = {}
 

@@ -39,7 +39,10 @@ class Reducer(Protocol):
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Methods that `DistributedOptimizer` adds to an optimizer's class. They take precedence over those of the class."""
+    """Methods that `DistributedOptimizer` adds to an optimizer's class.
+
+    They take precedence over those of the class.
+    """
 
     gradients_made: gradient_layout.OptimizerArguments
     _parameter_names: dict[torch.Tensor, str]

@@ -407,7 +407,10 @@ class Located(Message):
 
 
 class Pace(Message):
-    """Statistics of collectives since the previous Pace. A worker that waits much less than its peers is a straggler."""
+    """Statistics of collectives since the previous Pace.
+
+    A worker that waits much less than its peers is a straggler.
+    """
 
     generation: int
     collectives: int  # number of completed collectives
@@ -614,7 +617,9 @@ class TimelineUnwanted(Message):
 
 
 class CheckpointDue(Message):
-    """Request of rank 0 to make a commit durable on all ranks: the first commit of this generation from ``number`` on."""
+    """Request of rank 0 to make a commit durable on all ranks: the first commit of this generation from
+    ``number`` on.
+    """
 
     generation: int
     number: int
@@ -709,7 +714,10 @@ class World(Message):
 
 
 class Broken(Message):
-    """Message: this generation has ended. The receiver closes its sockets, restores the last commit, and reports ready."""
+    """Message: this generation has ended.
+
+    The receiver closes its sockets, restores the last commit, and reports ready.
+    """
 
     generation: int
     reason: str

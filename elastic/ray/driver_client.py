@@ -252,7 +252,10 @@ class DriverClient:
             pass
 
     def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
-        """Return the result of a call of the actor. Raises the exception of the call, or JobFailed if the actor died."""
+        """Return the result of a call of the actor.
+
+        Raises the exception of the call, or JobFailed if the actor died.
+        """
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError:

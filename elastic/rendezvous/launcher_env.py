@@ -259,7 +259,9 @@ def _of_launcher(
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
-    """Return the port: the requested one, otherwise MASTER_PORT plus an offset, otherwise one derived from the job ID."""
+    """Return the port: the requested one, otherwise MASTER_PORT plus an offset, otherwise one derived from the
+    job ID.
+    """
     if _has(env, ASKS_FOR_PORT):
         return _port_in(env, ASKS_FOR_PORT)
     if _has(env, "MASTER_PORT"):

@@ -84,7 +84,9 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise the world's error again if user code has caught it, because the interrupted step must not be committed."""
+        """Raise the world's error again if user code has caught it, because the interrupted step must not be
+        committed.
+        """
         self._session.raise_if_ended()
 
     def committed(self) -> None:

@@ -83,7 +83,7 @@ class Session:
     # ---- the state machine ---------------------------------------------------------------------------------------
 
     def update(self, decide: Callable[[Recovery], list[Action]]) -> None:
-        """Change the state machine, wake waiting threads and carry out the resulting actions. Thread-safe."""
+        """Change the state machine, wake waiting threads and execute the resulting actions. Thread-safe."""
         with self.changed:
             actions = decide(self.recovery)
             self.changed.notify_all()
@@ -275,7 +275,9 @@ class Session:
 
     @property
     def unheard(self) -> bool:
-        """Return whether only this worker can report the reason for its exit, because it lost the driver or was fenced."""
+        """Return whether only this worker can report the reason for its exit, because it lost the driver or was
+        fenced.
+        """
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 

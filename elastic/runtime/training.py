@@ -54,7 +54,10 @@ class Training:
         self._trains_in = None
 
     def begins(self) -> None:
-        """Record that the training function is about to be called. All states are equal, so no step must be repeated."""
+        """Record that the training function is about to be called.
+
+        All states are equal, so no step must be repeated.
+        """
         now = time.monotonic()
         self._session.account.begin("training", now)
         self._session.account.committed(now)

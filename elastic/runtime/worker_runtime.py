@@ -115,7 +115,10 @@ class WorkerRuntime:
 
     @property
     def provisional(self) -> bool:
-        """Return whether this worker has not joined a world yet. Until then, collectives act as in a world of one rank."""
+        """Return whether this worker has not joined a world yet.
+
+        Until then, collectives act as in a world of one rank.
+        """
         return self.session.recovery.provisional
 
     # ---- collectives ---------------------------------------------------------------------------------------------

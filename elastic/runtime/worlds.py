@@ -125,7 +125,10 @@ class FixedWorlds:
         self.begin(messages.World(generation, place, address, 0, None, "no driver"))
 
     def begin(self, world: messages.World) -> None:
-        """Begin a world. Rank 0 serves its store at the given address, or at the address on which it already listens."""
+        """Begin a world.
+
+        Rank 0 serves its store at the given address, or at the address on which it already listens.
+        """
         if world.place.rank == 0:
             self._session.groups.listen(world.store)
         with self._session.lock:

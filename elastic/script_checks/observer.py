@@ -47,7 +47,7 @@ from elastic.state.state import ObjectState, State, has_custom_sync
 TAKES_STEPS = (
     STEPS // 2
 )  # minimum number of steps with batches of a loader that counts as the training loader
-PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler
+PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler with rank and size
 DEPTH = 3  # maximum number of nested wrappers around a member
 OURS = ("elastic", "horovod")
 

@@ -322,7 +322,9 @@ def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
 
 
 def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> NotElastic:
-    """Return the error for an optimizer outside the state that has stepped a parameter of the sharded ``state.name``."""
+    """Return the error for an optimizer outside the state that has stepped a parameter of the sharded
+    ``state.name``.
+    """
     return NotElastic(
         f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains. A"
         f" commit contains only the entries of state.{name}, so training would be wrong after a failure: step"

@@ -58,6 +58,8 @@ class CommitBudget:
 
 
 def interval(share: float, copy_s: float, step_s: float) -> int:
-    """Return the number of steps per copy: the smallest one within the budget, limited to `LONGEST_S` seconds of steps."""
+    """Return the number of steps per copy: the smallest one within the budget, limited to `LONGEST_S` seconds
+    of steps.
+    """
     within = math.ceil(copy_s / (share * step_s))
     return max(1, min(within, int(LONGEST_S / step_s)))

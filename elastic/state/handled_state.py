@@ -56,7 +56,9 @@ def _is_number(value: object) -> bool:
 
 
 class _OfThisProcess:
-    """Base class of objects that are bound to this process: pickling or copying them raises NotPicklable, a TypeError."""
+    """Base class of objects that are bound to this process: pickling or copying them raises NotPicklable, a
+    TypeError.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklable(

@@ -20,7 +20,10 @@ _memory = ReusedMemory()
 
 
 def pays(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors are large enough for reused memory. Small ones are faster in newly allocated memory."""
+    """Return whether the tensors are large enough for reused memory.
+
+    Small ones are faster in newly allocated memory.
+    """
     return sum(tensor.nbytes for tensor in tensors) >= ALONE_BYTES
 
 

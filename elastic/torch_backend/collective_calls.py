@@ -27,7 +27,10 @@ _LARGE_BYTES = 256 << 10
 
 
 class CollectiveCall:
-    """Call whose collectives are in flight. Wait for ``works``, then run the callbacks in order to store the results."""
+    """Call whose collectives are in flight.
+
+    Wait for ``works``, then run the callbacks in order to store the results.
+    """
 
     __slots__ = ("thens", "works")
 

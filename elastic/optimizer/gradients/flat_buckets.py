@@ -302,7 +302,10 @@ class FlatBucket:
 
 
 class CompressedGradient:
-    """Bucket of one gradient with a user-defined compression. Compressed tensors must have equal shapes on all ranks."""
+    """Bucket of one gradient with a user-defined compression.
+
+    Compressed tensors must have equal shapes on all ranks.
+    """
 
     def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
         self.parameters: Sequence[torch.Tensor] = (parameter,)

@@ -250,7 +250,9 @@ class PlanVerdict(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Return whether ranks must compare again in step(), because they run backward passes of different optimizers."""
+        """Return whether ranks must compare again in step(), because they run backward passes of different
+        optimizers.
+        """
         differ = not self.equal or (
             self.least.twin != self.greatest.twin and self.greatest.twins > 1
         )

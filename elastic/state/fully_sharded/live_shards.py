@@ -192,7 +192,10 @@ class FullyShardedHandler(ModelStateHandler):
 
 
 class ShardedOptimizerHandler(OptimizerStateHandler):
-    """Handler of an optimizer of sharded parameters. Entries with the parameter's shape are sharded like the parameter."""
+    """Handler of an optimizer of sharded parameters.
+
+    Entries with the parameter's shape are sharded like the parameter.
+    """
 
     everywhere = True
     _specs: dict[str, RowSpec]
