@@ -105,7 +105,7 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: any torch optimizer except LBFGS, or a `DistributedOptimizer`, over the same parameters on every
-        rank.
+            rank.
         root_rank: rank in the world, also if ``process_set`` is given.
         model: ignored; accepted for compatibility with Horovod.
         process_set: only its ranks call this function and take part.

@@ -13,7 +13,7 @@ Common arguments:
     prescale_factor, postscale_factor: factors applied to the tensor before and after the reduction; Average and Sum
         only. Integers are scaled in float64 and truncated.
     compression: `Compression.none` (default), `.fp16` or `.bf16`, or a class with the methods ``compress`` and
-    ``decompress``.
+        ``decompress``.
     process_set: the ranks that call the function (default: all ranks of the world).
 
 Forms of a collective: ``X`` waits for the result and is differentiable. ``X_`` writes the result into its argument.
