@@ -1,6 +1,6 @@
-"""Exceptions: interruptions of training, and errors reported to users. Pure: no I/O, no clock.
+"""Exceptions that interrupt training, and errors reported to users. Pure: no I/O, no clock.
 
-Bugs of this package are found by ``assert``.
+Bugs in this package raise AssertionError instead.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ class JobFailed(ElasticError, RuntimeError):
 
 
 class ScriptMistakes(ElasticError):
-    """Error raised with ``--strict`` if the checks of the script's first steps find a mistake. The job exits with code
-    2.
-    """
+    """Error raised with ``--strict`` if the script checks find a mistake. The job exits with code 2."""
 
 
 class RequestRefused(ElasticError):

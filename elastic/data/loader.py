@@ -55,9 +55,8 @@ loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()  # all loaders of this 
 class DataLoader:
     """Data loader that resumes in the middle of an epoch after a failure, in a world of any size.
 
-    It yields this rank's batches of an epoch, from the job's position on. Put the loader in the state: ``loader =
-    elastic.data.DataLoader(dataset, batch_size=32, shuffle=True, num_workers=2)``, then ``TorchState(model=...,
-    optimizer=..., loader=loader)``.
+    It yields this rank's batches of an epoch, starting at the job's position. Put the loader in the state, as in
+    ``TorchState(model=model, optimizer=optimizer, loader=loader)``.
 
     Args:
         dataset: map-style (with ``__len__`` and ``__getitem__``) or iterable. Every rank reads the whole stream of an

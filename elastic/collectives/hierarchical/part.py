@@ -1,6 +1,4 @@
-"""Use of one of the two groups of a hierarchy by its thread. The groups are the ranks of a host, and one rank of each
-host.
-"""
+"""Adapter for one of the two groups of a hierarchical group: the ranks of a host, or one rank of each host."""
 
 from __future__ import annotations
 
