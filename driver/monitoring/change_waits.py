@@ -1,9 +1,9 @@
-"""Waits of planned changes of the world for the members' next commit, at which workers join and leave.
+"""Time that planned world changes wait for the next commit, at which workers join and leave.
 
 Pure: no I/O, no clock.
 
     PrepareChange  --WAIT_S-->  wait: workers to join, workers to leave, seconds
-    a member reaches a commit, the world fails or ends, or the change is called off  -->  over
+    a member reaches a commit, the world fails or ends, or the change is canceled  -->  over
 
 The page, ``status``, ``explain`` and the report read the same `ChangeWaits`.
 """
@@ -20,18 +20,18 @@ from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader, Worke
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-WAIT_S = 10.0  # Shorter waits are usual, because a few steps may be long.
+WAIT_S = 10.0  # Shorter waits are not recorded, because an occasional step may be slow.
 KEPT = 200  # number of past waits that are stored individually
 NAMED = 8  # maximum number of joining workers that are listed
 
 
 @dataclass(frozen=True)
 class ChangeWait:
-    """Wait of one planned change for a commit.
+    """Period in which one planned change waits for a commit.
 
     Args:
-        until: end of the wait, or the time of the query if the wait has not ended.
-        reached: whether a member reached a commit. None means that the wait has not ended.
+        until: end of the wait, or the time of the query if the wait is in progress.
+        reached: whether a member reached a commit. None while the wait is in progress.
     """
 
     since: float
@@ -45,7 +45,7 @@ class ChangeWait:
         return self.until - self.since
 
     def facts(self) -> dict[str, Any]:
-        """Return the wait as values for JSON."""
+        """Return the wait as JSON-serializable values."""
         return {
             "since": self.since,
             "for_s": self.seconds,
@@ -57,7 +57,7 @@ class ChangeWait:
 
 
 class ChangeWaits(ViewReader):
-    """Waits of a job's planned changes that lasted at least WAIT_S seconds.
+    """Record of a job's planned changes that waited at least WAIT_S seconds for a commit.
 
     Attributes:
         count: number of past waits.
@@ -74,11 +74,11 @@ class ChangeWaits(ViewReader):
         view.follow(self)
 
     def current(self, now: float) -> ChangeWait | None:
-        """Return the wait of the current planned change, or None if no change waits."""
+        """Return the wait of the current planned change, or None if no change is waiting."""
         if self._since is None or now - self._since < WAIT_S:
             return None
         if not (self._joining or self._leaving):
-            return None  # The newcomers have exited.
+            return None  # All joining workers have exited.
         return ChangeWait(self._since, now, tuple(self._joining), self._leaving)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:

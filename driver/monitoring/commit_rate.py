@@ -1,4 +1,4 @@
-"""Commits per second of a job. The last measurement decays while no commits are possible.
+"""Commits per second of a job. The rate decays while no commits are made.
 
 Pure: no I/O, no clock.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from elastic.driver.monitoring.stalls import STALL_S, Stalls
 
 MEASURED_S = 2.0  # minimum interval between two measurements
-HEARD_S = 11.0  # Twice the interval of about 5 s at which rank 0 reports the newest commit.
+HEARD_S = 11.0  # Twice the interval (about 5 s) at which rank 0 reports its newest commit.
 
 
 class CommitRate:
@@ -16,7 +16,7 @@ class CommitRate:
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
-        # Time of the last measurement, and the number of commits until then.
+        # Time of the last measurement, and the total number of commits at that time.
         self._since: tuple[float, int] | None = None
         self._measured: float | None = None
         self._newest_at = 0.0

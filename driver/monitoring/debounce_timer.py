@@ -1,4 +1,4 @@
-"""Timer that fires after a period without events. It serves to combine related log lines."""
+"""Timer that fires after a period without events, used to combine related log lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 QUIET_S = 1.0
-MOST_S = 5.0  # maximum delay after the first event, regardless of how many follow
+MOST_S = 5.0  # maximum delay after the first event, regardless of later events
 HELD_S = 20.0  # maximum delay in seconds while more events are expected
 
 

@@ -13,25 +13,25 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Log lines about exits of one job, which are combined in one summary while ``held()`` is True.
+    """Logger of worker exits in one job. While ``held()`` is True, later lines are combined into one summary.
 
     Must be called in the event loop's thread.
     """
 
     def __init__(self, log: Log, held: Callable[[], bool] = lambda: False) -> None:
         self._log = log
-        # reasons for the summary, or None if no summary is pending
+        # exit reasons to summarize, or None if no summary is pending
         self._more: list[Reason] | None = None
-        # reason of the first line, or None if the line is not deferred
+        # exit reason in the deferred first line, or None if that line was logged immediately
         self._first: Reason | None = None
         self._timer = DebounceTimer(self.say, held)
 
     def shares(self, about: Reason | None, *, starting: bool = False) -> bool:
-        """Return whether a log line about an exit is deferred, to be part of the summary.
+        """Return whether a log line about an exit is deferred until the summary.
 
         Args:
-            about: reason that the line states.
-            starting: whether there was no world yet, so that further exits may end the job.
+            about: exit reason.
+            starting: whether no world has formed yet, in which case more exits may fail the job.
         """
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             return False
@@ -44,9 +44,9 @@ class ExitLines:
         return starting
 
     def job_failed(self) -> None:
-        """Log the deferred lines of a failed startup at level debug.
+        """Log the deferred lines at debug level after a failed startup.
 
-        Cooldowns are omitted, because no slot is used again.
+        Slot cooldowns are omitted, because the job starts no more workers.
         """
         if self._first is None:
             return

@@ -1,9 +1,9 @@
-"""Access control of the live page, which decides from the head of a request how it is answered. Pure: no I/O, no clock.
+"""Access control of the live page, based on the head of each HTTP request. Pure: no I/O, no clock.
 
-A connection to the page's port is not trusted: it may come from a browser that another site directed here, a scanner,
-or another user of this machine. Requests are refused as follows:
+A connection to the page's port is not trusted: it may come from a browser that another site redirected, from a scanner,
+or from another user of this machine. Requests are refused as follows:
 
-    a Host that is a foreign name           DNS rebinding: a site's own name that now resolves to this address
+    a Host header with a foreign name           DNS rebinding: a site's own name that now resolves to this address
     an Origin or a fetch of another site    a page elsewhere that reads this one through the user's browser
     a missing or wrong token                also on loopback: other users of this machine are not trusted. The page
                                             itself contains no data and needs no token
@@ -92,8 +92,8 @@ class RequestGuard:
 def is_ours(host: str, names: Collection[str]) -> bool:
     """Return whether the Host of a request belongs to this machine.
 
-    Addresses are always accepted. A name could resolve to this machine by DNS rebinding, so it must be one of
-    ``names``.
+    IP addresses are always accepted. A host name must be one of ``names``, because DNS rebinding can make any name
+    resolve to this machine.
     """
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name.lower() in names:

@@ -1,4 +1,4 @@
-"""Commits, optimizer steps and samples per second of a job, as its view shows them. Pure: no I/O, no clock."""
+"""Rates of commits, optimizer steps and samples of a job, computed from its view. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from elastic.protocol.messages import Commit
 
 
 class JobRates(ViewReader):
-    """Commits, steps and samples per second of one job."""
+    """Rates of commits, steps and samples per second of one job."""
 
     def __init__(self, spent: TimeSpent) -> None:
         self.commits = CommitRate(spent.stalls)
-        self.steps = StepRate(spent.stalls)  # measured on the reports of rank 0
+        self.steps = StepRate(spent.stalls)  # computed from the reports of rank 0
         self.step: int | None = None  # step counter of the state at the newest commit of rank 0
-        # The last measurement of the commit rate: the beginning of its interval, and the rate.
+        # Last measurement of the commit rate: beginning of its interval, and commits per second.
         self.measured: tuple[float, float] | None = None
         self._view = spent.view
         self._counted: Commit | None = None

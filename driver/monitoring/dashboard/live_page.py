@@ -1,4 +1,4 @@
-"""Updates of the page of a running job, and its server if requested. `page_model` makes the decisions.
+"""Live page of a running job: updates its model and optionally serves it. `page_model` contains the logic.
 
 Events arrive in the event loop's thread. Log lines may come from any thread.
 """
@@ -40,11 +40,12 @@ class LivePage:
     async def serve(
         self, server: PageServer | None, line: Callable[[str], None] | None = None
     ) -> None:
-        """Start to update the page, and to serve it.
+        """Start updating the page, and serve it if a server is given.
 
         Args:
             server: server of the page, or None to update the model without serving it.
-            line: called at regular intervals with the state as one line, and at the end with the empty string.
+            line: callback that receives the job's state as one line at regular intervals, and an empty string at the
+                end.
         """
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
@@ -58,7 +59,7 @@ class LivePage:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def whole(self) -> Patch:
-        """Return the patch that contains the whole state of the page."""
+        """Return the whole state of the page as a patch."""
         return self.model.full(time.time())
 
     def members(self) -> list[Worker]:
@@ -80,7 +81,7 @@ class LivePage:
         return None
 
     def stack_of(self, worker: Worker) -> str:
-        """Return the stacks that a worker wrote most recently."""
+        """Return the most recent stack dump of a worker."""
         row = self.model.state.tables["stacks"].get(slot_of(worker))
         return row["text"] if row is not None else ""
 
@@ -101,7 +102,7 @@ class LivePage:
         self.changed()
 
     def said(self, level: str, text: str) -> None:
-        """Add a line of the driver's log."""
+        """Add a line of the driver's log to the page."""
         self._in_loop(level, "", text.splitlines() or [""])
 
     def printed(self, worker: Worker, label: str, stream: Stream, pieces: Sequence[bytes]) -> None:
@@ -109,9 +110,9 @@ class LivePage:
 
         Args:
             worker: the worker.
-            label: name of the worker that precedes the lines.
+            label: name of the worker, shown before each line.
             stream: stdout or stderr.
-            pieces: the output, split anywhere.
+            pieces: consecutive chunks of the output. A chunk may end in the middle of a line.
         """
         if stream == "usage":
             for piece in pieces:
@@ -141,7 +142,7 @@ class LivePage:
     def _in_loop(self, level: str, label: str, lines: Sequence[str]) -> None:
         if threading.get_ident() != self._thread:
             if self._loop is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
+                with contextlib.suppress(RuntimeError):  # the event loop is already closed
                     self._loop.call_soon_threadsafe(self._in_loop, level, label, lines)
             return
         for line in lines:

@@ -9,7 +9,7 @@ same model serves a running job and the replay of a journal:
     for entry in entries:
         at = entry.at - header.writer.at + header.writer.unix_s      # seconds since 1970
         view.note(entry.event, entry.actions, at)
-        for action in entry.actions:                                # a live page has the driver's own log instead
+        for action in entry.actions:                                # a live page shows the driver's log instead
             if isinstance(action, Report):
                 model.line(action.level, "", action.text, at)
         state = applied(state, model.patch(at))                     # one frame; or send the patch to a page
@@ -48,11 +48,11 @@ LINE = 500  # maximum number of characters of a line
 NAMES = 8  # maximum number of reported names that are shown
 STACKS = 8  # maximum number of workers whose stacks are stored
 STACK_LIMIT = 16_000  # maximum number of characters of the stacks of one worker
-STACK_S = 5.0  # seconds after a request in which stderr may contain stacks
-SLOW_S = 1.0  # minimum interval between two walks over all workers, in seconds
-SLOW_EACH_S = 0.002  # seconds by which SLOW_S grows with each worker
-EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")  # facts of a wrong gradient
-REPORTED_S = 60.0  # seconds without a report after which a rank is replaced by the next one
+STACK_S = 5.0  # period after a request in which stderr may contain stacks, in seconds
+SLOW_S = 1.0  # minimum interval between two updates of all workers, in seconds
+SLOW_EACH_S = 0.002  # seconds added to SLOW_S for each worker
+EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")  # fields of a wrong gradient
+REPORTED_S = 60.0  # seconds without a report after which the page shows the next rank's values
 
 
 class PageModel(ViewReader):
@@ -104,7 +104,7 @@ class PageModel(ViewReader):
         self.spent = spent
         self.view = spent.view
         self._grid = WorkerGrid(self.state, self.view)
-        self._looked_at = -math.inf  # time of the last walk over all workers
+        self._looked_at = -math.inf  # time of the last update of all workers
         self._rates = JobRates(spent)
         self._measured: tuple[float, float] | None = None  # the commit rate that the page shows
         self._commit: Commit | None = None  # the newest commit that the page shows
@@ -113,7 +113,7 @@ class PageModel(ViewReader):
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # workers whose stacks an operator requested
-        # limit of log lines in the current second
+        # remaining number of log lines in the current second
         self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}
         self.view.follow(self)
@@ -133,7 +133,7 @@ class PageModel(ViewReader):
             return
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
-        # for each action and reason, the affected workers
+        # affected workers by action and reason
         decided: dict[tuple[str, str], list[str]] = {}
         for action in actions:
             description = _describe_action(action)
@@ -168,7 +168,7 @@ class PageModel(ViewReader):
                 self.state.add("metrics", [now, name, shown])
 
     def uses(self, worker: Worker, usage: Usage, now: float) -> None:
-        """Record the resource usage of a worker, as measured by its host."""
+        """Record the resource usage of a worker, measured on its host."""
         self._at(now)
         self._grid.change(worker, usage=usage)
 
@@ -190,7 +190,7 @@ class PageModel(ViewReader):
         self.state.add("log", [now, level, source, shown])
 
     def has_room(self, now: float) -> bool:
-        """Return whether another log line is kept in this second."""
+        """Return whether the limit allows another log line in this second."""
         if now - self._second < 1.0:
             return self._lines < LINES
         if self._left_out:
@@ -204,13 +204,13 @@ class PageModel(ViewReader):
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
-        """Expect the stacks of a worker in its stderr, after a request.
+        """Prepare to collect a requested stack dump from a worker's stderr.
 
         Args:
             worker: the worker.
             why: reason for the request.
             now: current time, in seconds.
-            asked: whether the request came from an operator.
+            asked: whether an operator requested the stacks.
         """
         table = self.state.tables["stacks"]
         while len(table) >= STACKS:
@@ -220,11 +220,11 @@ class PageModel(ViewReader):
         self.state.row("stacks", slot_of(worker), {"at": now, "why": why, "text": ""})
 
     def expects_stack(self, worker: Worker) -> bool:
-        """Return whether a worker's stderr may contain its stacks now."""
+        """Return whether a requested stack dump may currently arrive on a worker's stderr."""
         return worker in self._expects_stack
 
     def was_asked(self, worker: Worker) -> bool:
-        """Return whether a worker's last stacks were requested by an operator."""
+        """Return whether an operator requested a worker's last stack dump."""
         return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
@@ -248,7 +248,7 @@ class PageModel(ViewReader):
         return self.state.changed
 
     def go_on(self, now: float) -> None:
-        """Update the values that depend only on the time."""
+        """Update the values that change with time alone."""
         self._look_at_all(now)
 
     def patch(self, now: float) -> Patch:
@@ -259,7 +259,7 @@ class PageModel(ViewReader):
     def full(self, now: float) -> Patch:
         """Return the whole state of the page as a patch.
 
-        Call `patch` before, because pending changes are part of the state.
+        Call `patch` first, because the state already includes pending changes.
         """
         self._look_at_all(now)
         return self.state.full(now)
@@ -407,7 +407,7 @@ class PageModel(ViewReader):
             self._job(began=now)
 
     def _look_at_all(self, now: float) -> None:
-        """Update the values that depend on all workers. Called at intervals, as they change even without events."""
+        """Update the values that depend on all workers. Called at intervals, because they change without events."""
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
         if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:

@@ -1,11 +1,11 @@
-"""HTTP server of a job's live page, which runs in the driver's event loop without blocking it. Makes no decisions.
+"""Non-blocking HTTP server of a job's live page. Runs in the driver's event loop and makes no decisions.
 
     GET /         the page: one file, the same for every job
     GET /events   server-sent events: the whole state first, then each patch, until the viewer disconnects
 
-A patch is encoded once for all viewers, in the next turn of the loop or FLUSH_S after the previous one. A viewer is
-disconnected when more than BACKLOG bytes are pending for it. Unauthenticated clients may use at most VISITORS
-connections, for VISIT_S seconds each. `http_requests` decides which requests are answered.
+A patch is encoded once for all viewers, in the next iteration of the event loop, but at least FLUSH_S after the
+previous patch. A viewer with more than BACKLOG pending bytes is disconnected. Unauthenticated clients may use at most
+VISITORS connections, for VISIT_S seconds each. `http_requests` decides which requests are answered.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from elastic.driver.monitoring.http_requests import HEAD_LIMIT, PageRefusal, Req
 from elastic.errors import Invalid
 
 VIEWERS = 64
-VISITORS = 128  # maximum number of connections that have not asked for events
+VISITORS = 128  # maximum number of connections without a stream of events
 VISIT_S = 5.0
 FLUSH_S = 0.05  # minimum interval between two patches: simultaneous changes are sent together
-# interval between two patches without changes: times advance, and lost viewers are detected
+# interval between patches if nothing changes: updates displayed times and detects lost viewers
 IDLE_S = 1.0
-# Bytes that may be pending in addition to the kernel's buffer; the whole state of 8,000 workers is 2 MB.
+# Maximum pending bytes per viewer, excluding the kernel's buffer. The whole state of 8,000 workers has 2 MB.
 BACKLOG = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html")
-# folder with the .js and .css that are embedded in the page
+# folder of the .js and .css files embedded in the page
 CHARTS = Path(__file__).parents[1] / "charts"
 
 _encode = msgspec.json.Encoder().encode
@@ -46,7 +46,7 @@ class PageServer:
 
     Args:
         model: the state to serve.
-        listening: socket from `bound`, which is closed together with the server.
+        listening: listening socket from `bound`. The server closes it.
         guard: decides which requests are answered.
         clock: returns seconds since 1970.
     """
@@ -74,7 +74,7 @@ class PageServer:
         self._flushed_at = 0.0
 
     async def open(self) -> None:
-        """Begin to accept connections."""
+        """Start accepting connections."""
         self._loop = asyncio.get_running_loop()
         self._server = await self._loop.create_server(lambda: PageVisit(self), sock=self._listening)
         self._wake(IDLE_S)
@@ -100,7 +100,7 @@ class PageServer:
 
     def came(self, visit: PageVisit) -> None:
         if len(self._visitors) >= VISITORS:
-            # This connection has waited longest for a request.
+            # This is the oldest connection without a complete request.
             next(iter(self._visitors)).abort()
         self._visitors[visit] = None
 
@@ -189,7 +189,7 @@ class PageVisit(asyncio.Protocol):
         self.end()
 
     def begin_events(self) -> None:
-        """Begin a response that streams events, without a deadline."""
+        """Begin a response that streams events. It has no deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._transport.set_write_buffer_limits(high=BACKLOG)
@@ -205,9 +205,9 @@ class PageVisit(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Close the connection after all data were sent."""
+        """Close the connection after all pending data have been sent."""
         if self._deadline is None or self._deadline.cancelled():
-            # A viewer, or any client at the end of a job, has VISIT_S to read the remaining data.
+            # A client has VISIT_S seconds to read the remaining data, also at the end of a job.
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(VISIT_S, self.abort)
         with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ def bound(address: str, port: int) -> socket.socket:
     """Return a socket that listens at the address. Connections wait until `PageServer.open` is called.
 
     Args:
-        address: name or numeric address. Empty means all interfaces.
+        address: host name or IP address. Empty means all interfaces.
         port: port number. 0 lets the system choose one.
 
     Raises:

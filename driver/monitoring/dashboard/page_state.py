@@ -1,7 +1,7 @@
-"""State of a live page as sections, the pending changes, and the application of patches. Pure: no I/O, no clock.
+"""State of a live page: its sections, pending changes, and patches. Pure: no I/O, no clock.
 
-A state is a dict of three kinds of sections. A patch changes one state into the next, by `applied` here and by the
-page's script:
+A state is a dict of three kinds of sections. A patch updates a state. `applied` implements this in Python, and the
+page's script in the browser:
 
     {"now": 1790000000.0,                          seconds since 1970, as are all times
      "set":  {"job": {...}, "commit": {...}},      values, replaced as a whole
@@ -125,7 +125,7 @@ class PageState:
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:
-        """Return the number of the last item of a series, and the stored items after number ``after``."""
+        """Return the number of a series' last item, and its stored items with numbers above ``after``."""
         last = self.counts[name]
         wanted = max(0, last - max(0, after))
         return last, list(self.series[name])[-wanted:] if wanted else []
@@ -146,7 +146,7 @@ class PageState:
     def full(self, now: float) -> Patch:
         """Return the whole state of the page as a patch.
 
-        Call `patch` before, because pending changes are part of the state.
+        Call `patch` first, because the state already includes pending changes.
         """
         return {
             "now": now,
@@ -157,7 +157,7 @@ class PageState:
 
 
 def applied(state: Patch | None, patch: Patch) -> Patch:
-    """Return the state after a patch. The arguments are not modified.
+    """Apply a patch to a state and return the new state. The arguments are not modified.
 
     Args:
         state: the state before the patch. None means the empty state.

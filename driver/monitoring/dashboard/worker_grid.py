@@ -1,4 +1,4 @@
-"""Hosts and workers of a live page, with one cell for each slot and its latest worker. Pure: no I/O, no clock."""
+"""Grid of the hosts and workers on a live page. A cell is a slot and its latest worker. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Worker
 
 STATES = (
-    "starting",  # the process was ordered but has not called init()
-    # init() was called, and the worker waits for a place; or it has a place and has not entered elastic.run
+    "starting",  # the driver ordered the process, but it has not called init()
+    # the worker called init() and waits for a world, or is in a world but has not entered elastic.run
     "joining",
     "training",
     "waiting",  # the worker has been inside a collective for a second or longer
-    "stalled",  # other workers have waited for this worker for some time; see `stalls`
+    "stalled",  # other workers are waiting for this worker; see `stalls`
     "recovering",  # the worker's world failed
     "frozen",
     "standby",
@@ -43,15 +43,15 @@ _STATES = {
     Stage.KILLED: "lost",
 }
 NOTE = 500  # maximum number of characters of a note
-HELD_UP = 8  # maximum number of listed workers that others wait for
-AWAITED = 4  # maximum number of stalled ranks named for each waiting worker
-# Difference of shares of time. A worker that waits this much less than the others is listed.
+HELD_UP = 8  # maximum number of entries in `held_up`
+AWAITED = 4  # maximum number of culprit ranks listed for each waiting worker
+# Minimum difference between a worker's waiting share and that of the others for it to be listed.
 MUCH = 0.05
 
 
 @dataclass
 class Cell:
-    """One slot in the grid, with its latest worker."""
+    """Cell of the grid: a slot and its latest worker."""
 
     key: str  # note in the worker's row
     worker: Worker
@@ -61,13 +61,13 @@ class Cell:
     note: str = ""
     exited: bool = False
     inside: float | None = None  # start of the worker's current wait in a collective
-    # share of its time that the worker spent waiting, in its last report
+    # fraction of time spent waiting in collectives, from the worker's last report
     share: float | None = None
-    step_s: float | None = None  # time from one commit to the next, in its last report
-    own_s: float | None = None  # part of that time outside collectives
-    usage: Usage = field(default_factory=Usage)  # last measurement by the worker's host
+    step_s: float | None = None  # seconds between two commits, as last reported
+    own_s: float | None = None  # seconds of `step_s` spent outside collectives
+    usage: Usage = field(default_factory=Usage)  # resource usage last measured on the worker's host
     awaits: tuple[int, ...] = ()  # ranks for which the worker waits in a stall
-    stalled: str | None = None  # script line of the worker for which others wait; empty if unknown
+    stalled: str | None = None  # script line that the awaited worker executes; empty if unknown
 
     def row(self, rank: int | None) -> dict[str, Any]:
         """Return the row of the slot for the table ``workers``.
@@ -119,7 +119,7 @@ class WorkerGrid:
     # ---- workers
 
     def show(self, now: float, *, published: bool = False) -> None:
-        """Update the rows of all workers that the view has changed.
+        """Update the rows of all workers that changed in the view.
 
         Args:
             now: current time, in seconds.
@@ -152,7 +152,7 @@ class WorkerGrid:
     def change(self, worker: Worker, **fields: Any) -> None:
         """Set fields of a worker's cell.
 
-        A change of the share of waiting time alone does not update the row, because it changes often.
+        Does not send the row if only the fraction of waiting time changed, because it changes often.
         """
         cell = self._of(worker)
         if cell is None:
@@ -168,7 +168,7 @@ class WorkerGrid:
         self._exited(event.worker, why, now, succeeded=event.code == 0)
 
     def lost(self, now: float, why: str) -> None:
-        """Update the rows of workers whose exit was not observed."""
+        """Update the rows of workers that were lost without an observed exit."""
         for worker in self._view.exited:
             self._exited(worker, why, now)
 
@@ -190,7 +190,7 @@ class WorkerGrid:
         for worker in self._view.before.keys() - self._view.ranks.keys():
             cell = self._of(worker)
             if cell is not None:
-                # This removes the rank of the worker from its row, even after its exit.
+                # Clear the rank in the worker's row, even if the worker has exited.
                 self._show(cell)
         self._forget_exited()
 
@@ -205,7 +205,7 @@ class WorkerGrid:
         self._forget_exited()
 
     def host(self, host: str, **fields: Any) -> None:
-        """Set fields of a host's row. Hosts that were never listed are ignored."""
+        """Set fields of a host's row. Hosts that discovery never listed are ignored."""
         table = self.state.tables["hosts"]
         if host not in table and "slots" not in fields:
             return
@@ -231,7 +231,7 @@ class WorkerGrid:
     # ---- workers that are waited for
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
-        """Return the workers for which other workers wait, in the format of `page_state`.
+        """Return the workers that other workers are waiting for, in the format of `page_state`.
 
         Args:
             awaited: the current stall, or None.
@@ -247,7 +247,7 @@ class WorkerGrid:
         return [*now, *_slow(members, self._view.ranks)][:HELD_UP]
 
     def paced(self, worker: Worker, waited_s: float, over_s: float, commits: int) -> None:
-        """Record the pace that a worker reported for the last ``over_s`` seconds."""
+        """Record the step and waiting times that a worker reported for the last ``over_s`` seconds."""
         own_s = max(0.0, over_s - waited_s)
         self.change(worker, share=min(1.0, waited_s / over_s))
         if commits > 0:
@@ -258,7 +258,7 @@ class WorkerGrid:
             )
 
     def slowest(self) -> dict[str, Any] | None:
-        """Return the member whose own part of a step takes longest, in the format of `page_state`.
+        """Return the member with the longest time per step outside collectives, in the format of `page_state`.
 
         Return None if fewer than two members have reported.
         """
@@ -277,7 +277,7 @@ class WorkerGrid:
     def stalled(self, stall: Stall | None) -> None:
         """Update the rows for a stall.
 
-        They show the workers for which the other workers wait, the script lines of these, and the workers that wait.
+        The rows show which workers wait, which workers they wait for, and the script lines of the awaited workers.
         """
         if stall is None and not self._shows_stall:
             return

@@ -1,7 +1,7 @@
-"""The causes of lost workers as values: why and when a worker was lost. Pure: no I/O, no clock.
+"""Causes of worker losses as values: the reason, the time, and the evidence. Pure: no I/O, no clock.
 
-Most causes follow from the driver's own data: an event, or the reason for a fence. The output of scripts and libraries
-has to be parsed: exceptions are identified by their class name and by the kernel's error number.
+Most causes come from an event or from the driver's reason for a fence. Exceptions are parsed from the output of scripts
+and libraries, and classified by class name and errno.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cause(enum.Enum):
     MEMORY_ERROR = "memory error"  # Python or torch's allocator could not allocate memory
     GPU_MEMORY = "gpu memory"
     DISK_FULL = "disk full"
-    # A write failed. torch does not report why; usually a disk is full.
+    # A write failed. torch does not report the reason; usually the disk is full.
     WRITE_FAILED = "write failed"
     GPU_ERROR = "gpu error"  # an error of CUDA or NCCL
     OUT_OF_MEMORY = "out of memory"  # killed by the kernel's out-of-memory killer
@@ -38,18 +38,18 @@ class Cause(enum.Enum):
     CUT_OFF = "cut off"
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
-    DAMAGED = "damaged"  # bits in the worker's memory or parameters changed
+    DAMAGED = "damaged"  # bits in the worker's memory or parameters were flipped
     MISCOMPUTED = "miscomputed"  # the worker's gradients were wrong
     TOO_SLOW = "too slow"  # the worker was too slow to call init() or to become ready
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
-    SHARDS_LOST = "shards lost"  # caused by the loss of all holders of some shards
+    SHARDS_LOST = "shards lost"  # caused by the loss of all workers that held some shards
     # the worker's state was corrupted by the gradients of a worker whose memory was damaged
     SPOILT = "spoilt"
 
 
-# Causes that follow from the loss of another worker, if such a loss is known.
+# Causes that are consequences of another worker's loss, if such a loss is known.
 FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SHARDS_LOST, Cause.SPOILT})
 FENCES = {
     ReasonKind.FROZEN: Cause.FROZEN,
@@ -77,8 +77,8 @@ class Death:
     """The loss of one worker.
 
     Args:
-        at: time of the first sign, in seconds on the journal's clock.
-        rank: rank of the worker in its last world, or None if it was in none.
+        at: time of the first sign of the loss, in seconds on the journal's clock.
+        rank: rank of the worker in its last world, or None if it never joined a world.
         size: size of the world that lost the worker, or 0 if it was not a member.
         what: the last line of an exception, the reason for a fence or a failed start, or the kernel's message.
         trace: traceback of an exception, or the end of the worker's output.
@@ -93,11 +93,11 @@ class Death:
     trace: str = ""
     trained: bool = True  # whether the worker was a member of a world
     size: int = 0
-    facts: dict[str, str] = field(default_factory=dict)  # facts about a fence
+    facts: dict[str, str] = field(default_factory=dict)  # values that describe a fence
 
     @property
     def signal_name(self) -> str:
-        """Return the name of the signal that ended the process, such as ``SIGKILL``. Empty if no signal did."""
+        """Name of the signal that killed the process, such as ``SIGKILL``, or an empty string."""
         return signal_name(self.code)
 
 
@@ -140,7 +140,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
 def kind_of(summary: str, trace: str) -> Cause:
-    """Return the cause of a loss that an exception explains.
+    """Return the cause of a loss, derived from an exception.
 
     Args:
         summary: last line of the exception, such as ``ValueError: wrong``, with or without the module.
@@ -170,8 +170,9 @@ def kind_of(summary: str, trace: str) -> Cause:
 
 
 def last_exception(output: str) -> tuple[str, str]:
-    """Return the last line of the last traceback in a worker's output, and the traceback. Both are empty without a
-    traceback.
+    """Return the last line of the last traceback in a worker's output, and that traceback.
+
+    Both are empty if the output contains no traceback.
     """
     head, found, tail = _RANK.sub("", output).rpartition(_TRACEBACK)
     if not found:
@@ -238,8 +239,9 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
 
 
 def of_fence(worker: Worker, reason: Reason, at: float, rank: int | None) -> Death | None:
-    """Return the loss of a worker that the driver kills, or None if the job is over or the worker was asked to
-    leave.
+    """Return the loss of a worker that the driver killed.
+
+    Returns None if the job is over or the worker was asked to leave.
     """
     cause = FENCES.get(reason.kind)
     if cause is None:

@@ -1,9 +1,10 @@
-"""Animation of a job as one SVG file: its workers in a ring, losses and joins, and their cost. Pure: no I/O, no clock.
+"""Animation of a job as one SVG file: a ring of workers, their losses and joins, and the resulting costs. Pure: no I/O,
+no clock.
 
 The animation uses SMIL, which browsers also play in an <img>, so that it works in a README. It contains no script and
-loads nothing; its own background suits light and dark pages. A viewer without SMIL shows the first frame, since every
-animated attribute also has its first value. The job's time passes at a constant speed. Events that would be too short
-to see, such as a recovery of 60 ms, are shown for a minimum time.
+loads nothing; its background suits light and dark pages. Every animated attribute has a static initial value, so a
+viewer without SMIL support shows the first frame. The job's time passes at a constant speed. Events that would be too
+short to see, such as a recovery of 60 ms, are shown for a minimum time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from elastic.driver.monitoring.explain.worker_rows import STATES, Span, WorkerRo
 from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400
-RING = (188.0, 196.0, 128.0)  # x and y of the center of the ring, and its radius
-SEEN_S = 0.45  # minimum number of seconds for which a change is shown
+RING = (188.0, 196.0, 128.0)  # center (x, y) and radius of the ring
+SEEN_S = 0.45  # minimum duration of a change in the animation, in seconds
 WORKERS = 128  # maximum number of slots in the ring
-PULSES = 24  # maximum number of workers with which each loss is shown as an expanding circle
+PULSES = 24  # maximum number of workers for which each loss is drawn as an expanding circle
 CAPTIONS = 250
 FRAMES = 120  # maximum number of changes of each counter
 KEYS = 5000  # maximum number of colour changes of all workers together
@@ -57,14 +58,14 @@ class FilmCut:
     begins: float
     ends: float
     film_s: float
-    gap: float = 0.0  # share of the animation below which changes are merged
+    gap: float = 0.0  # fraction of the animation's length below which changes are merged
 
     def share(self, at: float) -> float:
-        """Return the position of a time: 0 at the beginning, 1 at the end."""
+        """Return the position of a time in the cut, from 0 (beginning) to 1 (end)."""
         return min(1.0, max(0.0, (at - self.begins) / max(1e-9, self.ends - self.begins)))
 
     def seen(self) -> float:
-        """Return the minimum share of the animation for which an element is visible."""
+        """Return the minimum visible duration of an element, as a fraction of the animation's length."""
         return SEEN_S / self.film_s
 
 
@@ -74,7 +75,7 @@ def film(story: JobHistory, rows: WorkerRows, *, film_s: float = 40.0, title: st
     Args:
         story: history of the job.
         rows: activity of its slots.
-        film_s: length of the animation, in seconds, after which it repeats.
+        film_s: length of the animation in seconds. It then repeats.
         title: title of the animation.
     """
     began = story.began or 0.0

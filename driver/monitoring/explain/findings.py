@@ -1,4 +1,4 @@
-"""The findings about a job as values: its outcome and cause, its course, the cost, and advice. Pure: no I/O, no clock.
+"""Findings about a job as values: outcome, cause, course of events, cost, and advice. Pure: no I/O, no clock.
 
 `sentences` expresses the findings in words.
 """
@@ -24,20 +24,20 @@ from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
-FIRST, LAST = 12, 12  # number of incidents described individually, at the beginning and at the end
-MUCH_LOST = 0.1  # minimum lost share of the workers' time that is mentioned
-# Seconds between commits. More frequent commits would not reduce the loss noticeably.
+FIRST, LAST = 12, 12  # numbers of first and of last incidents that are described individually
+MUCH_LOST = 0.1  # minimum reported fraction of lost worker time
+# Commit interval in seconds below which more frequent commits would not noticeably reduce lost work.
 OFTEN_S = 1.0
-NO_COMMIT = "no-commit"  # kind of a mistake that the script checks find
+NO_COMMIT = "no-commit"  # kind of script mistake that the checks detect
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
 MUCH_SLOW_S = 60.0  # minimum slow time of a straggler for which advice is given
-# Causes in which time is lost by waiting.
+# Causes that cost time because other workers wait.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 NAMED_SLOTS = 8
 NAMED_ISLANDS = 8  # maximum number of late islands that are named
-REPEATS = 3  # number of losses from which a cause is considered recurring
+REPEATS = 3  # minimum number of losses for a recurring cause
 
 
 class FindingKind(enum.Enum):
@@ -52,7 +52,7 @@ class FindingKind(enum.Enum):
     CHANGE_WAITS_NOW = "change waits now"
     CUT_OFF = "cut off"
     NOTHING_HAPPENED = "nothing happened"
-    # Kinds about the cause of a failure: the first loss, and why it ended the job.
+    # Kinds about the cause of a failure: the first loss, and the reason it ended the job.
     CAUSE = "cause"
     CAUSE_UNKNOWN = "cause unknown"
     DRIVER_BUG = "driver bug"
@@ -103,7 +103,7 @@ class FindingKind(enum.Enum):
 
 
 class Advice(enum.Enum):
-    """Kinds of advice to the user after a job."""
+    """Kinds of advice given to the user after a job."""
 
     MORE_MEMORY = "more memory"
     LESS_GPU_MEMORY = "less gpu memory"
@@ -146,7 +146,7 @@ class Advice(enum.Enum):
     LOOK_AT_EXIT = "look at exit"
 
 
-# Causes for which advice is given even after a single loss.
+# Causes that produce advice even after a single loss.
 WRONG = (Cause.DAMAGED, Cause.MISCOMPUTED)
 ADVICE = {
     Cause.EXCEPTION: Advice.MEND_SCRIPT,
@@ -180,8 +180,8 @@ class JobFinding:
     """One finding about a job.
 
     Args:
-        facts: values of the finding's sentence. Times are seconds since the beginning of the job, and workers have the
-            form ``h:2#1``.
+        facts: values inserted into the finding's sentence. Times are in seconds since the start of the job. Workers
+            have the form ``h:2#1`` (host:slot#start).
     """
 
     what: FindingKind
@@ -200,7 +200,7 @@ class JournalState:
     runs: bool | None = None
     abandoned: bool = False  # the driver could not write the whole journal
     outlives: bool = False  # whether the workers continue without a driver
-    left_out: int = 0  # number of lines that are not entries
+    left_out: int = 0  # number of lines that are not valid entries
     torn: bool = False  # whether the last line is incomplete
     from_the_middle: bool = False
 
@@ -210,7 +210,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
     if story.store_away is not None and story.view.end is None:
-        # These findings are shown before the consequences and the end of the journal.
+        # Show these findings before the consequences and the state of the journal.
         first = [FindingKind.STORE_AWAY, FindingKind.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
@@ -302,8 +302,9 @@ def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterat
 
 
 def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
-    """Return the seconds since etcd was lost, if the job did not end. Later events are then consequences of this
-    loss.
+    """Return the seconds since the connection to etcd was lost, if the job did not end.
+
+    Later events are then consequences of this outage.
     """
     if story.store_away is None or story.view.end is not None or at < story.store_away.at:
         return {}
@@ -349,15 +350,15 @@ def _trace(story: JobHistory, cause: Death) -> str:
 
 
 def one_line(reason: Reason) -> str:
-    """Return the first line of a reason's sentence, without quoted output of a worker."""
+    """Return the first line of a reason's text, without quoted worker output."""
     if reason.facts.get("wrote"):
         reason = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
     return str(reason).strip().partition("\n")[0].rstrip(":; ")
 
 
 def named(death: Death) -> str:
-    """Return the name of a worker for a sentence, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it was in no
-    world.
+    """Return the name of a worker for a sentence, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it never
+    joined a world.
 
     A rank alone is ambiguous, because another worker may have the same rank in the next world.
     """
@@ -368,7 +369,7 @@ def named(death: Death) -> str:
 
 
 def death_facts(death: Death, story: JobHistory) -> dict[str, Any]:
-    """Return the facts of a loss that its sentence needs."""
+    """Return the values inserted into the sentence about a loss."""
     return {
         "cause": death.cause.value,
         "who": named(death),
@@ -673,7 +674,7 @@ def _advices(
         yield Advice.SCRIPT_CHECK, {"check": check, "text": text}
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            # A cause in the script would also affect the next worker.
+            # An error in the script would also affect the replacement worker.
             if cause.cause not in OF_THE_SCRIPT:
                 yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind in (ReasonKind.TOO_FEW, ReasonKind.TOO_FEW_SLOTS):

@@ -1,13 +1,13 @@
-"""The history of a job, derived from the events and decisions in its journal: losses, their causes, and recoveries.
+"""History of a job, derived from the events and decisions in its journal: losses, causes, and recoveries.
 
 Pure: no I/O, no clock.
 
-Each entry is passed once, in order, with its time. The stored data are bounded.
+Pass each journal entry once, in order, with its time. Memory use is bounded.
 
 The history is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
 lost host, or a world that fails. It ends when all members of the next world have completed their first collective,
-when that world fails too, or with the job. Workers lost in between belong to the incident, and the first of them is
-considered its cause.
+when that world fails too, or with the job. Workers lost in this period belong to the incident, and the first lost
+worker is considered its cause.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TRACE = 20_000  # maximum number of characters of a traceback
 
 @dataclass
 class Incident:
-    """One incident: a failure of a job and the recovery from it.
+    """Incident in a job: a failure and the recovery from it.
 
     Times are seconds on the journal's clock.
 
@@ -64,11 +64,11 @@ class Incident:
     commit: Commit | None = None  # commit from which training resumed
     step: int | None = None  # step of the state at that commit, or None
     from_checkpoint: bool = False
-    uncommitted: bool = False  # training began again from the initial state, as no commit was made
-    recovered_ms: float | None = None  # time from the cause to the first collective of all members
+    uncommitted: bool = False  # training restarted from the initial state
+    recovered_ms: float | None = None  # from the cause to the first collective of all members
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
-    # division of a sharded state after the incident, or None
+    # partition of the sharded state after the incident, or None
     shards: events.ShardsDivided | None = None
     ended: bool = False  # the incident ended the job
 
@@ -86,7 +86,7 @@ class Incident:
 
 @dataclass
 class StoreOutage:
-    """An outage of etcd that began at the time ``at``.
+    """Outage of etcd that began at time ``at``.
 
     Args:
         back_at: end of the outage, or None if it is not known to have ended.
@@ -99,7 +99,7 @@ class StoreOutage:
 
 @dataclass
 class Planned:
-    """Number of planned changes of the world, joins and leaves. None of them costs a step."""
+    """Counts of planned world changes, joins, and leaves. They lose no training steps."""
 
     count: int = 0
     longest_ms: float = 0.0
@@ -125,30 +125,31 @@ class JobHistory(ViewReader):
         self.incidents: list[Incident] = []
         self.more_incidents = 0
         self.planned = Planned()
-        # Time when the first world in elastic.run began; in a job of a fixed size, the first world.
+        # Start of the first world in elastic.run, or of the first world in a fixed-size job.
         self.trained_at: float | None = None
         self.end_at = 0.0
         # loss of a process that failed after training had succeeded
         self.after: Death | None = None
-        # The training function raised after the other workers had returned, so this is not a failure after training.
+        # The training function itself raised after the other workers had returned, so training had not ended on this
+        # worker.
         self.after_raised = False
         self.stop: str | None = None  # reason of a stop request, or None
         # operator requests, and whether each was carried out
         self.requests: list[tuple[float, events.Event, bool]] = []
-        # removed workers that were killed because they did not exit, with the time and the reasons for both
+        # workers that were removed but did not exit and were killed: time, and reasons for removal and kill
         self.overdue: list[tuple[float, Worker, Reason, Reason]] = []
         self.largest = 0
         self.hosts: set[str] = set()
         self.drivers = 1
-        self.torn_driver: str = ""  # text of an exception caused by a bug in the driver, or empty
+        self.torn_driver: str = ""  # text of an exception raised by a bug in the driver, or empty
         self.store_away: StoreOutage | None = None
         self.silences: list[StoreOutage] = []
         self.more_silences = 0
-        self.commits = Series(0)  # number of commits, as far as reported
+        self.commits = Series(0)  # number of reported commits
         self._counted = 0
-        # Incarnation of the last worker of each slot whose loss is recorded.
+        # For each slot, the incarnation of the last worker with a recorded loss.
         self._recorded: dict[tuple[str, int], int] = {}
-        # Workers that were asked to leave or killed because they were not needed, and why.
+        # Workers that were asked to leave, or were killed because they were not needed, with the reasons.
         self._going: dict[Worker, Reason] = {}
         self._open: Incident | None = None
         self._traces: set[str] = set()
@@ -158,7 +159,7 @@ class JobHistory(ViewReader):
 
     @property
     def uncommitted(self) -> bool:
-        """Whether no commit was made, and the job began from no checkpoint."""
+        """Whether the job has made no commit and did not start from a checkpoint."""
         return self.begins is None and self.view.uncommitted
 
     # ---- updates ---------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class JobHistory(ViewReader):
         self.torn_driver = error
 
     def go_on(self, now: float) -> None:
-        """Advance the time of a job that still runs."""
+        """Advance the clock of a running job without an event."""
         if self.began is not None and self.view.end is None and now > self.last:
             self.last = now
             self.spent.go_on(now)
@@ -206,11 +207,11 @@ class JobHistory(ViewReader):
 
     @property
     def last_incident(self) -> Incident | None:
-        """Return the incident that ended the job or is in progress, or else the last incident."""
+        """Return the incident that ended the job or is in progress; otherwise the last incident."""
         return self._open or (self.incidents[-1] if self.incidents else None)
 
     def losses(self) -> list[Death]:
-        """Return the losses of all incidents, in order."""
+        """Return the worker losses of all incidents, in chronological order."""
         return [death for incident in self.incidents for death in incident.deaths]
 
     def in_trouble(self) -> bool:
@@ -314,7 +315,7 @@ class JobHistory(ViewReader):
                 incident = self._incident(now)
                 incident.broke = incident.broke or reason
             case events.WelcomeWorker(elastic=False):
-                # In a job of a fixed size, the script trains in its first world.
+                # In a fixed-size job, training begins in the first world.
                 self._running = True
             case events.PublishWorld():
                 self._published(action, now)
@@ -373,7 +374,7 @@ class JobHistory(ViewReader):
             self._traces.add(trace)
         aside = self._open is None and bool(ranks) and death.worker not in ranks
         self._incident(now).deaths.append(death)
-        if aside:  # No worker trains with this worker or waits for it.
+        if aside:  # No other worker trains with this one or waits for it.
             self._open = None
 
     def _failed_after(self, death: Death) -> None:

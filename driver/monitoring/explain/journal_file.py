@@ -1,7 +1,7 @@
-"""Reader of the journal of a job in any state, including incomplete files. Performs I/O.
+"""Reader of job journals in any state, including incomplete files. Performs I/O.
 
-A file that is not a journal is rejected with an error. Everything else is read as far as possible, including an
-incomplete last line, invalid lines, an older format, and a file that is still being written.
+A file that is not a journal is rejected with an error. Every journal is read as far as possible, even if its last line
+is incomplete, some lines are invalid, its format is older, or it is still being written.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _HINTS = {
     errno.ENOENT: ": pass the file of --journal, or the name of a running job",
     errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
-# Maximum length of a line in bytes. A snapshot of 100,000 workers has about 50 MB.
+# Maximum length of a line in bytes. A snapshot of 100,000 workers takes about 50 MB.
 LINE_LIMIT = 256 << 20
 NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a journal
 
 
 @dataclass
 class JournalReading:
-    """A journal, as far as it could be read.
+    """Result of reading a journal as far as possible.
 
     Args:
         offset: seconds to add to the journal's times to obtain seconds since 1970. None in old journals.
@@ -68,7 +68,8 @@ def read_journal(path: Path) -> JournalReading:
 
 
 class JournalEntries:
-    """Iterator over the entries of a journal with their actions. Actions are recomputed if an archive omits them.
+    """Iterator over the entries of a journal with their actions. If an archived journal omits the actions, they are
+    recomputed.
 
     Must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first entry, if
     the file cannot be read or is not a journal.
@@ -140,7 +141,7 @@ class JournalEntries:
         self.reading.view.note(entry.event, entry.actions, entry.at)
 
     def _begin_from(self, snapshot: entries.Snapshot) -> None:
-        """Start from a snapshot, because the journal is a copy that begins in the middle of a job."""
+        """Initialize from a snapshot, for a copied journal that begins in the middle of a job."""
         settings = self.reading.settings
         self._middle = True
         membership = None if settings is None else _restored(bytes(snapshot.snapshot), settings)
@@ -221,8 +222,7 @@ def _offset(header: entries.Header) -> float | None:
 def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
     try:
         return membership.handle(entry.event, entry.at)
-    # The exception may be due to a bug in that version, which the entry may report, or to lines that were skipped
-    # before.
+    # The exception may come from a bug in that version, which the entry may report, or from lines skipped earlier.
     except Exception:
         return []
 

@@ -1,7 +1,7 @@
-"""Report on one job as an HTML page: findings, timeline and reported values. The page loads no other files.
+"""Report on one job as an HTML page: findings, timeline and reported values. The page is self-contained.
 
-The page is one file without dependencies. Text from a job is escaped in HTML and in the JSON that the script reads. A
-policy in the page's head forbids other scripts and all loading, even if the name of a worker contains HTML.
+Text from the job is escaped in the HTML and in the JSON that the page's script reads. A content security policy in the
+page's head also blocks all other scripts and all network requests.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
-BEGINNING = "<!doctype html>"  # beginning of each report page
+BEGINNING = "<!doctype html>"  # text at the beginning of each report page
 
 
 class RunReport(ViewReader):
-    """Report on one job, from the observations of this driver. The times of ``spent`` and its view are seconds since
+    """Report on one job, based on this driver's observations. Times of ``spent`` and its view are in seconds since
     1970.
     """
 
@@ -55,7 +55,8 @@ class RunReport(ViewReader):
         """Write the report page.
 
         Returns:
-            False if there is nothing to report, because the start was refused. An earlier report is then kept.
+            Whether a report was written. If the job was refused at its start, returns False and keeps an earlier
+            report.
 
         Raises:
             Invalid: the file exists and is not a report, or cannot be written.
@@ -70,8 +71,9 @@ class RunReport(ViewReader):
 
 
 def check_replaceable(file: Path, beginning: str) -> None:
-    """Raise Invalid if the path is that of a device, or of a file of another kind, such as a script or a journal, which
-    a report or animation must not replace.
+    """Raise Invalid if the path is a device or a file of another kind, such as a script or a journal.
+
+    A report or animation must not overwrite such a file.
 
     Args:
         file: path of the new file.
@@ -89,7 +91,7 @@ def check_replaceable(file: Path, beginning: str) -> None:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a file atomically. Only an earlier file of the same kind is replaced.
+    """Write a page atomically. It may replace only an earlier file of the same kind.
 
     Raises:
         Invalid: the file exists and is of another kind, or cannot be written.

@@ -1,4 +1,4 @@
-"""The sentences of findings, for display only. They may be reworded at any time. Pure: no I/O, no clock."""
+"""Sentences for findings. For display only: the wording may change at any time. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from elastic.protocol.messages import MISTAKE_LIMIT, at_step
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
-LINE = 400  # maximum number of characters of a text from outside
+LINE = 400  # maximum number of characters of a quoted external text
 HEADINGS = {
     "ended": "",
     "advice": "What to change",
@@ -73,7 +73,7 @@ _SECTIONS = {
 
 
 def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, str]]]:
-    """Return findings with their sentences by section, in the order of HEADINGS."""
+    """Group findings and their sentences by section, in the order of HEADINGS."""
     grouped: dict[str, list[tuple[JobFinding, str]]] = {name: [] for name in HEADINGS}
     for finding in found:
         grouped[_SECTIONS.get(finding.what, "ended")].append((finding, sentence(finding)))
@@ -81,7 +81,7 @@ def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, st
 
 
 def sentence(finding: JobFinding) -> str:
-    """Return the text of a finding: one or more sentences without a bullet. A traceback has several lines."""
+    """Return the text of a finding: one or more sentences, without a bullet. A quoted traceback spans several lines."""
     return _SENTENCES[finding.what](finding.facts)
 
 
@@ -104,8 +104,8 @@ def milliseconds(ms: float) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number with four significant digits, or all digits of an integer. Only extreme values have an
-    exponent.
+    """Format a number with four significant digits, or all digits of an integer. Very large and very small values use
+    exponent notation.
     """
     size = abs(float(f"{value:.4g}"))
     if size and not 1e-4 <= size < 1e7:
@@ -116,7 +116,7 @@ def number(value: float) -> str:
 
 
 def shown(text: str, limit: int = LINE) -> str:
-    """Return a text from outside the driver as one line with at most ``limit`` characters."""
+    """Shorten an external text to one line of at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[:limit]}..."
 
@@ -570,7 +570,7 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """Return explanations of those parts of the workers' time that are not zero and not self-explanatory."""
+    """Return explanations of the nonzero parts of the workers' time that need one."""
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 
@@ -590,7 +590,7 @@ def _lines_left_out(facts: Facts) -> str:
 _GOES_ON = "from the live workers, else from the newest checkpoint in --checkpoint-dir"
 
 
-# Format strings for the facts of a finding.
+# Format strings for the values of a finding.
 _ADVICE = {
     Advice.MORE_MEMORY: (
         "Give the workers of {host} more memory, run fewer of them there, or reduce the memory use of each: a"

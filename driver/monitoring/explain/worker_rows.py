@@ -1,4 +1,4 @@
-"""Activity of each slot of a job over time: rows of spans for a timeline, sizes of the job's worlds, recoveries.
+"""Activity of a job's slots over time, for a timeline: spans per slot, world sizes, and recoveries.
 
 Pure: no I/O, no clock.
 
@@ -28,7 +28,7 @@ STATES = (
     "leaving",
     "done",
     "lost",  # the worker raised an exception, or its host was lost; its process may still run
-    # These states are parts of the training time, from the stalls passed to `table`.
+    # `table` splits these states off from training, according to the stalls passed to it.
     "waiting",
     "stalled",
 )
@@ -53,7 +53,7 @@ class _Now:
 
 
 class WorkerRows(ViewReader):
-    """Recorder of the activity of each slot of one job over time."""
+    """Recorder of the activity of one job's slots over time."""
 
     def __init__(self, view: JobView) -> None:
         self.rows: dict[str, list[Span]] = {}  # spans of each slot, by ``host:slot``
