@@ -1,4 +1,4 @@
-"""Decisions about the bandwidth of hosts: which host is measured when, and whether its workers are admitted.
+"""Decisions about host bandwidth: when each host is measured, and whether its workers are admitted.
 
 Pure: no I/O, no clock.
 
@@ -23,15 +23,17 @@ from elastic.driver.membership.worlds.worlds import Worlds
 from elastic.driver.settings import AUTO
 from elastic.protocol.messages import Worker
 
-OTHERS_MIN = 2  # number of other hosts for a comparison
+OTHERS_MIN = 2  # minimum number of other hosts for a comparison
 REFERENCES = 3  # maximum number of members that are measured for a comparison
-HOSTS_MOST = 32  # hosts that wait for a measurement at once; further hosts are not measured
-FRESH_S = 60.0  # a measurement of this age is used for further workers of the host
+# maximum number of hosts that wait for a measurement; further hosts are not measured
+HOSTS_MOST = 32
+# maximum age of a measurement that is reused for later workers of the host, in seconds
+FRESH_S = 60.0
 TOGETHER_S = (
     3.0  # seconds that the first measurement waits for the other health checks of the first world
 )
 RESULT_S = 6.0  # seconds for the result of a measurement to arrive
-WAIT_S = 20.0  # a worker without a measurement is admitted after this time
+WAIT_S = 20.0  # seconds after which a worker is admitted without a measurement
 
 Evidence = str | float | int
 
@@ -44,7 +46,7 @@ def too_slow(
     Args:
         mine: measurement of the host.
         others: measurements of other hosts.
-        factor: share of the median below which the host is too slow.
+        factor: fraction of the median below which the host is too slow.
 
     Returns:
         The evidence: ``direction``, ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``, the number of compared
@@ -81,11 +83,11 @@ class HostBandwidth(Part):
         self._doubted: set[str] = set()
         # Hosts that wait for their measurement, and the time since which each waits.
         self._wanted: dict[str, float] = {}
-        # Workers with a passed health check, and the time since which each waits for the measurement of its host.
+        # Workers that passed the health check and wait for their host's measurement, with the start of each wait.
         self._waiting: dict[Worker, float] = {}
         self._pending: MeasureBandwidth | None = None  # measurement in progress
         self._result_by = 0.0  # deadline of the measurement in progress
-        # Host against which the hosts of the first world are measured.
+        # peer in the measurements before the first world
         self._first_peer: str | None = None
 
     def waits(self, record: WorkerRecord) -> bool:
@@ -103,15 +105,15 @@ class HostBandwidth(Part):
             return False
         if hosts > 1:
             self._wanted.setdefault(record.worker.host, self.actions.now)
-        comparable = hosts > 1 + OTHERS_MIN  # besides the peer and the host itself
+        comparable = hosts > 1 + OTHERS_MIN  # hosts other than the peer and the measured host
         if comparable:
             self._waiting[record.worker] = self.actions.now
         return comparable
 
     def _can_be_measured(self, host: str, hosts: int) -> bool:
-        """Return whether the host can be measured soon, as hosts are measured one at a time."""
+        """Return whether the queue is short enough to measure the host, because hosts are measured one at a time."""
         if not self.worlds.members and hosts > HOSTS_MOST:
-            return False  # all hosts of the first world would wait for the last one
+            return False  # the first world would wait until all hosts have been measured
         return host in self._wanted or len(self._wanted) < HOSTS_MOST
 
     def measured(self, event: BandwidthMeasured) -> None:
@@ -121,7 +123,7 @@ class HostBandwidth(Part):
             self._latest[event.host] = event, self.actions.now
 
     def listed(self, hosts: Iterable[str]) -> None:
-        """Discard the measurements of hosts that left the list."""
+        """Discard the measurements of hosts that are no longer listed."""
         kept = set(hosts)
         self._latest = {host: each for host, each in self._latest.items() if host in kept}
         self._wanted = {host: since for host, since in self._wanted.items() if host in kept}
@@ -136,7 +138,7 @@ class HostBandwidth(Part):
         yield from (since + WAIT_S for since in self._waiting.values())
 
     def settled(self) -> Iterator[tuple[WorkerRecord, dict[str, Evidence] | None]]:
-        """Request the next measurement. Yield the workers that no longer wait, with the evidence against their host.
+        """Request the next measurement. Yield each worker whose wait has ended, with the evidence against its host.
 
         The evidence, see `too_slow`, is None if the worker is admitted.
         """
@@ -199,7 +201,9 @@ class HostBandwidth(Part):
         return self._first_peer
 
     def _all_checked(self) -> bool:
-        """Return whether the health checks of the first world have ended, or take longer than those that have."""
+        """Return whether all health checks before the first world have ended, or the remaining ones are taking too
+        long.
+        """
         pending = (each for each in self.roster.in_plans() if each.unchecked)
         late = self.actions.expired(min(self._wanted.values()) + TOGETHER_S)
         return late or all(self.waits(each) for each in pending)
@@ -215,7 +219,7 @@ class HostBandwidth(Part):
             return
 
     def _references(self, host: str, peer: str) -> Iterator[str]:
-        """Yield the hosts of members that are measured before ``host``, because too few others were measured."""
+        """Yield the hosts of members to measure before ``host``, if there are too few measurements for a comparison."""
         others = [each for each, _ in self._latest.values() if each.host != host]
         if sum(each.peer == peer for each in others) < OTHERS_MIN:
             members = dict.fromkeys(each.host for each in self.worlds.members)

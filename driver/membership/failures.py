@@ -23,7 +23,7 @@ from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.tracebacks import exception_line
 
-UNCAUGHT = 1  # Python's exit code after an uncaught exception
+UNCAUGHT = 1  # exit code of Python after an uncaught exception
 
 
 class Failures(Part):
@@ -90,7 +90,7 @@ class Failures(Part):
             self._record_complaint(record, verdict)
 
     def _broken(self, record: WorkerRecord, event: WorkerFailed | WorkerStranded) -> Reason:
-        """Return the reason why a failed collective ends a job of a fixed size."""
+        """Return the reason for ending a fixed-size job after a failed collective."""
         if event.differs:
             return because(ReasonKind.CALLS_DIFFER, text=event.reason)
         return because(ReasonKind.LOST_PEER, who=self.worlds.named(record), text=event.reason)
@@ -117,7 +117,7 @@ class Failures(Part):
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and event.calls:
-            # All ranks received the same calls, and would receive them again after a retry.
+            # All ranks saw the same mismatched calls, and a retry would repeat them.
             self.worlds.end(1, because(ReasonKind.TENSORS_DIFFER, summary=event.summary))
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
@@ -143,8 +143,8 @@ class Failures(Part):
     def quit(self, event: WorkerQuit) -> None:
         """Handle a worker that is about to exit.
 
-        The other workers have disconnected from it and continue immediately, because an interpreter that has loaded
-        torch needs seconds to exit.
+        The other workers have already disconnected from it, and continue without waiting for its exit, because an
+        interpreter that has loaded torch needs seconds to exit.
         """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:
@@ -152,7 +152,7 @@ class Failures(Part):
         if event.generation != self.worlds.generation or record.stage not in AT_STAKE:
             return
         if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
-            return  # No worker waits for this one, so it has time to exit. Its exit ends the job.
+            return  # No other worker waits for this one. The job ends when it exits.
         self.staff.dismiss(record, because(ReasonKind.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=ended)
@@ -163,7 +163,7 @@ class Failures(Part):
         self.worlds.lose(record, lost)
 
     def exited(self, event: WorkerExited) -> None:
-        # A gathering no longer waits for this worker's answer to a liveness probe.
+        # Do not wait any longer for this worker's answer to a liveness probe.
         self.worlds.signs.heard(event.worker)
         record = self.roster.remove(event.worker)
         if record is None:
@@ -172,10 +172,11 @@ class Failures(Part):
         worker = str(event.worker)
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=exit_text)
         if record.killed_for is not None:
-            # The reason was logged when it was killed. It is repeated only if the exit ends the job.
+            # The reason was logged when it was killed. Repeat it only if the exit ends the job.
             ended = f"{ended}, killed by the driver"
             lost = because(ReasonKind.LOST_KILLED, worker=worker, killed_for=record.killed_for)
-        # A worker killed by SIGKILL cannot report why, and an earlier worker's output does not explain a later exit.
+        # A worker killed by SIGKILL cannot report the reason, and output of an earlier worker does not explain this
+        # exit.
         if event.output and event.code != -signal.SIGKILL:
             self.staff.last_output = event.output.rstrip()
         elif record.stage is not WorkerStage.DISMISSED:
@@ -223,11 +224,11 @@ class Failures(Part):
     def _nothing_to_lose(self) -> bool:
         """Return whether all workers may restart from the beginning without losing progress.
 
-        This requires that --reset-limit bounds the number of restarts, that no worker has entered elastic.run, and that
-        no worker's script has failed, because the script would fail again.
+        The conditions are: --reset-limit bounds the number of restarts, no worker has entered elastic.run, and no
+        worker's script has failed, since it would fail again.
         """
         if self.settings.reset_limit is None:
-            return False  # A script without elastic.run is restarted only on request.
+            return False  # A script without elastic.run is restarted only if the user requested it.
         failed = self.staff.slots.any_failed() or self.roster.any_at(WorkerStage.DISMISSED)
         return not (self.worlds.trained or self.worlds.completed or failed)
 
@@ -247,7 +248,8 @@ class Failures(Part):
     def _restart_all(self, why: Reason) -> None:
         """Restart all workers from the beginning.
 
-        This is necessary if no worker has entered elastic.run: workers that wait there for a lost peer cannot continue.
+        This is necessary before any worker has entered elastic.run, because workers outside it cannot recover from the
+        loss of a peer.
         """
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
@@ -280,7 +282,7 @@ class Failures(Part):
             return
         if search is not None and search.root_cause == event.worker and search.verdict:
             self.worlds.end(exit_code(event.code), search.verdict)
-        # A worker killed by SIGKILL cannot report why.
+        # A worker killed by SIGKILL cannot report the reason.
         explains = "\n" in event.output.strip() and event.code != -signal.SIGKILL
         wrote = event.output.rstrip() if explains else ""
         outside = self.settings.elastic

@@ -1,9 +1,10 @@
 """Decisions about health checks. A worker is admitted when the check of its slot has passed. Pure: no I/O, no clock.
 
-The check runs while the worker starts (`processes.health_check_run`). Until the check has passed, init() of the worker
-is not answered, so the worker cannot become ready. Only the first world waits for a check, and only briefly. A slot
-with a failed check cools down like any slot with a failed worker, and its next worker is checked again. The slot is
-never given up, because an operator may repair its host. With the built-in check, `bandwidth` also compares the hosts.
+The check runs while the worker starts (`processes.health_check_run`). The driver does not answer the worker's init()
+until the check has passed, so the worker cannot become ready earlier. Only the first world waits for pending checks,
+and only briefly. A slot with a failed check cools down like any slot with a failed worker, and its next worker is
+checked again. A failed check never disables the slot permanently, because an operator may repair its host. With the
+built-in check, `bandwidth` also compares the hosts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class HealthChecks(Part):
     def checked(self, event: WorkerHealthChecked) -> None:
         record = self.roster.get(event.worker)
         if record is None or not record.unchecked or record.killed_for:
-            return  # The worker has exited or is already checked. Agents repeat results.
+            return  # The worker has exited, or its result is known. Agents may repeat results.
         if record.stage is WorkerStage.DISMISSED or self.bandwidth.waits(record):
             return
         if event.outcome is not HealthOutcome.PASSED:
@@ -49,8 +50,8 @@ class HealthChecks(Part):
             self._passed(record)
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times of the next checks."""
-        # The held workers are in the order of their deadlines.
+        """Yield the times at which `overdue` must be called."""
+        # HELD workers are sorted by deadline.
         held = self.roster.first_at(WorkerStage.HELD)
         yield from (each.check_by for each in held if self._unanswered(each))
         yield from self.bandwidth.deadlines()
@@ -102,7 +103,7 @@ class HealthChecks(Part):
         self.staff.discard(record, reason)
 
     def _before(self, record: WorkerRecord, reason: Reason) -> Reason | None:
-        """Return the previous result of the slot, or for low bandwidth of the host."""
+        """Return the previous result of the slot, or of its host if the failure is low bandwidth."""
         unhealthy = self.staff.slots.unhealthy
         if reason.facts["outcome"] == HealthOutcome.LOW_BANDWIDTH.value:
             same = (why for slot, why in unhealthy.items() if slot[0] == record.worker.host)

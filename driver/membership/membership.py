@@ -3,7 +3,7 @@
     GATHERING --all expected are ready--> TRAINING --worker lost / collective failed--> GATHERING
         ^                                  |  ^
         |                          newcomer ready, or a member leaves
-        |                                  v  |  called off
+        |                                  v  |  canceled
         +--all stopped-- STOPPING <--all answered-- PREPARING
 
     TRAINING --a member returned--> ENDING --all returned--> DONE         any phase --> DONE (failed)
@@ -94,7 +94,7 @@ class Membership:
 
     @property
     def verdict(self) -> events.EndJob | None:
-        """Return the outcome of the job, or None until it is decided."""
+        """Outcome of the job, or None until it is decided."""
         return self.worlds.verdict
 
     @property
@@ -110,7 +110,7 @@ class Membership:
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Return the workers that slow down the other workers. All workers still make progress."""
+        """Return the stragglers: workers that slow down the others but make progress."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
@@ -162,7 +162,7 @@ class Membership:
 
     def _dispatch(self, event: events.Event) -> None:
         self.stop.heard(event)
-        # The most frequent events first.
+        # Check the most frequent events first.
         parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices, self.health)
         if any(part.handle(event) for part in parts):
             return
@@ -181,7 +181,8 @@ class Membership:
                     self.failures.handle(gone)
                 self.notices.reported(event)
             case events.DriverRestarted():
-                self.worlds.staff.slots.queued = 0  # The new driver's discovery reports the number.
+                # The new driver's discovery reports the number again.
+                self.worlds.staff.slots.queued = 0
                 self.reconnections.restarted()
                 self.deadlines.restarted()
                 self.frozen.restarted()
@@ -224,7 +225,7 @@ class Membership:
             case events.WorkerConnected() | events.WorkerReady() if event.worker in self.roster:
                 self.worlds.staff.release(self.roster[event.worker], because(ReasonKind.JOB_ENDED))
             case events.WorkerReconnected() if self._has_finished(event.worker):
-                # Its script still runs code after the training.
+                # The script is still running code after training.
                 self.reconnections.reconnected(event)
             case events.WorkerReconnected():
                 self.worlds.actions.add(events.LetGo(event.worker, because(ReasonKind.JOB_ENDED)))

@@ -1,12 +1,12 @@
 """Decisions about operator requests: scale the job, drain a host, remove a worker. Deterministic.
 
-No progress is lost, because workers leave at a safepoint that all members have agreed on. Each request is answered with
-its effect, or with the reason for refusing it.
+No progress is lost, because workers leave at a safepoint that all members have agreed on. The answer to a request
+describes its effect or the reason for refusing it.
 
     scale    set the size of the largest world; surplus members leave, highest ranks first
-    drain    no workers start on the host; its workers leave if enough others stay, as after a preemption notice;
-             off: workers start there again, also in quarantined slots
-    remove   the worker leaves, and its slot stays empty unless there are too few workers, as after SIGTERM
+    drain    start no workers on the host; its workers leave if enough others stay, as after a preemption notice;
+             off: allow new workers there again, also in quarantined slots
+    remove   make the worker leave; its slot stays empty unless there are too few workers, as after SIGTERM
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import UNBOUNDED
 
 NAMED = 4  # maximum number of drained hosts named in an answer
-# Reasons for which the workers of a host leave until `drain --off`.
+# Departure reasons that `drain --off` cancels.
 LEFT_OUT = (ReasonKind.DRAINED, ReasonKind.QUARANTINED)
 
 
 class OperatorRequests(Part):
     """Handler of operator requests.
 
-    It has no state of its own: the worker pool stores the requested size, and the slots store the drained hosts.
+    The handler is stateless: the worker pool stores the requested size, and `Slots` stores the drained hosts.
     """
 
     def handle(self, event: Event) -> bool:
@@ -61,7 +61,7 @@ class OperatorRequests(Part):
         self.staff.asked = workers
         for record in self.roster.in_plans():
             if record.leaving is not None and record.leaving.kind is ReasonKind.SCALED_DOWN:
-                record.leaving = None  # Some of the workers that have not left yet may stay.
+                record.leaving = None  # Some workers that were asked to leave may stay after all.
         leave = self._thin_out(workers)
         slots = self.staff.slots.open(self.actions.now)
         had = None if before == UNBOUNDED else before
@@ -117,7 +117,7 @@ class OperatorRequests(Part):
             leaving = record.leaving
             if record.in_plans and leaving is not None and leaving.kind in LEFT_OUT:
                 record.leaving, record.noticed = None, False
-        self._thin_out(self.staff.workers_max)  # The size may have been reduced meanwhile.
+        self._thin_out(self.staff.workers_max)  # The size may have been reduced in the meantime.
         return True, because(ReasonKind.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:
@@ -130,7 +130,7 @@ class OperatorRequests(Part):
         return because(ReasonKind.NO_SUCH_HOST, host=host, hosts=", ".join(hosts[:8]) + more)
 
     def _nowhere_else(self, host: str) -> Reason | None:
-        """Return the reason for refusing a drain that could never end, because the list of hosts does not grow."""
+        """Return the reason for refusing a drain that could never complete, because the host list cannot grow."""
         slots, least = self.staff.slots, self.settings.workers_min
         others = slots.open(self.actions.now, without=host)
         if not slots.fixed or others >= least or slots.drained(host):

@@ -1,7 +1,7 @@
 """Decisions about machines that will be reclaimed. Deterministic.
 
-    announced --> its workers leave at the next safepoint if enough others stay; no worker is started there
-              --> HURRY_S before the end its workers leave, even if too few stay
+    announced --> the machine's workers leave at the next safepoint if enough others stay; it gets no new workers
+              --> HURRY_S before the end, its workers leave even if too few stay
     withdrawn --> workers that have not left yet stay
 
 If all members run on such machines, no worker could continue. The members then keep training, and a checkpoint is
@@ -29,18 +29,18 @@ from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit
 
-HURRY_S = 10.0  # seconds before the end of a machine at which its workers leave in any case
+HURRY_S = 10.0  # seconds before a machine's end at which its workers leave unconditionally
 # seconds before the end of all machines at which the last checkpoint is requested
 LAST_CHECKPOINT_S = 20.0
-# Minimum interval between the first and the last checkpoint; if less time remains, only one is made.
+# Minimum interval between the first and the last checkpoint. If less time remains, only one is requested.
 APART_S = 1.0
 # Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
 LAST_S = 3.0
-# Time from the announced end until the host may be used again: by then it is another machine, or the notice was a false
-# alarm.
+# Time from the announced end until the host may be used again: by then the machine was replaced, or the notice was a
+# false alarm.
 GONE_S = 60.0
 UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
-STOPPED = 143  # exit code, as after SIGTERM; a batch system may requeue the job
+STOPPED = 143  # exit code of the job, as after SIGTERM; a batch system may then requeue it
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Notices(Part):
         super().__init__(worlds)
         self.announced: dict[str, Departure] = {}
         self._hurry_at: dict[str, float] = {}
-        # Used if all machines are reclaimed: when to request checkpoints, and whether the last one was requested.
+        # Used if all machines are reclaimed: times of checkpoint requests, and whether the last request was sent.
         self._ask_at: list[float] = []
         self._all_go = False
         self._last_asked = False
         # Generation that received the request, or None after its answer.
         self._asked_in: int | None = None
-        self._earlier = False  # the next answer belongs to the previous request
+        self._earlier = False  # whether the next answer belongs to the previous request
         # Announced end for which the last checkpoint is scheduled.
         self._last_by: float | None = None
         self._newest: Commit | None = None  # newest durable commit
@@ -95,14 +95,14 @@ class Notices(Part):
         return True
 
     def reported(self, event: HostReported) -> None:
-        """Apply the notice that a host's agent reports, which replaces earlier notices."""
+        """Apply a notice reported by a host's agent. It replaces earlier notices."""
         if event.notice is not None:
             self._leaves(event.host, event.notice, alone=False)
         else:
             self._stays(event.host)
 
     def listed(self, hosts: dict[str, int]) -> None:
-        """Apply a new list of hosts. A host that was removed from the list counts as a new machine when it returns."""
+        """Apply a new list of hosts. If a removed host reappears, it counts as a new machine."""
         for host in self._hurry_at.keys() & hosts.keys() - self.announced.keys():
             del self._hurry_at[host]
         for host in self.announced.keys() - hosts.keys():
@@ -111,7 +111,8 @@ class Notices(Part):
             for record in self.roster.hosts.get(host, {}).values():
                 if record.noticed:
                     record.unlisted, record.noticed = True, False
-                    # The machine still ends, so workers without enough replacements leave before its end too.
+                    # The machine is still going to be reclaimed, so its workers leave before the end even without
+                    # replacements.
                     if hurry_at is not None:
                         self._hurry_at[host] = hurry_at
 
@@ -122,7 +123,7 @@ class Notices(Part):
             self._earlier = False
             return
         if self._asked_in is not None and event.commit.generation < self._asked_in:
-            # The checkpoint was written by an earlier world, or is a restored one, which is reported as well.
+            # The checkpoint was written by an earlier world, or is a restored checkpoint, which workers also report.
             return
         self._asked_in = None
         if self._last_asked and self._end_at is not None:
@@ -143,13 +144,13 @@ class Notices(Part):
             )
             self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
-            by = known.by  # Of two notices, the one with the earlier end counts.
+            by = known.by  # Keep the notice with the earlier end.
         departure = self.announced[host] = Departure(notice.text, by, alone)
         self._looked_at = None
         if alone:
             self._end_at = departure.before(LAST_S, now)
         if alone or not self.settings.elastic:
-            return  # No other worker could continue, so this one trains until the end.
+            return  # No other worker could continue, so this one keeps training until the end.
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
         hurry_at = departure.before(HURRY_S, now)
         if hurry_at is not None:
@@ -201,7 +202,7 @@ class Notices(Part):
     def _look_at_all(self) -> None:
         members = self.worlds.live() if self.announced else []
         going = [self.announced.get(record.worker.host) for record in members]
-        # A job of a fixed size ends with its first machine.
+        # A fixed-size job ends when its first machine is reclaimed.
         elastic = self.settings.elastic
         gone = bool(going) and None not in going if elastic else any(going)
         all_leave = gone and self.worlds.world.running
@@ -261,7 +262,7 @@ class Notices(Part):
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times of the next checks."""
+        """Yield the times at which `overdue` must be called."""
         yield from self._hurry_at.values()
         if self._ask_at and self.worlds.phase is Phase.TRAINING:
             yield self._ask_at[0]

@@ -1,12 +1,13 @@
 """Decisions about messages that are repeated after a reconnection or a driver failover. Pure: no I/O, no clock.
 
-A connection that breaks loses the messages in flight in both directions. The worker reconnects, reports its state and
+When a connection fails, in-flight messages in both directions are lost. The worker reconnects, reports its state and
 repeats unanswered messages (see `recovery`). This module is the driver's side: it repeats the decisions that currently
-apply to that worker. A worker that already received a message ignores the repetition: the message carries a generation
-or the number of a change, or ends an operation that is already over.
+apply to that worker. A worker ignores messages that it already received, because each carries a generation or the
+number of a planned change, or ends an operation that is already complete.
 
 The same applies after a driver failover: the new driver reads the journal and assumes that none of the last decisions
-was carried out. The agents report which processes run, the workers reconnect, and current decisions are repeated.
+was carried out. The agents report running processes, the workers reconnect, and the driver repeats its current
+decisions.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ UNTIL_IT_IS_BACK = (ReasonKind.CONNECTION_LOST, ReasonKind.NOT_BACK)
 
 
 class Reconnects(Part):
-    """Sender that repeats the current decisions to workers that reconnect."""
+    """Handler of reconnecting workers, to which it repeats the current decisions."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
         if record is None:
-            # The worker was reported dead, but is still alive. No other worker trains with it.
+            # The worker was reported dead, but is alive. Its world has already replaced it.
             self.actions.add(LetGo(event.worker, because(ReasonKind.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:
@@ -94,7 +95,7 @@ class Reconnects(Part):
             case Phase.STOPPING if at_work:
                 self.actions.add(StopMembersAt(generation, change.number, change.check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
-                # The worker may be waiting at a change that was called off while it was disconnected.
+                # The worker may be waiting at a planned change that was canceled while it was disconnected.
                 self.actions.add(
                     CallOffChange(
                         generation, change.number, [worker], because(ReasonKind.RECONNECTED)
@@ -104,9 +105,9 @@ class Reconnects(Part):
     # ---- a whole host, or all hosts --------------------------------------------------------------------------------
 
     def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
-        """Yield an exit event for each worker that should run on the host but does not.
+        """Yield an exit event for each worker that is missing from the host's running processes.
 
-        Workers that run on the host although they should not are killed, again if necessary.
+        Unexpected workers on the host are killed. The kill is repeated if necessary.
         """
         running = set(event.running)
         here = self.roster.hosts.get(event.host, {})
@@ -123,7 +124,7 @@ class Reconnects(Part):
             )
 
     def restarted(self) -> None:
-        """Extend all deadlines after a driver failover, because the failover, and not a worker, caused the delay."""
+        """Extend all deadlines after a driver failover, because the failover caused the delay, not a worker."""
         now, settings = self.actions.now, self.settings
         for record in self.roster.values():
             if record.killed_for or record.stage is WorkerStage.DISMISSED:

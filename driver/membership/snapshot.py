@@ -1,4 +1,4 @@
-"""Serialization of the whole state of a Membership as JSON, and its restoration.
+"""Serialization of a Membership's whole state to JSON, and its restoration.
 
 Pure: no I/O, no clock. Makes no decisions.
 
@@ -7,7 +7,7 @@ A snapshot is a table of objects, ``{"kinds": [[name, field, ...], ...], "object
 objects therefore stay shared, and dictionaries may have keys of any type. All fields of an object are written, whether
 its class declares them or not. A class or type that is not listed here raises an error when the snapshot is taken, so
 that a new field cannot be lost silently. The settings are not included: they are in the header of the journal, which
-has the names of additional environment variables but never their values.
+contains the names of additional environment variables but never their values.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *Action.__subclasses__(),
 )
 METHODS = {(Roster, "_file")}  # fields that hold bound methods
-# Fields that are reset with each event. The caller already has the contents.
+# Fields that are reset at each event. The caller has already received their contents.
 PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
 
 _NAMED: dict[str, type] = {
@@ -215,7 +215,7 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class _Taking:
-    """Traversal of all objects of a membership for a snapshot.
+    """Serializer that traverses all objects of a membership.
 
     Objects whose content can be added later are queued, so the depth of the object graph does not matter.
     """
@@ -304,7 +304,7 @@ class _Taking:
             raise SnapshotError("a snapshot can't contain two Settings objects")
         return self._add(value, [self._number(Settings.__name__)])
 
-    # Mutable objects may be at any position and may form cycles.
+    # Mutable objects may appear anywhere in the table and may form cycles.
 
     def _later(self, value: Any) -> list[int]:
         row: list[Any] = []
@@ -393,7 +393,7 @@ class _Making:
                     setattr(made, name, PASSING[kind, name]())
             del values[: len(names)]
         if isinstance(made, dict):
-            # The roster's method would update its indexes a second time.
+            # Bypass `Roster`'s method, which would update the indexes a second time.
             put: Callable[..., None] = (dict if kind in OBJECTS else type(made)).__setitem__
             for key, item in zip(values[::2], values[1::2], strict=True):
                 put(made, key, item)

@@ -1,20 +1,20 @@
 """Detect hosts with different versions of torch. Pure: no I/O, no clock.
 
-Hosts with different versions may train together, which usually works. The warning helps to explain different results,
-or errors on one host only.
+Training across versions usually works. The warning helps to explain differing results, or errors that occur on one host
+only.
 """
 
 from __future__ import annotations
 
 
 class Versions:
-    """First host that reported each version of torch."""
+    """Registry of the first host that reported each torch version."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
     def heard(self, host: str, version: str) -> str:
-        """Record the version of a host.
+        """Record a host's torch version.
 
         Returns:
             A warning if a version other than the first is reported for the first time, otherwise the empty string.

@@ -10,8 +10,8 @@ from elastic.driver import events
 from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 
-# The fields of an event are the worker and the fields of the message. Layout, StepInput, Result and Reported are not
-# events.
+# An event has the fields of its message, preceded by the worker. The messages Layout, StepInput, Result and Reported
+# have no events.
 EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.Reconnected: events.WorkerReconnected,
     messages.Ready: events.WorkerReady,

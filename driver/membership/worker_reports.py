@@ -1,7 +1,7 @@
 """Decisions about the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
 
 Every event about a world carries its generation. Each handler starts by dropping events of older generations. Failures
-are handled in `failures`, missing progress in `failure_detection`.
+are handled in `failures`, and workers without progress in `failure_detection`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """Error raised for an event that is neither outdated nor possible in the current state, which indicates a bug.
+    """Error raised for a current event that is impossible in the current state. It indicates a bug.
 
     The message contains the preceding events.
     """
@@ -36,7 +36,7 @@ class WorkerReports(Part):
         """Handle a worker's report about itself. Return False for other events.
 
         Raises:
-            IllegalEvent: the event is not possible in the current state, which indicates a bug.
+            IllegalEvent: the event is impossible in the current state, which indicates a bug.
         """
         match event:
             case events.WorkerConnected():
@@ -68,7 +68,7 @@ class WorkerReports(Part):
     def connected(self, event: events.WorkerConnected) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.stage is not WorkerStage.STARTING:
-            return  # The connection has outlived its process.
+            return  # The connection has outlived the worker's process.
         record.pid = event.pid
         self.frozen.speaks(record)
         self.worlds.welcome(record)
@@ -77,7 +77,8 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
-                # The driver gave up the worker because the kill did not reach it, but the worker runs again.
+                # The driver stopped waiting for the worker because the kill did not reach it, but the worker is running
+                # again.
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
@@ -85,7 +86,7 @@ class WorkerReports(Part):
         if 0 < event.number < record.readies:
             return  # The message belongs to an earlier wait of the worker.
         record.readies = event.number
-        # The notification is repeated, because the earlier message may be lost.
+        # Repeat the notification, because the earlier message may have been lost.
         record.stands_by = False
         self.frozen.speaks(record)
         if record.stage is WorkerStage.STARTING:
@@ -109,7 +110,7 @@ class WorkerReports(Part):
                 fell_out = because(ReasonKind.FELL_OUT, worker=str(event.worker))
                 self.worlds.break_up(fell_out, failure=False)
             else:
-                # The first worker to return from user code outside elastic.run. The others are not interrupted.
+                # The first worker to return from user code outside elastic.run. The other workers are not interrupted.
                 why = ReasonKind.ENTERING if event.running else ReasonKind.INIT_AGAIN
                 self.worlds.gather(Kind.START, because(why))
 
@@ -170,7 +171,7 @@ class WorkerReports(Part):
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
-        """Replace all workers and resume from the newest checkpoint, because the state may be corrupted everywhere."""
+        """Replace all workers and resume from the newest checkpoint, because any copy of the state may be corrupted."""
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
@@ -179,7 +180,7 @@ class WorkerReports(Part):
         reason = because(ReasonKind.SPOILT, commit=event.commit.dotted)
         for record in here:
             if record.killed_for:
-                record.stage = WorkerStage.DISMISSED  # The fault of the worker was already logged.
+                record.stage = WorkerStage.DISMISSED  # The worker's fault was already logged.
             else:
                 self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)

@@ -1,8 +1,8 @@
-"""Output to the driver's stdout and stderr that never blocks its event loop. Makes no decisions.
+"""Non-blocking output to the driver's stdout and stderr. Makes no decisions.
 
-A paused terminal, a pager or a full disk may block a write for any time, so one thread per stream writes from a bounded
+A paused terminal, a pager or a full disk may block a write indefinitely, so one thread per stream writes from a bounded
 queue. When the queue is full, training continues and the oldest lines are dropped, since the newest lines explain why a
-job ends. A line states how much was dropped. A closed pipe ends the output, never the job.
+job ends. A line then reports the number of dropped bytes. A closed pipe ends the output, never the job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-Write = Callable[[bytes], None]  # writes all bytes, or raises OSError or ValueError
+Write = Callable[[bytes], None]  # function that writes all bytes, or raises OSError or ValueError
 
 QUEUE_LIMIT = 16 * 1024 * 1024  # maximum size of the queue, in bytes
 BATCH_LIMIT = 1024 * 1024  # maximum size of one write, in bytes
@@ -26,7 +26,7 @@ COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 
 
 class WriterThread:
-    """A queue of writes, and the thread that performs them in order. ``put`` is thread-safe.
+    """Queue of writes, with a thread that performs them in order. ``put`` is thread-safe.
 
     ``failed`` is called in the writing thread the first time a write fails.
     """
@@ -37,7 +37,7 @@ class WriterThread:
         self._limit = limit
         self._queue: deque[tuple[Write, bytes]] = deque()
         self._queued = 0  # number of queued bytes
-        self._dropped = 0  # number of bytes dropped since the last line about them
+        self._dropped = 0  # number of bytes dropped since the last line that reported them
         self._writing = False
         self._closed = False
         self._failure_told = False
@@ -45,7 +45,7 @@ class WriterThread:
         self._thread: threading.Thread | None = None
 
     def put(self, write: Write, data: bytes) -> None:
-        """Queue a call of ``write(data)``. Never blocks. Drops the oldest data if the queue is full."""
+        """Queue a call of ``write(data)`` without blocking. Drops the oldest data if the queue is full."""
         with self._changed:
             if self._closed or not data:
                 return
@@ -63,7 +63,7 @@ class WriterThread:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until everything is written, for at most ``timeout_s`` seconds, or without a limit if None.
+        """Wait until all data are written, for at most ``timeout_s`` seconds. None means no limit.
 
         Return False on timeout.
         """
@@ -71,7 +71,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Wait like `wait`, and end the thread. Nothing is written afterwards."""
+        """Wait as `wait` does, then end the thread. Later writes are discarded."""
         try:
             complete = self.wait(timeout_s)
         finally:  # Ctrl-C may end the wait.
@@ -83,7 +83,7 @@ class WriterThread:
         return complete
 
     def waits_for(self) -> str:
-        """Return a line that states how many bytes have not been written yet."""
+        """Return a line that reports the number of unwritten bytes."""
         with self._changed:
             left = f"more than {self._queued} bytes of output are pending: {self._name} is slow"
         return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
@@ -114,7 +114,7 @@ class WriterThread:
             return self._queue[0][0], notice.encode()
         write, data = self._queue.popleft()
         pieces, size = [data], len(data)
-        # Bound methods are equal if their objects and functions are equal.
+        # Compare with ==, because each access creates a new bound method.
         while self._queue and self._queue[0][0] == write and size < BATCH_LIMIT:
             pieces.append(self._queue.popleft()[1])
             size += len(pieces[-1])
@@ -190,14 +190,14 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def _printable(line: str) -> str:
-    """Return a line without terminal control characters, since it may contain text of a worker or of another host."""
+    """Remove terminal control characters from a line, because it may contain text from a worker or another host."""
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
 
 
 def shown(text: str) -> str:
-    """Return lines for stdout. Control characters, and characters that stdout's encoding lacks, are escaped."""
+    """Escape control characters, and characters that stdout cannot encode, for output to stdout."""
     encoding = sys.stdout.encoding or "utf-8"
     lines = "\n".join(map(_printable, text.split("\n")))
     return lines.encode(encoding, errors="backslashreplace").decode(encoding)
@@ -206,7 +206,7 @@ def shown(text: str) -> str:
 class Console:
     """Writer of the driver's own log lines: ``elastic | 12:01:33 | text``.
 
-    Call the object with a level and a text of one or more lines. ``heard`` is called with every line that is shown.
+    Call the object with a level and one or more lines of text. It calls ``heard`` with every line that it shows.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Health check of a slot, run while the worker of the slot starts. Makes no decisions.
+"""Runner of a slot's health check, in parallel with the start of its worker. Makes no decisions.
 
-The check runs in a session of its own, which is killed at the time limit, or when its worker ends first.
+The check runs in a separate session, which is killed at the time limit or when the worker exits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from elastic.health.exit_codes import WRONG_RESULT
 from elastic.protocol.messages import Worker
 
 COMMAND, TIMEOUT = "ELASTIC_HEALTH_CHECK", "ELASTIC_HEALTH_CHECK_TIMEOUT"
-# Runs the module as python -m does, but does not import from the working directory.
+# Runs the module like python -m, but excludes the working directory from imports.
 RUN_AUTO = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module('elastic.health.check', None, '__main__', True)"
 )
 KEPT_BYTES = 4096  # number of bytes kept from the end of the check's output
 LINE = 200  # number of characters kept from the last line of the output
-# Variables for the worker only, such as its secret, its life lock, and the pipe for its exceptions.
+# Variables removed for the check: the worker's secret, its life lock, the pipe for its exceptions, and the like.
 WITHHELD = frozenset(
     {"ELASTIC_SECRET", "ELASTIC_TLS_KEY", "ELASTIC_LIFE_LOCK", "ELASTIC_DIAGNOSTICS"}
 )
@@ -39,7 +39,7 @@ Spawn = Callable[[Sequence[str], Mapping[str, str], "str | None"], "subprocess.P
 def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
     """Return the command of a health check.
 
-    The built-in check is run by the same Python as the worker, if the worker's command names one.
+    The built-in check uses the worker's Python interpreter, if the worker's command names one.
     """
     if check != AUTO:
         return ["sh", "-c", check]
@@ -49,14 +49,16 @@ def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
 
 
 def without_check(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker without this job's health check, because the worker may start another job."""
+    """Return the environment of a worker without this job's health check, because the worker may itself start another
+    job.
+    """
     return {name: value for name, value in env.items() if name not in (COMMAND, TIMEOUT)}
 
 
 def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a health check.
 
-    It is the worker's environment without secrets, and with the host and the slot.
+    It is the worker's environment without secrets, plus variables for the host and the slot.
     """
     kept = {name: value for name, value in env.items() if name not in WITHHELD}
     return {**kept, "ELASTIC_HOST": worker.host, "ELASTIC_SLOT": str(worker.slot)}
@@ -90,7 +92,7 @@ class HealthCheckRun:
         self._popen: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        # `auto` is a program of this package, whose exit codes are known.
+        # The exit codes of `auto`, a program of this package, are known.
         self._builtin = env[COMMAND] == AUTO
         program = command_of(env[COMMAND], command)
         try:
@@ -108,7 +110,7 @@ class HealthCheckRun:
         self._alarm = self._loop.call_later(limit_s, self._late, limit_s)
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)
-        except OSError:  # Some sandboxes forbid pidfds. In this case, a thread waits for the exit.
+        except OSError:  # Some sandboxes forbid pidfds. A thread then waits for the exit.
             threading.Thread(
                 target=self._wait_in_thread, args=(self._popen.pid,), daemon=True
             ).start()
@@ -128,7 +130,7 @@ class HealthCheckRun:
     def _wait_in_thread(self, pid: int) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed
             self._loop.call_soon_threadsafe(self._exited)
 
     def _read(self, stream: object) -> bool:
@@ -163,7 +165,7 @@ class HealthCheckRun:
             os.close(self._pidfd)
             self._pidfd = None
         for stream in (popen.stdout, popen.stderr):
-            # The number of reads is limited, because another process may keep writing.
+            # Limit the number of reads, because another process may keep writing.
             for _ in range(16):
                 if not self._read(stream):
                     break

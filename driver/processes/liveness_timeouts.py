@@ -1,15 +1,15 @@
-"""Liveness timeouts, which detect keys that were not renewed in time. Pure: the caller passes times and observations.
+"""Liveness timeouts of workers and hosts. Pure: the caller passes times and observations.
 
-    leases.grant(key, now)             start: from now on it must be renewed
-    leases.renew(key, now)             it was observed able to run; True: it had expired and runs again
-    leases.expired(now)                check: keys that expired since the last check, each once
-    leases.drop(key)                   it exited or was fenced
+    leases.grant(key, now)             start: the key must be renewed from now on
+    leases.renew(key, now)             the worker or host is able to run; True: it had expired
+    leases.expired(now)                check: keys that expired since the last check
+    leases.drop(key)                   the worker exited or was fenced
 
 A key is a worker, including its incarnation, or a host. A renewal without a grant or after a drop has no effect. Only a
-new grant brings a fenced worker back.
+new grant restarts the timeout of a fenced worker.
 
-The observer itself may be paused (a suspended laptop, a stopped process, a blocked event loop) and miss renewals.
-Therefore all timeouts restart after more than PAUSE_S between two checks.
+The observer itself may be paused (a suspended laptop, a stopped process, a blocked event loop) and miss renewals. If
+more than PAUSE_S passes between two checks, all timeouts therefore restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LivenessTimeouts(Generic[Key]):
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._renewed: OrderedDict[Key, float] = OrderedDict()  # least recently renewed first
-        self._out: set[Key] = set()  # expired keys that were not renewed since
+        self._out: set[Key] = set()  # expired keys that have not been renewed since
         self._looked_at = 0.0
 
     def __contains__(self, key: Key) -> bool:
@@ -75,7 +75,7 @@ class LivenessTimeouts(Generic[Key]):
         return found
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `expired` must be called next at the latest.
+        """Return the latest time for the next call of `expired`.
 
         A longer gap would count as a pause of the observer.
         """

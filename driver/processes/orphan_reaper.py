@@ -1,9 +1,9 @@
 """Process that briefly outlives the driver to kill the driver's remaining processes.
 
-The agent starts the reaper in its own session. The reaper's standard input is a pipe from the agent with lines
+The agent starts the reaper in a new session. The reaper's standard input is a pipe from the agent with lines
 ``+pgid`` and ``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session
 with SIGKILL and exits. After ``kill -9`` of the driver, PDEATHSIG ends the workers but not their children. The reaper
-imports only a few standard modules, so that it starts within tens of milliseconds and uses little memory.
+imports only a few standard modules, to start within tens of milliseconds and to use little memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 
-# Number of scans. A process may fork while its session is scanned, and the next scan finds the child.
+# Number of scans. A process may fork during a scan; the next scan finds the child.
 SCANS = 5
 
 
@@ -24,7 +24,7 @@ def kill_sessions(sessions: Collection[int]) -> None:
 
     The process groups of the session leaders are killed first, then other groups.
 
-    The caller ensures that the session IDs have not been reused. The leader must run, or must not be reaped yet.
+    The caller ensures that the session IDs have not been reused. For this, each leader must be running or a zombie.
     """
     for session in sessions:
         kill_group(session)
@@ -81,12 +81,12 @@ def heed(groups: set[int], text: bytes) -> bytes:
 
 
 def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Pass data from standard input to ``heard`` until standard input is closed or the driver's process exits."""
+    """Pass data from standard input to ``heard`` until standard input is closed or the driver exits."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
     with contextlib.suppress(OSError):  # Without a pidfd, only the pipe is watched.
-        # A fork of the driver may hold the pipe open for longer than the driver lives.
+        # A forked child of the driver may keep the pipe open after the driver exits.
         poll.register(os.pidfd_open(driver), select.POLLIN)
     gone = False
     while not gone:

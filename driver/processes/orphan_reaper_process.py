@@ -1,4 +1,4 @@
-"""Agent's side of the orphan reaper, which keeps one reaper running and sends it the workers' process groups.
+"""Agent side of the orphan reaper: keeps one reaper running and sends it the workers' process groups.
 
 Makes no decisions.
 """
@@ -19,12 +19,12 @@ from elastic.driver.sinks import Log
 
 
 class OrphanReaper:
-    """Orphan reaper of an agent, which is started when needed and replaced when it exits.
+    """Manager of an agent's orphan reaper. It starts the reaper when needed and replaces it when it exits.
 
     ``groups`` returns all current groups, which a new reaper receives.
     """
 
-    # A reaper that exits within this number of seconds after its start counts as a failure.
+    # An exit within this number of seconds after the start counts as a failure.
     QUICK_S = 1.0
     ATTEMPTS = 3  # number of consecutive failures after which no more reapers are started
 
@@ -44,7 +44,7 @@ class OrphanReaper:
         return self._popen.pid if self._popen else None
 
     def ensure(self) -> None:
-        """Start a reaper, unless a reaper is running or too many reapers have exited."""
+        """Start a reaper, unless one is running or too many have failed."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
         # Standard error is closed too: a reaper must not keep the terminal or a pipe of the driver's parent open.
@@ -74,7 +74,7 @@ class OrphanReaper:
     def tell(self, line: str) -> None:
         """Send one or more lines to the reaper.
 
-        If it does not read them, it is replaced, and the new reaper receives all groups.
+        A reaper that does not read them is replaced, and the new reaper receives all groups.
         """
         if self._popen is None:
             return

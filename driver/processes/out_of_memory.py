@@ -1,8 +1,8 @@
-"""Detection of kills by the kernel's out-of-memory killer, and the memory limit. Makes no decisions.
+"""Detection of out-of-memory kills by the kernel, and queries of the memory limit. Makes no decisions.
 
-The exit status does not show the cause: it is SIGKILL, as for any other kill. Each memory cgroup counts these kills
-(`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat those of the machine.
-Workers are in the cgroup of their agent, unless they were moved.
+The exit status (SIGKILL) is the same as for any other kill. Each memory cgroup counts its out-of-memory kills
+(`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat counts those of the
+machine. Workers are in the cgroup of their agent, unless they were moved.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-UNLIMITED_BYTES = 1 << 60  # cgroup v1 reports a number of this size if memory is unlimited
+UNLIMITED_BYTES = 1 << 60  # cgroup v1 reports at least this number if memory is unlimited
 USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def parse_counts(text: str) -> dict[str, int]:
-    """Parse lines that consist of a name, a number and optionally a unit, as in /proc/meminfo.
+    """Parse lines with a name, a number and an optional unit, as in /proc/meminfo.
 
     Other lines are skipped.
     """
@@ -69,9 +69,7 @@ class OutOfMemory:
         self._kills = self._read_kills()
 
     def look(self) -> str:
-        """Return a description if the kernel killed a process for lack of memory since the last call, otherwise an
-        empty string.
-        """
+        """Return a description of out-of-memory kills since the last call, or an empty string if there were none."""
         before, self._kills = self._kills, self._read_kills()
         if self._kills <= before:
             return ""

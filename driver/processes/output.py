@@ -1,8 +1,8 @@
-"""Output of workers, which is passed on line by line with the rank as prefix. Makes no decisions.
+"""Output of workers, forwarded line by line with the rank as a prefix. Makes no decisions.
 
-The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` while it has none. Bytes are passed on
-unchanged in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is given, the
-same bytes are also written without a prefix to its files ``rank.<r>/stdout`` and ``rank.<r>/stderr``.
+The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` before it has a rank. Bytes are
+forwarded unchanged, in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is
+given, the same bytes are also written without a prefix to its files ``rank.<r>/stdout`` and ``rank.<r>/stderr``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from elastic.protocol.uncaught.sending import Uncaught
 Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]
 
 LINE_LIMIT = 64 * 1024  # Maximum length of a line in bytes. A longer line is split.
-STACKS_S = 0.2  # seconds for all lines of a worker's stacks to arrive
-# Seconds at the end of a job after which a line states that output is not being read.
+STACKS_S = 0.2  # seconds for all lines of a worker's stack dump to arrive
+# Seconds at the end of a job after which a line reports that output is not being read.
 REMIND_S = 5.0
 
-# A carriage return at the end may be the first half of "\r\n", so the next byte is awaited.
+# Wait for the byte after a final carriage return, because it may be the first half of "\r
+# ".
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 class Output:
-    """Display of the output of all workers.
+    """Writer of the output of all workers.
 
     Args:
         place_of: returns a worker's current place, or None.
@@ -70,9 +71,8 @@ class Output:
         self._on_lines = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
-        # stdout and stderr share a queue if they have the same destination, so that the reason for an exit follows the
-        # output.
-        # Errors of stderr cannot be reported anywhere.
+        # stdout and stderr share a queue if they have the same destination, so that the reason for an exit appears
+        # after the output. Errors on stderr cannot be reported.
         err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
         self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}
         self._files = WriterThread(f"files under {folder}", failed)
@@ -86,7 +86,7 @@ class Output:
         self.tracebacks = TracebackLedger(verbose=verbose)
         self._verbose = verbose
         self._asked = asked
-        self._stacks: dict[Worker, list[str]] = {}  # stacks that are being received
+        self._stacks: dict[Worker, list[str]] = {}  # stack dumps that are being received
         self.sent: set[Worker] = set()  # workers whose exception has arrived
         self._appends: dict[Path, Write] = {}
 
@@ -154,7 +154,8 @@ class Output:
 
         Args:
             timeout_s: time limit for each stream, in seconds. By default there is no limit, because no other process
-                waits, and the user may read a pager much later. Ctrl-C ends the wait (KeyboardInterrupt).
+                waits for the driver, and the user may read a pager much later. Ctrl-C ends the wait
+                (KeyboardInterrupt).
         """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
@@ -172,7 +173,7 @@ class Output:
         self._keep(worker, stream, b"".join(pieces))
 
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
-        """Show the uncaught exception of a worker, once for all workers that raised the same one.
+        """Show the uncaught exception of a worker, unless another worker's identical exception was already shown.
 
         Each worker's file contains the worker's own exception with all frames.
         """
@@ -224,7 +225,7 @@ def _pieces(text: str) -> list[bytes]:
 
 
 def _prefixed(prefix: bytes, piece: bytes) -> bytes:
-    """Return a line with its prefix.
+    """Add the prefix to a line.
 
     An incomplete line is completed by a newline, so that the output of another worker starts on a new line.
     """

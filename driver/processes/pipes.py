@@ -1,4 +1,4 @@
-"""Reading end of a worker's output stream, which passes bytes to the sink as they arrive. Makes no decisions."""
+"""Reader of a worker's output stream that forwards bytes to the sink as they arrive. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROMPT_S = 0.1  # seconds after which an incomplete line is considered a prompt
 
 
 class Pipe:
-    """One output stream of one worker. ``closed`` is called once at its end.
+    """Read end of one output stream of a worker. ``closed`` is called once, at the end of the stream.
 
     Args:
-        prompts: whether the worker has standard input and may print a prompt. If so, an incomplete line is passed on if
-            nothing follows it.
+        prompts: whether the worker has standard input and may print a prompt. If so, an incomplete line is forwarded
+            after a short time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Pipe:
         self._open = True
         self._prompts = prompts
         self._prompt: asyncio.TimerHandle | None = None
-        # Pipes whose data must be passed on before the data of this pipe.
+        # Pipes whose data must be forwarded before the data of this pipe.
         self.later_than: list[Pipe] = []
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
@@ -73,7 +73,7 @@ class Pipe:
             self._prompt = None
 
     def drain(self) -> None:
-        """Pass on the available data, up to a limit, without waiting."""
+        """Forward the available data, up to a limit, without waiting."""
         for _ in range(DRAIN_LIMIT // CHUNK):
             if not self._read():
                 return

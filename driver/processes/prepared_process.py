@@ -1,4 +1,4 @@
-"""Python process that imports the modules that a worker needs and then waits for the worker's command.
+"""Preloaded Python process: imports the modules that a worker needs, then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
@@ -8,8 +8,8 @@ and the folder, as JSON. End of file means that the process is not needed. MODUL
 `auto` stands for the modules that SCRIPT, or the module NAME of "-m NAME", imports before any other statement.
 ROOM: padding, so that the worker's command line fits in the place of this one.
 
-To the worker's script, the process looks like one that was started for it, with its own arguments, environment, folder
-and ``__main__``.
+The worker's script sees its usual arguments, environment, working folder and ``__main__``, as in a newly started
+process.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def script_imports(script: str, folder: str) -> list[str]:
 
 
 def prepare(modules: str, script: str, folder: str) -> None:
-    """Import those of the modules that exist. An error about a missing module is raised later by the worker's script.
+    """Import the given modules that exist. An error about a missing module is raised later by the worker's script.
 
     With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
     statement. Otherwise the script may first set variables that torch reads when it is imported.
@@ -131,7 +131,7 @@ def _import(names: Iterable[str]) -> None:
 
 
 def offer_to_oom_killer() -> str | None:
-    """Make this process the first victim of the out-of-memory killer.
+    """Make this process the preferred target of the out-of-memory killer.
 
     Returns the score adjustment to restore later, or None if the kernel does not support it.
     """
@@ -167,8 +167,8 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Write command line and environment into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look
     for a rank.
 
-    This does not affect libc's variables, which are stored elsewhere: os.environ.clear() removed the originals, and
-    setenv() allocated new ones.
+    This does not affect libc's environment variables, which are stored elsewhere: os.environ.clear() removed the
+    originals, and setenv() allocated new ones.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, variables_begin, variables_end = map(int, fields[45:49])

@@ -1,8 +1,8 @@
 """Preloaded processes, which have already imported the modules that the next workers need.
 
-A process is started some time after the workers, with the same interpreter and environment, if the host has enough
-memory. It becomes a worker when it receives a command. Until then it only waits at a pipe, without threads of this
-package. Workers are not forked from it. See `prepared_process`.
+A preloaded process starts some time after the workers, with the same interpreter and environment, if the host has
+enough memory. It becomes a worker when it receives a command. Until then it only waits at a pipe, without threads of
+this package. Workers are not forked from it. See `prepared_process`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
-PREPARED = "ELASTIC_PREPARED"  # variable in the environment of a process that is not a worker yet
+PREPARED = "ELASTIC_PREPARED"  # variable that marks a process that is not a worker yet
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
 MOST = 64  # maximum number of preloaded processes
 # A process that has imported torch uses 0.3 GB (measured with the CPU build of torch 2.13). A host with less available
 # memory than this needs it for training.
 AVAILABLE_BYTES_MIN = 2 << 30
-# Seconds after the last start, because workers that start need the processors themselves.
+# Delay after the last worker start, in seconds, because starting workers need the CPUs.
 QUIET_S = 3.0
-# Bytes for the worker's command line and its additional variables.
+# Bytes reserved for the worker's command line and its additional variables.
 ROOM = "." * 4096
-# Variables that identify a worker. They are read by init() and by scripts, but not by imports.
+# Variables that identify a worker. init() and scripts read them; imports do not.
 OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
 PLACES = {
     f"{prefix}{name}"
@@ -68,7 +68,7 @@ def plain(command: Sequence[str]) -> Plain | None:
 
 
 def shared(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that imports may have read."""
+    """Return the environment variables that imports may read."""
     return {
         name: text
         for name, text in environ.items()
@@ -78,7 +78,7 @@ def shared(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Kept:
-    """A preloaded process that waits, and the workers that it can become."""
+    """Waiting preloaded process, and the workers that it can become."""
 
     process: subprocess.Popen[bytes]
     told: int  # this end of the pipe to the process
@@ -124,7 +124,7 @@ class PreparedProcesses:
     Args:
         modules: modules to import. Empty means that no process is preloaded.
         spawn: starts a process in the same way as a worker.
-        gone: called with the process ID when a process exits that became no worker.
+        gone: called with the process ID when a process exits without having become a worker.
         available: returns the available memory of the host or container, in bytes.
         log: called with a level and a text.
     """
@@ -144,7 +144,7 @@ class PreparedProcesses:
         self._gone = gone
         self._log = log
         self._kept: list[_Kept] = []  # waiting processes, oldest first
-        # killed processes that are not known to have exited
+        # killed processes whose exit is not confirmed
         self._killed: list[subprocess.Popen[bytes]] = []
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
@@ -253,7 +253,7 @@ class PreparedProcesses:
         return bool(self._killed)
 
     def close(self) -> None:
-        """Kill the waiting processes at the same time, and wait for their exits for at most DEATH_S seconds."""
+        """Kill all waiting processes, and wait at most DEATH_S seconds for their exits."""
         if self._next is not None:
             self._next.cancel()
         while self._kept:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-GONE = "X"  # state of a process that no longer exists
+GONE = "X"  # state reported for a process that no longer exists
 STOPPED = "T"
 _EXITING = 4  # PF_EXITING, in a thread's flags
-# names of devices in /dev that do not count
+# devices in /dev that `uses_devices` ignores
 _PLAIN = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts/", "shm/")
 
 
@@ -40,8 +40,8 @@ class ThreadStatus:
     """Content of /proc/PID/task/TID/status.
 
     Args:
-        pending: signals that were sent to this thread and that it has not received, as bits.
-        blocked: signals that it cannot receive now, as bits. A handler blocks its own signal while it runs.
+        pending: bit mask of signals that were sent to this thread but not yet delivered.
+        blocked: bit mask of signals that are currently blocked. A handler blocks its own signal while it runs.
     """
 
     id: int
@@ -56,8 +56,8 @@ class ProcSample:
     """Resources used by a process and its whole session.
 
     Args:
-        io_bytes: number of bytes read and written so far, cached or not.
-        memory: bytes held now. Memory that is shared within the session counts once.
+        io_bytes: cumulative number of bytes read and written, including cached I/O.
+        memory: current memory in bytes. Memory shared within the session counts once.
     """
 
     state: str
@@ -118,7 +118,7 @@ def parse_io(text: bytes) -> int:
 
 
 def parse_statm(text: bytes) -> tuple[int, int]:
-    """Return the number of pages in memory, and the number of these that may be shared, from /proc/PID/statm."""
+    """Parse /proc/PID/statm. Return the number of resident pages, and how many of them may be shared."""
     fields = text.split()
     return (int(fields[1]), int(fields[2])) if len(fields) > 2 else (0, 0)
 
@@ -188,7 +188,7 @@ def end_of(pid: int) -> int | None:
 
 
 def uses_devices(pid: int) -> bool:
-    """Return whether a process has a device such as a GPU open. The device may work for the process until it is closed.
+    """Return whether a process has a device such as a GPU open, which may still be working for it.
 
     Also returns True if this cannot be determined.
 
@@ -254,7 +254,7 @@ def frozen(pid: int) -> bool:
 
 
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
-    """Return why a process cannot run now, or an empty string if it can, and its current Stat.
+    """Return the reason why a process cannot run now (empty if it can), and its current Stat.
 
     Args:
         pid: process ID.

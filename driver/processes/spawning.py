@@ -1,4 +1,4 @@
-"""Start of a worker process in its own session, with an explanation of failures. Makes no decisions.
+"""Start of worker processes in separate sessions, and explanations of failed starts. Makes no decisions.
 
 The worker dies with the thread that started it (PDEATHSIG).
 """
@@ -33,9 +33,9 @@ def spawn(
         command: program and arguments.
         env: environment.
         announce: called with the pid, in the child.
-        folder: working folder (default: that of this process).
+        folder: working folder (default: the current one).
         pass_fds: descriptors that the child keeps.
-        stdin: descriptor of standard input (default: empty).
+        stdin: descriptor for standard input (default: /dev/null).
 
     Raises:
         OSError: the program can't be started.

@@ -1,7 +1,7 @@
-"""Status line at the bottom of a terminal, below scrolling output. Makes no decisions.
+"""Status line at the bottom of a terminal, below the scrolling output. Makes no decisions.
 
 It is drawn after output that ends a line, and erased before the next output. An incomplete line, such as a progress bar
-that begins with a carriage return, is left unchanged. There is no status line in files or pipes.
+that begins with a carriage return, is left unchanged. Files and pipes get no status line.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class StatusLine:
                 self._drawn = bool(self._line)
 
     def _fitted(self, text: str) -> bytes:
-        """Return the text, truncated to one row. The last column stays free, since the terminal would otherwise
-        wrap."""
+        """Return the text, truncated to one row. The last column stays free, because the terminal would otherwise wrap
+        the line.
+        """
         plain = "".join(c if c.isprintable() else " " for c in text)
         return f"{DIM}{set_cell_size(plain, max(1, self._columns() - 1)).rstrip()}{PLAIN}".encode()
 

@@ -1,4 +1,4 @@
-"""The end of each worker's stderr and the exception that ended it. Decides which tracebacks are shown.
+"""End of each worker's stderr, and the exception that ended the worker. Decides which tracebacks are shown.
 
 Pure: no I/O, no clock.
 """
@@ -17,7 +17,7 @@ from elastic.protocol.uncaught.sending import LostDriver, StackOf, TrainingThrea
 
 TAIL_LIMIT = 20 * 1024  # number of bytes kept from the end of a worker's stderr
 LINE_LIMIT = 1024 * 1024  # maximum size of an exception as JSON, in bytes
-KNOWN_LIMIT = 256  # maximum number of exceptions of one job that are not shown again
+KNOWN_LIMIT = 256  # maximum number of stored exceptions, which are not shown again
 NAMED = 16  # maximum number of rank ranges in a line
 
 Raiser = tuple[
@@ -82,7 +82,7 @@ def _decoded(line: bytes) -> _Message | bytes:
 
 
 class StderrTails:
-    """The last lines of each worker's stderr, and an exception that the worker has reported but not printed."""
+    """Last lines of each worker's stderr, and exceptions that workers have reported but not printed."""
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}
@@ -126,7 +126,7 @@ def _cause_of(report: Uncaught | LostDriver) -> ExitCause:
 
 
 class TracebackLedger:
-    """Record of exceptions, which shows each once and counts other workers that raised it or only lost a peer.
+    """Record of exceptions. Shows each exception once, and counts the other workers that raised it or only lost a peer.
 
     Args:
         verbose: whether to show every frame, and also exceptions about lost peers.
@@ -167,7 +167,7 @@ class TracebackLedger:
         return uncaught.whole if self._verbose else uncaught.folded
 
     def rest(self) -> list[str]:
-        """Return the pending lines, once.
+        """Return and clear the pending lines.
 
         Each line reports an exception that was already shown and that other workers also raised. The first line also
         counts the workers that only lost a peer. Without such a line, these workers have a separate line.

@@ -1,21 +1,21 @@
-"""Supervisor of the worker processes of this host, which it starts, monitors and kills.
+"""Supervisor that starts, monitors and kills the worker processes of this host.
 
 Makes no decisions: it carries out orders and reports events.
 
 A worker's exit is detected by its pidfd, not by the end of its output, because its children may hold the pipes longer.
 The steps are, in order: read the exit status without reaping, kill the rest of the worker's process group, read its
-pipes, report the exit. Shortly afterwards the whole session is killed. Only then is the worker reaped, so that no other
-process can get its process ID before.
+pipes, report the exit. Shortly afterwards the whole session is killed. Only then is the worker reaped, so that its
+process ID cannot be reused earlier.
 
 The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds for an imported
 framework, and seconds for a large model. The exit of a worker that was ended by a signal or an error is reported before
 that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
 
-The state of all processes is checked four times a second. A process that was not able to run during its whole liveness
-timeout is reported as frozen, and as thawed once it runs again. Resource counters are only read on request.
+The state of all processes is checked four times a second. A process that cannot run for a whole liveness timeout is
+reported as frozen, and as thawed when it runs again. Resource counters are only read on request.
 
-Each worker is a session of its own and dies with the thread that started it (PDEATHSIG). The orphan reaper kills its
-children if the driver is killed. All code here runs in the event loop's thread.
+Each worker runs in a separate session and is killed when the thread that started it exits (PDEATHSIG). The orphan
+reaper kills its children if the driver is killed. All code here runs in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ from elastic.protocol.uncaught.at_start import sitecustomize
 from elastic.protocol.uncaught.sending import DIAGNOSTICS, StackOf
 
 LINGER_S = 0.5  # seconds for reading a dead worker's pipes, in case another process holds them
-SWEEP_S = 0.01  # delay that combines the sweeps of workers that die together
-DEATH_S = 10.0  # SIGKILL works immediately, except for a process stuck in the kernel
+SWEEP_S = 0.01  # delay that combines the session kills of workers that exit together
+# seconds for a process to exit after SIGKILL; only a process stuck in the kernel takes longer
+DEATH_S = 10.0
 # Seconds between two checks of all processes. With a shorter liveness timeout, the interval is a quarter of it.
 LOOK_S = 0.25
 LEAST_LOOK_S = 0.05  # minimum of LOOK_S
 # Seconds between two checks whether all threads of a process have ended, after its main thread has ended.
 ENDING_S = 0.001
-ENDING_LOOKS = 50  # number of these checks after which the exit of the process is awaited instead
+ENDING_LOOKS = 50  # number of such checks; afterwards, wait for the exit of the process instead
 
 
 class ProcessSupervisor:
@@ -92,7 +93,7 @@ class ProcessSupervisor:
         self._processes: dict[Worker, _Process] = {}
         # processes whose exit was reported before they were reaped
         self._dying: set[_Process] = set()
-        # starts that wait until such a process has ended
+        # starts that wait for the end of such a process
         self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
         self._checks: dict[Worker, HealthCheckRun] = {}  # health checks of starting workers
@@ -103,7 +104,7 @@ class ProcessSupervisor:
         self._next_look: asyncio.TimerHandle | None = None
         self._usage = UsageMeter()
         self._usage_at = -math.inf
-        # Whether a measurement is in progress. It runs in a thread, because a GPU's driver may not answer.
+        # Whether a measurement is in progress. It runs in a thread, because a GPU driver may not respond.
         self._measures = False
         self._memory = OutOfMemory()
         self._dumps: set[asyncio.Task[None]] = set()
@@ -195,7 +196,7 @@ class ProcessSupervisor:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
-            if stream == "diagnostics":  # The exception is shown after the output that precedes it.
+            if stream == "diagnostics":  # Show the exception after the output that precedes it.
                 pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -313,7 +314,7 @@ class ProcessSupervisor:
             task.cancel()
         for worker in self.alive():
             self.kill(worker)
-        # This blocks, so it happens after the end of the workers, which would compete for the processors.
+        # This blocks, so it happens after the end of the workers, which would compete for the CPUs.
         self.prepared.close()
         deadline = self._loop.time() + DEATH_S
         while (

@@ -1,4 +1,4 @@
-"""Signals that make a worker's threads write their Python stacks, one after another. `in_order` is pure.
+"""Signals that make a worker's threads write their Python stacks one after another. `in_order` is pure.
 
 The worker's handler writes the stack of the thread that receives the signal. A thread that runs no Python code writes
 nothing. The handler blocks the signal while it runs. Therefore a thread has finished when the signal is neither
@@ -52,7 +52,7 @@ def in_order(
 async def signal_in_turn(
     pid: int, threads: Sequence[ThreadStatus], number: int, announce: Callable[[ThreadStatus], None]
 ) -> int:
-    """Send a signal to threads of a process, to each when the handler of the previous one has returned.
+    """Send a signal to threads of a process one after another, waiting for each thread's handler to return.
 
     Args:
         pid: process ID.

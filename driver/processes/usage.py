@@ -16,12 +16,12 @@ from elastic.driver.processes.proc_stats import ProcSample
 from elastic.driver.sinks import Usage
 
 USAGE_S = 5.0  # interval between two measurements
-# Share of time in which the process's busiest GPU works, and its bytes on all GPUs.
+# Utilization of the process's busiest GPU (0 to 1), and its bytes on all GPUs.
 Gpu = tuple[float | None, int]
 
 
 class Rates:
-    """Processor time that processes use per second, from two consecutive samples."""
+    """CPU time per second of processes, from two consecutive samples."""
 
     def __init__(self) -> None:
         # For each process ID, the time of the last measurement and the processor time in seconds.
@@ -50,7 +50,7 @@ class Rates:
 
 
 class Gpus:
-    """Use of the GPUs by processes, from NVML.
+    """GPU usage of processes, from NVML.
 
     Args:
         nvml: the NVML module (default: pynvml, if it is installed and works).
@@ -61,7 +61,7 @@ class Gpus:
         self._tried = False
 
     def used_by(self, pids: Collection[int]) -> dict[int, Gpu]:
-        """Return the use of GPUs by session leader. Processes that use no GPU are omitted."""
+        """Return the GPU usage of each session leader. Processes that use no GPU are omitted."""
         if not self._tried:
             self._tried = True
             self._nvml = _started(self._nvml)

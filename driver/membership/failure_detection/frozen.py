@@ -1,13 +1,13 @@
-"""Decisions about workers that cannot run or cannot be reached. Deterministic.
+"""Decisions about workers that cannot run or are unreachable. Deterministic.
 
-No exit of their processes was reported, so no collective fails, but their world makes no progress:
+These processes have not exited, so no collective fails, but their world makes no progress:
 
-    frozen    its agent has found it unable to run (stopped, or its container is paused): fenced immediately if another
-              worker trains with it, is about to, or waits for it; a worker that is alone in its world may have been
-              stopped on purpose
-    cut off   its host no longer acknowledges packets: fenced at once; if the kill cannot reach it, it is given up
-    lost      its whole host is gone, agent included: given up at once, since nothing can be killed there; if all
-              members run there, no worker could continue without the host, and it is awaited
+    frozen    its agent reports that it cannot run (it is stopped, or its container is paused): fenced immediately if
+              another worker trains with it, is about to, or waits for it; a worker that is alone in its world may have
+              been stopped on purpose, and is not fenced
+    cut off   its host no longer acknowledges packets: fenced immediately; given up if the kill cannot reach it
+    lost      its whole host is unreachable, including its agent: given up immediately, since nothing can be killed
+              there; if all members run there, no worker could continue, so the job waits for the host to return
 
 "Given up" means that the world continues without the worker. If the worker resumes later, its generation is over and
 its messages are ignored.
@@ -29,7 +29,7 @@ class Frozen(Part):
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
         self._alone_said: set[Worker] = set()
-        # for each lost host that is awaited, the deadline and the reason
+        # deadline and reason for each lost host whose return is awaited
         self._hosts_awaited: dict[str, tuple[float, Reason]] = {}
 
     def handle(self, event: Event) -> bool:
@@ -46,7 +46,7 @@ class Frozen(Part):
         return True
 
     def next_deadline(self) -> float | None:
-        """Return the time at which the wait for a host ends, or None."""
+        """Return the time at which the wait for a lost host ends, or None if no host is awaited."""
         return min((by for by, _ in self._hosts_awaited.values()), default=None)
 
     def restarted(self) -> None:
@@ -77,13 +77,13 @@ class Frozen(Part):
             self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
-        """Clear the frozen state of a worker that sent a message before the next check of its agent."""
+        """Clear the frozen state of a worker that sends a message."""
         if record.frozen and not record.killed_for:
             record.frozen = ""
             self._alone_said.discard(record.worker)
 
     def fence(self) -> None:
-        """Fence frozen members before any other decision, because their world would wait for them."""
+        """Fence frozen members. Called before all other decisions, because the world would wait for these members."""
         for record in [*self.roster.frozen.values()]:
             reason = because(ReasonKind.FROZEN, how=record.frozen)
             if self._has_company(record):
@@ -96,7 +96,7 @@ class Frozen(Part):
     def _has_company(self, record: WorkerRecord) -> bool:
         """Return whether another worker trains with the frozen worker, or will train with it in the next world.
 
-        Workers that are about to join have no progress, so no member is given up for them. If all members are frozen,
+        A worker that is about to join does not count, because it holds no training progress. If all members are frozen,
         one of them must remain.
         """
         member = record.worker in self.worlds.world.places
@@ -115,7 +115,7 @@ class Frozen(Part):
     def host_lost(self, event: HostLost) -> None:
         """Handle the loss of a host.
 
-        No process can be killed there, and no exit is observed, so its slots stay occupied until exits are reported.
+        Its processes can be neither killed nor observed, so their slots stay occupied until their exits are reported.
         """
         host, text = event.host, event.reason
         reason = because(ReasonKind.LOST_HOST, host=host, text=text)
@@ -145,7 +145,7 @@ class Frozen(Part):
         return found
 
     def host_is_back(self, host: str) -> None:
-        """Handle a new report of the agent of a host that was lost."""
+        """Handle a report from the agent of a host that was considered lost."""
         if self._hosts_awaited.pop(host, None) is not None:
             self.actions.log("info", f"host {host} reconnected with all its workers")
 

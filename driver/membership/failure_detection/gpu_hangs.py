@@ -1,20 +1,20 @@
-"""Detect which GPU hangs when all ranks of a group wait in it and no worker has exited. Pure; used by `stuck`.
+"""Detect which GPU hangs when all ranks of a process group are waiting and no worker has exited. Pure; used by `stuck`.
 
-For each group, each worker reports how many collectives it has launched, how many its GPU has reached, and how many
-have ended. The first collective that has not ended on all ranks is examined:
+For each process group, a worker reports how many collectives it has launched, how many its GPU has started, and how
+many have completed. The first collective that is not complete on all ranks is examined:
 
-    some rank has not launched it         nothing: that rank works on its host, where `suspicion` judges it
+    some rank has not launched it         none: that rank is busy on the CPU, and `suspicion` handles it
     CUDA returns errors on some ranks     FAILED: these ranks are blamed
-    a minority has not reached it         GPU: their GPUs hang, once they are later than the slowest launch so far
+    a minority has not reached it         GPU: their GPUs hang, once the delay exceeds that of the slowest launch so far
     half have not reached it              GPU: the same, with a time limit three times as long
-    most or all have not reached it       UNCLEAR, after ``limit_s``: they may all have much to compute
+    most or all have not reached it       UNCLEAR, after ``limit_s``: all may have long computations
     all have reached it                   NETWORK: the network, or NCCL
 
-The last two blame no rank: the world is formed again, with new communicators. If the next world hangs too, and a
+UNCLEAR and NETWORK blame no rank: a new world is formed, with new communicators. If the next world hangs too, and a
 minority has not completed a collective that the others have completed, this minority is blamed.
 
-A rank that is slow on its host has not launched the collective. A rank with a slow GPU is behind by less than the time
-of a step. Neither is mistaken for a hang.
+Slow ranks are not mistaken for hangs: a rank that is slow on the CPU has not launched the collective, and a rank with a
+slow GPU lags by less than one step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Launches, Worker
 
-DOUBT = 3  # factor by which the time limit is longer if the evidence is weaker
+DOUBT = 3  # factor on the time limit if the evidence is weaker
 
 
 class Hang(enum.Enum):
@@ -39,7 +39,7 @@ class Hang(enum.Enum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """GPU report of one rank of a group. Its content did not change between the times ``since`` and ``said_at``."""
+    """Report of one rank on its GPU's progress in a group. It did not change between ``since`` and ``said_at``."""
 
     worker: Worker
     launches: Launches
@@ -49,14 +49,14 @@ class RankReport:
 
 @dataclass(frozen=True)
 class HangFinding:
-    """A hang in one group.
+    """Detected hang in one process group.
 
     Args:
         hang: kind of the hang.
         group: name of the group.
         number: number of the collective that does not complete.
         for_s: duration of the hang, in seconds.
-        blamed: workers that cause the hang. Empty if no rank stands out.
+        blamed: workers with a hung GPU. Empty if the evidence identifies none.
     """
 
     hang: Hang
@@ -76,7 +76,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
     """
     launches = [witness.launches for witness in witnesses]
     if not launches or len(launches) < launches[0].size or settings.gpu_hang_s <= 0:
-        return None  # A rank is missing, or waits for something else.
+        return None  # A rank has not reported, or waits in another group.
     number = min(each.done for each in launches) + 1
     if any(each.launched < number for each in launches):
         return None
@@ -93,7 +93,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
             patience_s *= DOUBT
     else:
         hang, blamed = Hang.NETWORK, _left_behind(witnesses, number) if before else []
-        # A slow network may take long, so the limit doubles with each hang.
+        # A slow network can delay a collective without a hang, so the limit doubles with each hang.
         patience_s = DOUBT * settings.gpu_hang_s * 2**before
     # Measured from the arrival of the last of the other ranks.
     since = max(witness.since for witness in witnesses)
@@ -110,14 +110,14 @@ def _left_behind(witnesses: Sequence[RankReport], number: int) -> list[RankRepor
 
 
 def hang_of_one(finding: HangFinding) -> Reason:
-    """Return the reason for fencing a worker whose GPU makes all ranks wait."""
+    """Return the reason for fencing a worker with a hung GPU."""
     kinds = {Hang.FAILED: ReasonKind.GPU_FAILED, Hang.GPU: ReasonKind.GPU_HANGS}
     kind = kinds.get(finding.hang, ReasonKind.GPU_BEHIND)
     return because(kind, for_s=finding.for_s, number=finding.number, group=finding.group)
 
 
 def hang_of_all(finding: HangFinding, before: int) -> Reason:
-    """Return the reason for a hang of which no worker is the cause.
+    """Return the reason for ending a world whose hang cannot be attributed to one worker.
 
     Args:
         finding: the hang.

@@ -1,10 +1,10 @@
-"""Detect a world without progress in which no rank waits for another rank. Each rank may be in an endless loop.
+"""Detect a world without progress in which no rank waits for another rank. Its ranks may be in infinite loops.
 
 Pure: no I/O, no clock.
 
 Members report their number of completed steps every half minute. If no member completes a step for many times the usual
-interval, this is logged once, with the script line of each member. No worker is fenced, because an evaluation or a
-download may take as long.
+interval, a warning with the script line of each member is logged once. No worker is fenced, because the script may be
+running a long evaluation or download.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 LEAST_S = 90.0  # three intervals between reports, in seconds
 TIMES = 20.0  # number of usual intervals without a step that count as a lack of progress
-LOCATE_S = 2.0  # seconds in which members report their lines
+LOCATE_S = 2.0  # seconds for members to report their script lines
 INTERVALS = 9  # number of reports that determine the usual interval
 NAMED = 8
 
@@ -28,13 +28,13 @@ class IdleWorld:
     """
 
     due: float | None = None
-    asked: bool = False  # the members were asked for their script lines
+    asked: bool = False  # whether the members were asked for their script lines
     told: bool = False
     _since: float = 0.0
     _intervals: list[float] = field(default_factory=list)
 
     def begin(self, now: float) -> None:
-        """Restart the measurement: a world begins, or ranks wait for each other, or a phase is marked as long."""
+        """Restart the measurement when a world begins, ranks wait for each other, or a phase is marked as long."""
         self._since, self.asked, self.told = now, False, False
         self.due = now + self._limit_s() if self._intervals else None
 
@@ -47,7 +47,7 @@ class IdleWorld:
             now: current time, in seconds.
 
         Returns:
-            Seconds without a step that were logged before this report, or None.
+            Seconds without a completed step if a warning about them was logged before this report, otherwise None.
         """
         idle_s = now - over_s - self._since if self.told else None
         self._intervals = [*self._intervals, over_s / steps][-INTERVALS:]

@@ -1,8 +1,8 @@
-"""Detect stragglers: workers so slow that all others wait for them. Pure: no I/O, no clock.
+"""Detect stragglers, which are slow workers that all other workers wait for. Pure: no I/O, no clock.
 
-Every worker regularly reports the share of its time that it spends in collectives; during the rest it is busy. All
-workers make the same number of steps, so the speed of a worker, compared with the median of the others, is the ratio of
-their busy shares. With `elastic.Shards`, a slower worker receives less work and is then as busy as the others. It is a
+Every worker regularly reports the fraction of its time spent in collectives; during the rest it is busy. All workers
+complete the same number of steps, so a worker's relative speed is the median busy fraction of the other workers divided
+by its own. With `elastic.Shards`, a slower worker receives less work and is then as busy as the others. It is a
 straggler only if this does not suffice. A worker becomes a straggler when its speed falls below the factor, and is no
 longer one when its speed exceeds the factor by a margin.
 """
@@ -17,9 +17,10 @@ from itertools import takewhile
 from elastic.driver.settings import STRAGGLER_FACTOR
 from elastic.protocol.messages import Worker
 
-# A straggler waits less than this share of its time. Reports of the other workers may be older.
+# Maximum fraction of time that a straggler waits. Required because the other workers' reports may be older.
 LITTLE = 0.1
-RECOVERS = 1.25  # A straggler is no longer one above this multiple of the factor.
+# A worker stops being a straggler when its speed exceeds this multiple of the factor.
+RECOVERS = 1.25
 LASTING = 2  # number of consecutive reports after which a straggler may be replaced
 
 
@@ -28,7 +29,7 @@ class Stragglers:
     """Stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
 
     Args:
-        factor: speed below which a worker is a straggler, as a share of the median speed of the other workers. 0.0
+        factor: speed below which a worker is a straggler, as a fraction of the median speed of the other workers. 0.0
             disables the detection.
     """
 
@@ -36,9 +37,9 @@ class Stragglers:
     factor: float = STRAGGLER_FACTOR
     named: frozenset[Worker] = frozenset()  # stragglers as of the last report
     _busy: dict[Worker, float] = field(default_factory=dict)
-    # the busy shares of all workers, in ascending order
+    # busy fractions of all workers, in ascending order
     _sorted: list[tuple[float, Worker]] = field(default_factory=list)
-    # number of consecutive reports of each straggler
+    # number of consecutive reports in which each straggler was slow
     _reports: dict[Worker, int] = field(default_factory=dict)
 
     def paced(self, worker: Worker, waited_s: float, over_s: float) -> bool:
@@ -65,8 +66,9 @@ class Stragglers:
         return self.named != before
 
     def speed(self, worker: Worker) -> float | None:
-        """Return the speed of a worker as a share of the median of the other workers, or None if too few have
-        reported.
+        """Return the speed of a worker as a fraction of the other workers' median speed.
+
+        Returns None if too few workers have reported.
         """
         others = len(self._sorted) - 1
         own = self._busy.get(worker)

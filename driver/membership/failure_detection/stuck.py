@@ -1,9 +1,9 @@
-"""Detect workers for which all other workers wait, and decide whether to log this, fence the worker, or ignore it.
+"""Detect workers that all other workers wait for, and decide whether to ignore, log or fence each of them.
 
-Deterministic. Members report when a collective has lasted a second. While some members are inside a collective, ready,
-or have returned, the remaining members are suspects and their processes are probed. `suspicion` judges the results. If
-all members are inside, but not in the same collective, the script is wrong: no worker is fenced, and the log shows
-where each worker waits.
+Deterministic. Members report when they have been inside a collective for one second. While some members are inside a
+collective, ready, or have returned, the remaining members are suspects and their processes are probed. `suspicion`
+judges the results. If all members are inside collectives, but not the same one, the script is at fault: no worker is
+fenced, and the log shows where each worker waits.
 
 `unresponsive_hosts` checks much sooner whether the hosts of suspects respond at all.
 """
@@ -38,15 +38,15 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
 SOON_S = 0.001
-# Seconds for which all remaining members must wait before the cause is examined.
+# Seconds that all remaining members must have waited before the cause is examined.
 ALL_INSIDE_S = 30.0
 SILENT_S = 15.0  # Three times the interval at which a waiting worker reports.
 OUTSIDE = "elastic.run has not begun yet: until it begins, a lost worker can end the job"
-NAMED = 4  # maximum number of workers that get their own log line at a time
+NAMED = 4  # maximum number of workers with a separate log line per check
 
 
 class Stuck(Part):
-    """Checks of members for which other members have waited for some time."""
+    """Monitor of members that hold up other members."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -57,19 +57,19 @@ class Stuck(Part):
         self._look_at: float | None = None  # time of the next check, or None if no worker waits
         self._repeated_at = 0.0  # time of the last repeated report of a wait
         self._watched = 0  # generation of the collected data
-        self._where = ""  # place at which the other workers wait
-        self._lines = NAMED  # log lines left until the next check
+        self._where = ""  # collective or script line at which the other workers wait
+        self._lines = NAMED  # remaining number of log lines until the next check
         self._unnamed = 0  # number of suspects without a log line
         self._all_inside_said = ""
         self._idle = IdleWorld()
-        # whether progress was reported, so that a missing elastic.run has been logged
+        # whether any progress was reported; a missing elastic.run has then been logged
         self._warned_outside = False
         # Last time at which members were known to hold up other members.
         self._stalled_at: float | None = None
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Return the workers that slow down the other workers. All workers still make progress."""
+        """Return the stragglers: workers that slow down the others but make progress."""
         return self._stragglers.named
 
     # ---- reports ---------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Stuck(Part):
             self.actions.add(events.TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _record_gpu(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
-        """Record a worker's GPU progress. The time since it last changed is only valid within one wait."""
+        """Record a worker's GPU progress. The time without change is valid only within one wait."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):
             record.gpu_since = self.actions.now
@@ -142,7 +142,7 @@ class Stuck(Part):
         suspicion = self._suspicions.get(event.worker)
         since = self.actions.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:
-            # The others wait in a collective that does not involve this worker.
+            # The others wait in a collective of a group that does not contain this worker.
             record.moved_at = max(since, record.moved_at)
             self._record_progress(record)
         if steps := max(event.collectives, event.commits):
@@ -150,11 +150,11 @@ class Stuck(Part):
             if idle_s is not None:
                 self.actions.log("info", f"training continued after {idle_s:.0f} s without a step")
         if self._stalled_at is not None and since < self._stalled_at:
-            return  # The stall explains this wait.
+            return  # The detected stall already explains this wait.
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
         if record.phase:
-            return  # In a long phase, the other workers wait on purpose.
+            return  # In a phase marked as long, the other workers are expected to wait.
         before = self._stragglers.named
         if self._stragglers.paced(event.worker, event.waited_s, event.over_s):
             level = "warning" if self._stragglers.named else "info"
@@ -169,7 +169,7 @@ class Stuck(Part):
         self._replace_straggler()
 
     def _replace_straggler(self) -> None:
-        """Let the slowest lasting straggler leave at a planned change, if a standby is ready to take its place."""
+        """Replace the slowest persistent straggler in a planned change, if a standby is ready."""
         if not self.settings.replace_stragglers or self.worlds.phase is not Phase.TRAINING:
             return
         if self.roster.leavers or not self.worlds.joining():
@@ -205,7 +205,7 @@ class Stuck(Part):
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
-        """Check the members for which other members have waited for some time."""
+        """Check the members that have held up other members for some time."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers(factor=self.settings.straggler_factor)
@@ -251,7 +251,7 @@ class Stuck(Part):
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
-        """Log the members' script lines if no member has completed a step for a long time although none waits."""
+        """Log the members' script lines if no member waits, but none has completed a step for a long time."""
         if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
             return
         now = self.actions.now
@@ -482,7 +482,7 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                return  # Different counts alone are not sufficient evidence.
+                return  # Different numbers of collectives alone do not prove that the calls differ.
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
             calls = [Called(0, s.inside, s.line) for s in inside]
@@ -499,8 +499,9 @@ class Stuck(Part):
             )
 
     def _where_all(self, inside: list[WorkerRecord]) -> str:
-        """Describe the collectives in which ranks wait, beginning with the collectives with the fewest ranks, which
-        have diverged.
+        """Describe the collectives in which ranks wait.
+
+        Collectives with the fewest ranks come first, because these ranks have probably diverged.
         """
         groups: dict[tuple[str, int], list[WorkerRecord]] = {}
         for record in inside:
@@ -527,7 +528,7 @@ class Stuck(Part):
         found = (
             judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
         )
-        # Findings with a culprit are first.
+        # Prefer findings that identify a culprit.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
     def _hung(self, finding: HangFinding) -> None:

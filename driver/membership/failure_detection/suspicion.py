@@ -1,4 +1,4 @@
-"""Classify workers for which others wait as stuck, slow or excused. Pure. `stuck` determines the waits.
+"""Classify workers that hold up others as stuck, slow or excused. Pure. `stuck` determines the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^
@@ -8,10 +8,10 @@
                         +----------------> BUSY --busy_s-------+
                         +--under a debugger, or in a phase marked as long--> EXCUSED: only logged
 
-A worker's process is observed from outside, because a heartbeat thread proves nothing about the training thread. A
-worker that uses the processor or moves bytes is busy. Since a step may be long, a busy worker is killed only after a
-long time. A worker that does neither while others wait for it is idle, because of a deadlock or a lost peer of another
-service.
+The agent observes a worker's process from outside, because a heartbeat thread would keep running even if the training
+thread is stuck. A worker that uses CPU time or performs I/O is busy. Since a step may be long, a busy worker is killed
+only after a long time. A worker that does neither while others wait for it is idle, for example because of a deadlock
+or because another service does not respond.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 PROBE_S = 5.0  # Seconds between two probes. If a sixth of the shortest limit is less, that is used.
-# A process that uses a smaller share of one processor, and moves fewer bytes than BUSY_IO, is idle.
+# A process that uses a smaller fraction of one CPU, and transfers fewer bytes than BUSY_IO, is idle.
 BUSY_CPU = 0.1
-BUSY_IO = 64 * 1024  # bytes moved per second
+BUSY_IO = 64 * 1024  # bytes transferred per second
 TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process in /proc/PID/stat
 
 
@@ -56,26 +56,28 @@ class Next(enum.Enum):
 
 @dataclass
 class Suspicion:
-    """Suspicion against one worker for which others wait. ``_at`` and ``since`` are times on the caller's clock."""
+    """State of a suspected worker that others wait for. ``_at`` and ``since`` are times in seconds on the caller's
+    clock.
+    """
 
     worker: Worker
     since: float  # start of the wait for this worker
     phase: str = ""
     fenced_when_busy: bool = True
-    patient: bool = False  # an idle worker counts as busy, because a fence would end the job
+    patient: bool = False  # treat an idle worker as busy, because fencing it would end the job
     verdict: Verdict = Verdict.UNKNOWN
     idle_since: float = 0.0
     traced: bool = False
-    cpu: float = 0.0  # share of one processor that the worker used between the last two probes
-    io: float = 0.0  # bytes per second that the worker moved between the last two probes
+    cpu: float = 0.0  # fraction of one CPU that the worker used between the last two probes
+    io: float = 0.0  # bytes per second that the worker transferred between the last two probes
     fence_at: float | None = None  # time of the fence, set once the worker is condemned
     _probe: WorkerProbed | None = None
     _probed_at: float = 0.0
-    # For each verdict, how many seconds the others had waited at the last log line about it.
+    # Length of the other workers' wait at the last log line about each verdict, in seconds.
     _named: dict[Verdict, float] | None = None
 
     def wait_since(self, since: float) -> None:
-        """Restart the wait at ``since``, because workers that waited before may have made progress."""
+        """Restart the wait at ``since``, because workers that waited earlier may have made progress."""
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)
 
@@ -92,7 +94,7 @@ class Suspicion:
         self.io = (event.io_bytes - before.io_bytes) / seconds
         # The value has decreased because a child has exited and is no longer included.
         lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
-        # A process that is runnable at every check but has used no processor time is waiting for a processor.
+        # A process that is runnable at every check but has used no CPU time is waiting to be scheduled.
         starved = before.state == RUNNABLE == event.state
         if lively or starved or event.state == ON_DISK:
             self.verdict = Verdict.BUSY
@@ -160,7 +162,7 @@ class Suspicion:
 
         Args:
             now: current time, in seconds.
-            where: place in the script at which the other workers waited.
+            where: collective or script line at which the other workers waited.
         """
         if self.verdict is Verdict.IDLE:
             return because(ReasonKind.IDLE, for_s=now - self.idle_since, where=where)
@@ -171,7 +173,7 @@ class Suspicion:
 
 
 class Suspicions:
-    """All workers that are suspected because other workers wait for them."""
+    """Collection of all suspected workers."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

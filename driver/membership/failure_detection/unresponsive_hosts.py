@@ -1,12 +1,12 @@
-"""Detect unresponsive hosts for which workers wait. Pure. `stuck` determines the waits.
+"""Detect unresponsive hosts that hold up the other workers. Pure. `stuck` determines the waits.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
                                          |
                                          +--all have answered: asked again after silence_s, as long as others wait
 
 A host's kernel acknowledges packets even if the host's processes do not run, so acknowledgements cannot distinguish a
-stopped agent (on a paused or swapping machine) from a busy one. This is harmless while no worker waits for the host. If
-all other workers wait only for workers on hosts that do not answer, the wait could last forever.
+stopped agent (on a paused or swapping machine) from a busy one. While no worker waits for the host, this does not
+matter. But if all other workers wait for workers on hosts that do not respond, the wait could last forever.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Answers may have arrived but not been read yet, so the last check is this time after their deadline.
+# Delay of the last check after the deadline for answers, which may have arrived but not been read yet.
 READ_S = 0.05
 LATE_S = 0.5  # If a check is this late, the driver itself was paused and has missed answers.
 
 
 @dataclass
 class UnresponsiveHosts:
-    """Hosts that do not answer during one wait. Times are in seconds on the caller's clock."""
+    """Tracker of hosts that do not respond during one wait. Times are in seconds on the caller's clock."""
 
     silence_s: float
     look_at: float | None = None  # time of the next check, or None if no worker waits
     _unanswered: set[str] = field(default_factory=set)
     _asked_at: float | None = None
-    _last_look: bool = False  # answers were due at the previous check
+    _last_look: bool = False  # whether answers were due at the previous check
 
     def begin(self, since: float, now: float) -> None:
-        """Begin the observation of a wait that started at ``since``."""
+        """Begin to observe a wait that started at ``since``."""
         self.look_at = max(since + self.silence_s / 2, now)
 
     def end(self) -> None:

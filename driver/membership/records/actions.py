@@ -1,4 +1,4 @@
-"""Actions decided for the current event, in order, and the time of the event. Makes no decisions."""
+"""Ordered list of the actions for the current event, with the event's time. Makes no decisions."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class WorkerStage(enum.Enum):
     """Stage of a live worker process, from its start to its exit."""
 
     STARTING = "starting"  # the process runs but has not called init() yet
-    # the worker is in init(), which is answered once the health check of its slot has passed
+    # the worker called init() and gets the answer when the health check of its slot has passed
     HELD = "held"
     CONNECTED = "connected"  # the worker is in init(), or in user code before elastic.run
     READY = "ready"  # the worker waits for a world
@@ -28,7 +28,7 @@ class WorkerStage(enum.Enum):
     RETURNED = "returned"
     # the worker was notified that all functions have returned; user code after elastic.run may still run
     FINISHED = "finished"
-    # the worker was asked to leave, or is about to die, and is not part of any plan
+    # the worker was asked to leave or is about to exit; plans exclude it
     DISMISSED = "dismissed"
 
     # The roster looks up stages many times in each event, and an enum's own hash is computed in Python.
@@ -48,14 +48,14 @@ class WorkerRecord:
 
     worker: Worker
     started_at: float
-    first_place: Place  # place that the worker received when it was started
+    first_place: Place  # place assigned to the worker at its start
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
     unchecked: bool = False  # the health check of the worker's slot has not passed yet
     held_until: float = 0.0  # time until which the first world waits for a HELD worker
     check_by: float = 0.0  # time at which the health check of a HELD worker times out
     commit: Commit | None = None
-    kept: tuple[KeptCommit, ...] = ()  # older commits of which the worker has copies
+    kept: tuple[KeptCommit, ...] = ()  # older commits of which the worker keeps copies
     # first world in which the worker trained; 0 if it has not trained yet
     first_generation: int = 0
     store: Address | None = None
@@ -63,15 +63,15 @@ class WorkerRecord:
     running: bool = False  # the worker is inside elastic.run
     # time at which the worker's first collective of the generation completed
     resumed_at: float | None = None
-    leaving: Reason | None = None  # reason why the worker is to leave, or None
-    unlisted: bool = False  # the worker leaves because its host left the list, which is not urgent
-    # The worker is to leave because its machine will be reclaimed, and there is still time.
+    leaving: Reason | None = None  # reason for the worker to leave, or None
+    unlisted: bool = False  # the worker leaves because its host is no longer listed; not urgent
+    # The worker must leave because its machine will be reclaimed, but there is still time.
     noticed: bool = False
     exit_by: float | None = None  # time at which the worker is killed unless it has exited before
     exit_why: Reason | None = None  # reason for the kill at `exit_by`
     killed_for: Reason | None = None  # reason why the worker is being killed, or None
     stands_by: bool = False  # the worker was notified that it has to wait for a place
-    rejected: str = ""  # digest of the layout that the rejected worker should have
+    rejected: str = ""  # for a rejected worker, the digest of the expected layout
     readies: int = 0  # number in the worker's latest Ready message
     frozen: str = ""  # reason why the agent reports the worker as frozen, or empty
     # name of the collective of the current generation in which the worker waits, or empty
@@ -132,14 +132,14 @@ class Roster(dict[Worker, WorkerRecord]):
         self.version = 0  # incremented when a process is added or removed
         self.shifts = 0  # incremented when a worker's role in later decisions may have changed
         self.leavers: dict[Worker, WorkerRecord] = {}
-        # A heap that may contain outdated deadlines.
+        # Heap of exit deadlines. May contain outdated entries.
         self._exits: list[tuple[float, int, Worker]] = []
         self._filed_exits = 0
         self.inside: dict[Worker, WorkerRecord] = {}  # members that are waiting in a collective
         # frozen workers that are ready or members, and not being killed
         self.frozen: dict[Worker, WorkerRecord] = {}
         self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
-        # Ordered: finding the first item of a plain dict is slow after many removals.
+        # An OrderedDict, because finding the first item of a plain dict is slow after many removals.
         self._stages: dict[WorkerStage, OrderedDict[Worker, WorkerRecord]] = {
             s: OrderedDict() for s in WorkerStage
         }
@@ -241,6 +241,6 @@ class Roster(dict[Worker, WorkerRecord]):
         return (s for s in self.values() if s.in_plans)
 
     def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
-        """Return the records of the ``members`` that are alive and were not dismissed, in the order of ``members``."""
+        """Return the records of all ``members`` that are alive and not dismissed, in the order of ``members``."""
         found = (self.get(worker) for worker in members)
         return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]

@@ -1,8 +1,8 @@
 """Assignment of ranks. Pure: no I/O, no clock.
 
 Survivors keep their order, except that holders of the newest commit have the lowest ranks: rank 0 holds the commit, and
-the ranks that lack it are contiguous at the end. Each member therefore needs only two numbers to know which ranks hold
-the commit, regardless of the size of the world.
+the ranks that lack it are contiguous at the end. Two numbers therefore tell each member which ranks hold the commit,
+regardless of the size of the world.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ def arrange(
 
     Args:
         survivors: workers of the last world, in their old order.
-        newcomers: other workers, which follow the survivors in the given order. A newcomer is never the source of the
-            state.
-        commits: the newest commit that each worker holds. If no survivor has committed, the first survivor is the
-            source, with ``holders`` 0.
+        newcomers: workers that join, in order. They follow the survivors and are never the source of the state.
+        commits: newest commit of each worker. If no survivor has committed, ``holders`` is 0 and the first survivor is
+            the source.
     """
     held = [c for c in (commits.get(w) for w in survivors) if c is not None]
     newest = max(held, default=None)
@@ -46,7 +45,7 @@ def arrange(
 
 
 def places(order: Sequence[Worker]) -> list[Place]:
-    """Return each worker's place. The local rank is the slot number, since a survivor cannot change its GPU."""
+    """Return each worker's place. The local rank is the slot number, because survivors cannot switch to another GPU."""
     on_host: dict[str, int] = {}
     hosts_of_slot: dict[int, list[str]] = {}
     for worker in order:

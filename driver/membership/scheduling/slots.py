@@ -1,8 +1,8 @@
 """Selection of the slots that get a worker. Pure: no I/O, no clock.
 
-A slot is free under the following conditions. The slot is listed, has no live process, does not cool down after a
-failure, and was not vacated on request. In addition, its program has not ended successfully, its machine is not about
-to be reclaimed, and the slot is not quarantined.
+A slot is free if all of these conditions hold: it is listed, has no live process, is not cooling down after a failure,
+was not vacated on request, and is not quarantined. In addition, its program has not ended successfully, and its machine
+is not about to be reclaimed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from elastic.protocol.messages import Worker
 
 
 class Slots:
-    """Slots that discovery lists, and the history of their workers."""
+    """Slots listed by discovery, and the history of their workers."""
 
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has yielded a list yet
-        self.fixed = False  # whether the list cannot grow by itself
-        self.queued = 0  # number of hosts that wait for admission by a queue of the cluster
-        self.version = 0  # incremented when a slot may have become usable
-        # Slots with a program that exited with code 0 outside elastic.run.
+        self.fixed = False  # whether discovery can list no more hosts or slots
+        self.queued = 0  # number of hosts waiting for admission by the cluster's queue
+        self.version = 0  # counter, incremented when a slot may have become usable
+        # Slots whose program exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
         self.cooldown = Cooldown(
             settings.cooldown_min_s,
@@ -32,9 +32,9 @@ class Slots:
             settings.slot_attempts,
             settings.host_attempts,
         )
-        # Slots with a failed last health check, and its result.
+        # Result of the last health check, for slots that failed it.
         self.unhealthy: dict[Slot, Reason] = {}
-        # Slots with a worker that computed wrong results, and without a health check that could clear them.
+        # Slots whose worker computed wrong results, in jobs without a health check that could clear them.
         self.quarantined: dict[Slot, Reason] = {}
         self._whole_hosts = settings.quarantine == "host"
         self._hosts: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Slots:
         self._left: set[Slot] = set()  # slots whose worker left on request
         # number of consecutive exits of the slot's workers with a nonzero code
         self._failures: dict[Slot, int] = {}
-        # Hosts that will be reclaimed. No worker is started on such a host before this time.
+        # For each host that will be reclaimed, the time before which no worker is started there.
         self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts drained by an operator
 
@@ -57,7 +57,7 @@ class Slots:
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
             self._closed.pop(host, None)
-            self._drained.discard(host)  # If the host returns, it is a different machine.
+            self._drained.discard(host)  # If the host reappears, it counts as a different machine.
             self.unhealthy = {s: why for s, why in self.unhealthy.items() if s[0] != host}
             self._release(host)
         # The host is listed again or has more slots: vacated slots may be used again.
@@ -81,7 +81,7 @@ class Slots:
         return len(self._incarnations)
 
     def ended(self, slot: Slot, code: int) -> None:
-        """Record that a slot's worker exited by itself.
+        """Record that a slot's worker exited without being killed by the driver.
 
         Args:
             code: exit code; negative for a signal, as in subprocess.
@@ -92,7 +92,9 @@ class Slots:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the last worker of every slot failed. A single slot must have failed twice."""
+        """Return whether the last worker of every slot failed. If there is only one slot, its last two workers must
+        have failed.
+        """
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
 
@@ -107,7 +109,7 @@ class Slots:
         return Worker(*slot, self._incarnations[slot])
 
     def leave(self, slot: Slot) -> None:
-        """Record that the worker of a slot was asked to leave. The slot stays empty unless workers are lacking."""
+        """Record that the worker of a slot was asked to leave. It stays empty unless there are too few workers."""
         self._left.add(slot)
         self.version += 1
 
@@ -220,7 +222,7 @@ class Slots:
         return min(times, default=None)
 
     def _usable(self, live: Mapping[str, Iterable[Worker]]) -> Iterator[tuple[Slot, float]]:
-        # Host by host, because nearly all hosts of a large job are full.
+        # Iterate by host, because nearly all hosts of a large job are full.
         for host, count in self._hosts.items():
             taken = {worker.slot for worker in live.get(host, ())}
             for number in range(count):
@@ -235,21 +237,21 @@ class Slots:
             yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
-        """Return whether no listed slot can ever be used again. False for an empty list, which may still grow."""
+        """Return whether no listed slot can ever be used again. An empty list may still grow."""
         listed = list(rank_order.slots(self._hosts))
         return bool(listed) and all(
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed
         )
 
     def usable(self, taken: Collection[Slot]) -> int:
-        """Return the number of listed slots that have a worker, or can have one now or later."""
+        """Return the number of listed slots that run a worker, or can run one now or later."""
         return sum(
             slot in taken or not (slot in self.completed or self.cooldown.given_up(slot))
             for slot in rank_order.slots(self._hosts)
         )
 
     def given_up(self) -> list[Slot]:
-        """Return the listed slots that are given up because of failures."""
+        """Return the listed slots that are no longer used because of failures."""
         return [s for s in rank_order.slots(self._hosts) if self.cooldown.given_up(s)]
 
     def listed_unhealthy(self) -> list[Slot]:

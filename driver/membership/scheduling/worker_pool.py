@@ -1,4 +1,4 @@
-"""Decisions about worker processes: when they are started in free slots, released, or killed because they are late.
+"""Decisions about worker processes: when to start, release, or kill them at their deadlines.
 
 Pure: no I/O, no clock. The pool knows the current members but no phases or worlds. `membership` decides when a worker
 may start or has to leave. The pool decides how, and by which deadline.
@@ -19,8 +19,9 @@ from elastic.driver.settings import Settings
 from elastic.driver.tracebacks import exception_line
 from elastic.protocol.messages import Worker
 
-HELD_S = 5.0  # how long the first world waits for a worker's health check after its init()
-CHECK_SLACK_S = 10.0  # time for the result of a health check to arrive after its time limit
+HELD_S = 5.0  # seconds that the first world waits for a worker's health check after its init()
+# seconds for the result of a health check to arrive after the check's time limit
+CHECK_SLACK_S = 10.0
 
 
 class WorkerPool:
@@ -34,9 +35,9 @@ class WorkerPool:
         self.last_output = ""
         self.spare = 0  # number of standbys to start
         self.asked: int | None = None  # size requested by an operator, which replaces workers_max
-        # Time since which a worker may have been waiting for others to start.
+        # Time since which a worker may have been waiting for other workers to start.
         self._first_ready_at: float | None = None
-        # State at the last check of the slots, and the time before which their state cannot change.
+        # State at the last check of the slots, and the earliest time at which it can change.
         self._looked_at: tuple[int, ...] | None = None
         self._look_again_at = 0.0
         self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
@@ -51,10 +52,10 @@ class WorkerPool:
     def start(self, members: Sequence[Worker]) -> None:
         """Start workers in free slots, up to the size of the largest world plus the standbys.
 
-        A job of a fixed size starts each worker once.
+        In a fixed-size job, each worker is started once.
 
         While members train, the number of workers that start at the same time may be limited, because many concurrent
-        imports take processor time from training.
+        imports compete with training for CPU time.
         """
         wanted = self._wanted()
         if wanted <= 0 or (not self.settings.elastic and self.slots.started):
@@ -66,7 +67,7 @@ class WorkerPool:
                 # The slots are checked again when one of these workers calls init() or exits.
                 return
         # Checking every slot after each event would take too long. A check that finds a free slot starts a worker
-        # there, which changes the roster's version. With unchanged versions, therefore, no slot is free.
+        # there, which changes the roster's version. If the versions are unchanged, no slot is free.
         state = (self.roster.version, self.slots.version, self._short())
         if state == self._looked_at and self.actions.now < self._look_again_at:
             return
@@ -108,14 +109,14 @@ class WorkerPool:
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def has_waiting_starts(self) -> None:
-        """Start the timeout within which all starting workers must call init(), because one worker waits there."""
+        """Start the timeout for all starting workers to call init(), because one worker is waiting there."""
         if self._first_ready_at is None:
             self._first_ready_at = self.actions.now
 
     def starting(self) -> Iterator[WorkerRecord]:
         """Yield the workers that may still become ready for the first world.
 
-        Their deadline starts when the first worker waits.
+        Their deadline starts when the first worker begins to wait.
         """
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)
@@ -146,7 +147,7 @@ class WorkerPool:
     ) -> None:
         """Apply a new list from discovery.
 
-        Workers on hosts that left the list should leave. Workers on listed hosts may stay.
+        Ask workers on hosts that are no longer listed to leave. Workers on listed hosts may stay.
         """
         self.slots.announce(hosts, fixed=fixed)
         for record in self.roster.values():
@@ -184,7 +185,7 @@ class WorkerPool:
             self.actions.add(LetGo(record.worker, reason))
 
     def release_all(self, reason: Reason) -> None:
-        """Release all workers, except workers that have finished and exit by themselves."""
+        """Release all workers except those that have finished, which exit without a request."""
         for record in [*self.roster.in_plans()]:
             if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
                 self.kill(record, reason)
@@ -218,7 +219,7 @@ class WorkerPool:
         record.exit_why = why
 
     def discard(self, record: WorkerRecord, reason: Reason) -> None:
-        """Kill and replace a worker that cannot continue, although it has not failed itself."""
+        """Kill and replace a worker that cannot continue although it did not fail."""
         record.leaving = reason
         self.dismiss(record, reason, self.settings.disconnect_s)
         self.kill(record, reason)
@@ -226,7 +227,7 @@ class WorkerPool:
     def disconnected(self, record: WorkerRecord, *, silent: bool) -> None:
         """Handle the loss of a worker's connection.
 
-        The exit of the worker usually follows immediately. If ``silent``, the host is unreachable, and no exit is
+        The worker usually exits immediately afterwards. If ``silent``, its host is unreachable, and no exit will be
         reported.
         """
         if record.in_plans and silent and not record.killed_for:
@@ -242,7 +243,7 @@ class WorkerPool:
     def quarantine(self, record: WorkerRecord, why: Reason, members: Collection[Worker]) -> None:
         """Quarantine the slot, or the host, of a worker that computes wrong gradients. See `Settings.quarantine`.
 
-        In a job with health checks, the check of the next worker in the slot decides instead.
+        In a job with health checks, the slot's next health check determines whether it is used again.
         """
         host, which = record.worker.host, self.settings.quarantine
         if which == "off" or not self.settings.elastic:
@@ -274,7 +275,7 @@ class WorkerPool:
     # ---- exited ----------------------------------------------------------------------------------------------------
 
     def record_failure(self, record: WorkerRecord, what: str) -> None:
-        """Record an unexpected exit of a worker, after which its slot cools down."""
+        """Record an unexpected exit of a worker, and start the cooldown of its slot."""
         worker, now, settings = record.worker, self.actions.now, self.settings
         killed_for = record.killed_for
         if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":
@@ -307,18 +308,18 @@ class WorkerPool:
         self.actions.log("error", str(given_up), given_up)
 
     def all_fail(self) -> bool:
-        """Return whether all workers fail before training. The script is then wrong, and a retry would fail too."""
+        """Return whether all workers fail before training. The script is then at fault, and retries are pointless."""
         hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
     def deadlines(self, *, starting: bool, first: bool) -> Iterator[float]:
-        """Yield the times of the next checks.
+        """Yield the times at which `overdue` must be called.
 
         Args:
             starting: whether workers may be started now.
-            first: whether the first world waits for connected workers.
+            first: whether the first world has not formed and connected workers are waiting for it.
         """
         exit_by = self.roster.first_exit_by()
         if exit_by is not None:
@@ -326,7 +327,7 @@ class WorkerPool:
         for stage in (
             (WorkerStage.STARTING, WorkerStage.CONNECTED) if first else (WorkerStage.STARTING,)
         ):
-            # The workers are in the order in which they were started.
+            # Workers are sorted by start time.
             for record in self.roster.first_at(stage):
                 start_by = self._start_by(record)
                 if start_by is None:
@@ -343,7 +344,7 @@ class WorkerPool:
                 yield next_at
 
     def some_return(self) -> bool:
-        """Return whether an empty slot will soon have a worker again.
+        """Return whether an empty slot will soon run a worker again.
 
         This is the case if the slot's last worker is about to exit, or if the slot cools down. Slots of machines that
         will be reclaimed do not count.
@@ -366,7 +367,7 @@ class WorkerPool:
         """Kill workers whose deadline has passed. Return the workers that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
-                break  # All following workers were started later.
+                break  # The remaining workers were started later.
             if not record.killed_for:
                 late = because(ReasonKind.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)

@@ -1,9 +1,10 @@
 """Composition of the next world, and selection of the workers that may leave before it. Pure: no I/O, no clock.
 
-The state must survive departures. The last holder of the newest commit stays until a remaining worker holds the commit
-too. A worker with an unlisted host leaves only if enough other workers stay, so an empty list stops no worker. The same
-rule applies to a worker on a machine that will be reclaimed, as long as time is left. A worker that received SIGTERM
-leaves even if too few workers stay. No worker leaves before the last checkpoint of a stopping job.
+The state must survive departures, so the last holder of the newest commit stays until another remaining worker holds
+the commit. A worker on a host that is no longer listed leaves only if enough other workers stay, so that an empty host
+list does not end training. The same rule applies to a worker on a machine that will be reclaimed, until shortly before
+its end. A worker that received SIGTERM leaves even if too few workers stay. No worker leaves before the last checkpoint
+of a stopping job.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass(frozen=True)
 class Composition:
-    """Possible next world. ``arrangement`` contains its workers. A worker that is in no list waits as a standby."""
+    """Possible next world. ``arrangement`` contains its workers. Workers in none of the lists wait as standbys."""
 
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
     leaving: list[WorkerRecord] = field(default_factory=list)  # workers that may leave now
-    # Workers whose state has a different layout.
+    # Workers whose state layout differs from that of the world.
     rejected: list[WorkerRecord] = field(default_factory=list)
     layout: str = ""
 
@@ -42,8 +43,8 @@ def compose(
 
     Args:
         old: members of the last world, in rank order.
-        new: newcomers, in order of preference.
-        commits: the newest commit that each worker holds.
+        new: joining workers, in order of preference.
+        commits: newest commit of each worker.
         workers_min: smallest size of a world.
         workers_max: largest size of a world.
         layout: layout of the state in the last world. The layout of a holder of the newest commit takes precedence.

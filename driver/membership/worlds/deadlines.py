@@ -1,4 +1,4 @@
-"""Decisions about expired deadlines: for answers, stops, returns, and the formation of the next world.
+"""Handling of expired deadlines: answers, stops, returns, and the formation of the next world.
 
 Pure: no I/O, no clock.
 """
@@ -12,7 +12,8 @@ from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import ReasonKind, because
 
-# Large libraries on a busy machine take more than a minute to import. Until this age, a start without init() is normal.
+# Large libraries on a busy machine take more than a minute to import. Workers younger than this, in seconds, are not
+# expected to have called init().
 IMPORTS_S = 120.0
 
 
@@ -106,9 +107,9 @@ class Deadlines(Part):
                 )
 
     def _init_remind_at(self) -> float | None:
-        """Return the time at which to log that workers have not called init(), or None if no worker must call it.
+        """Return the time at which to log that workers have not called init(), or None.
 
-        In a job of a fixed size, no worker must call it, because such a job may run any program.
+        The result is None in a fixed-size job, because such a job may run programs that never call init().
         """
         first = next(self.roster.first_at(WorkerStage.STARTING), None)
         if first is None or self.worlds.members or not self.settings.elastic:
@@ -147,7 +148,7 @@ class Deadlines(Part):
             for_s=now - change.began_at,
             within_s=change.by - now,
         )
-        # If a member has reached a commit, the other members hold it up. Such waits have their own log lines.
+        # If a member has reached a commit, the other members hold it up. Such waits are logged elsewhere.
         none_there = all(s.stage is not WorkerStage.READY for s in self.worlds.live())
         if none_there and (about.facts["joining"] or about.facts["leaving"]):
             self.actions.log("warning", str(about), about)

@@ -1,9 +1,10 @@
-"""Decisions about a gathering: the awaited workers, its deadline, and the workers that may share a world.
+"""Decisions about a gathering: which workers are awaited, for how long, and which workers can form a world.
 
 Pure: no I/O, no clock.
 
-Worlds of ``init()`` contain workers outside elastic.run. Other worlds belong to elastic.run. A gathering waits for
-every old member, because each becomes ready or exits. It does not wait for new workers, which can join later.
+A world of ``init()`` contains workers outside elastic.run; every other world belongs to elastic.run. A gathering waits
+for every old member, because each of them eventually becomes ready or exits. It does not wait for new workers, which
+can join later.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from elastic.protocol.messages import Worker
 
 NAMED = 8  # maximum number of lost workers named in the reason
 REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
-# A later reminder for starting workers, because a script that imports modules or builds a model before elastic.run is
-# not stuck.
+# Reminder delay if workers are starting. It is longer, because a script may import modules or build a model before it
+# enters elastic.run.
 START_REMIND_S = 30.0
 
 
 class Kind(enum.Enum):
-    START = "start"  # workers call init() or enter elastic.run, so no training is interrupted
+    # workers are calling init() or entering elastic.run; no training is interrupted
+    START = "start"
     CHANGE = "change"  # all members have stopped at an agreed safepoint
     RECOVERY = "recovery"  # the world failed
 
@@ -41,21 +43,22 @@ class Gathering:
     had_loss: bool = False
     # ``late_at`` has passed: old members outside elastic.run are no longer awaited.
     late: bool = False
-    # No worker holds a commit, so all start from a checkpoint or the beginning: every starting worker is awaited.
+    # No worker holds a commit, so all start from a checkpoint or from the beginning, and every starting worker is
+    # awaited.
     anew: bool = False
-    # Outside elastic.run the job restarts from the beginning. Missing workers are awaited too, because they cannot join
-    # later.
+    # Outside elastic.run the job restarts from the beginning. Missing workers are also awaited, because they cannot
+    # join later.
     whole: bool = False
     short_by: float | None = None  # deadline while too few workers are ready and none is awaited
     # last logged shortage: ready workers, needed workers, queued hosts
     said: tuple[int, int, int] | None = None
-    _more: int = 0  # number of lost workers that the reason does not name
+    _more: int = 0  # number of lost workers not named in the reason
     # seconds after began_at at which the awaited workers are logged again; 0 means the default for the kind of
     # gathering
     remind_after_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.remind_after_s:  # otherwise it was restored from a snapshot
+        if not self.remind_after_s:  # otherwise, the gathering was restored from a snapshot
             self._remind_as_first()
 
     @property
@@ -86,11 +89,11 @@ class Gathering:
 
     @property
     def late_at(self) -> float:
-        """Return the time until which old members may become ready."""
+        """Return the deadline for old members to become ready."""
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:
-        """Restart the deadline, because no worker could become ready until now."""
+        """Restart the deadline from now, because no worker could become ready earlier."""
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now
@@ -100,7 +103,7 @@ class Gathering:
         self.remind_after_s = START_REMIND_S if self.kind is Kind.START else REMIND_S
 
     def lost(self, reason: Reason) -> None:
-        """Record that a worker was lost. This explains a failed collective better than another worker's report."""
+        """Record that a worker was lost. As the reason, it replaces earlier reports of failed collectives."""
         if not self.had_loss:
             self.had_loss, self.reason = True, reason
             return
@@ -109,7 +112,7 @@ class Gathering:
         if len(causes) < NAMED:
             causes = [*causes, reason]
         else:
-            # Every member receives the reason, so it must not grow with the number of lost workers.
+            # The reason is sent to every member, so its size must not grow with the number of lost workers.
             self._more += 1
         self.reason = because(ReasonKind.SEVERAL, causes=causes, more=self._more)
 
@@ -127,7 +130,7 @@ class Gathering:
 def candidates(
     ready: Sequence[WorkerRecord], members: Sequence[Worker]
 ) -> tuple[list[WorkerRecord], list[WorkerRecord], list[WorkerRecord]]:
-    """Sort ready workers into three lists.
+    """Classify ready workers into three lists.
 
     Returns:
         Ready old members in rank order, ready newcomers, and ready workers that need the other kind of world (of init()
@@ -139,7 +142,7 @@ def candidates(
     running = any(s.running for s in old or new)
     others = [s for s in ready if s.running is not running]
     if members and not running:
-        # No worker joins in init(): a newcomer waits until elastic.run is entered.
+        # A newcomer cannot join a world of init(). It waits until training enters elastic.run.
         others, new = [*others, *new], []
     return (
         [s for s in old if s.running is running],

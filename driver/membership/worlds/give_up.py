@@ -1,6 +1,6 @@
-"""Rules for giving up a job: limits, lack of progress, and too few workers. Pure: no I/O, no clock.
+"""Rules for ending a job without success: reset limits, lack of progress, and too few workers. Pure: no I/O, no clock.
 
-Each rule returns the reason to end the job, or None to continue the job.
+Each rule returns the reason to end the job, or None to continue.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from elastic.protocol.messages import Commit
 
 
 class GiveUpRules:
-    """Rules for giving up a job, and the history that they need."""
+    """Rules for ending a job without success, and the history that they need."""
 
     def __init__(self, settings: Settings, staff: WorkerPool, actions: ActionList) -> None:
         self._settings = settings
         self._staff = staff
         self._actions = actions
         self._failures = 0  # number of failed worlds, not counting planned changes
-        # generations since the last new commit in which a stuck worker was fenced
+        # generations since the last new commit in which the driver fenced a stuck worker
         self._stuck_in: set[int] = set()
-        # worlds with hung GPUs and no identified worker
+        # number of worlds with hung GPUs and no identified culprit
         self._hung_in: set[int] = set()
-        self._restarts = 0  # number of restarts from a checkpoint since the last one was made
+        self._restarts = 0  # number of restarts from a checkpoint since the last new checkpoint
         self._barren = 0  # number of consecutive recoveries without a lost worker or a new commit
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """Return the minimum size of the next world. It is 1 after some workers have finished."""
+        """Return the minimum size of the next world. The result is 1 after some workers have finished."""
         if not self._settings.elastic:
             return self._settings.np
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
@@ -50,8 +50,8 @@ class GiveUpRules:
     def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
         """Return the reason to end the job if all members are lost.
 
-        Newcomers have no state, so they would silently restart the training from the beginning, unless a checkpoint can
-        be restored.
+        New workers hold no state. Unless a checkpoint can be restored, they would silently restart training from the
+        beginning.
         """
         here = self._staff.roster.first_at(*AT_STAKE)
         if not world.trained or any(s.worker in world.places for s in here):
@@ -95,8 +95,8 @@ class GiveUpRules:
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
         """Record the rejection of a worker whose state differs from the world's.
 
-        Return the reason to end the job if the previous member in its slot differed in the same way, because this would
-        recur forever.
+        Return the reason to end the job if the previous member in its slot had the same difference, because every later
+        worker would also be rejected.
         """
         worker = record.worker
         lost = because(ReasonKind.LOST_REJECTED, worker=str(worker))
@@ -113,11 +113,11 @@ class GiveUpRules:
     def shards_lost(self, world: World, text: str) -> Reason:
         """Return the reason to end the job because no worker holds some shards of the state.
 
-        If a member was rejected, the reason is that its state differs.
+        If a member was rejected, the reason is the difference in its state.
 
         Args:
             world: the last world.
-            text: describes the missing shards.
+            text: description of the missing shards.
         """
         away = self.script_failures.turned_away_before(world.generation)
         if away is None:
@@ -141,12 +141,12 @@ class GiveUpRules:
     def in_circles(
         self, world: World, gathering: Gathering, commit: Commit | None
     ) -> Reason | None:
-        """Return the reason to end the job if several worlds in a row made no progress, or None.
+        """Return the reason to end the job if too many consecutive worlds made no progress, or None.
 
         Args:
             world: the last world.
             gathering: the phase that follows it.
-            commit: the commit from which the next world begins.
+            commit: commit from which the next world begins.
         """
         if commit is not None and commit.generation == world.generation and commit.number > 0:
             self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
@@ -165,7 +165,7 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Record a shortage of workers, which is logged once for each number of workers.
+        """Record a shortage of workers. It is logged once for each number of ready workers.
 
         Returns:
             The reason to end the job, or None.
@@ -227,7 +227,7 @@ class GiveUpRules:
         )
 
     def spent(self) -> Reason:
-        """Return the reason to end the job because no slot can have a worker again."""
+        """Return the reason to end the job because no slot can run a worker again."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
         return self._of_healthy(
             because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
@@ -242,6 +242,6 @@ class GiveUpRules:
 
 
 def named_slots(slots: Sequence[tuple[str, int]]) -> str:
-    """Return the names of the first slots as text, followed by the number of the other slots."""
+    """Format a list of slots: the first names, then the number of remaining slots."""
     more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
     return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

@@ -8,7 +8,7 @@ SHOWN = 10  # maximum number of lines in a description
 
 
 def difference(own: str, expected: str) -> str:
-    """Return the differences between a worker's layout and the world's, in both directions.
+    """Describe the differences between a worker's layout and the world's.
 
     The result has at most SHOWN + 1 lines. A layout has one line per tensor or option, which begins with the name:
     ``model.0.weight float32 [10, 20]``.

@@ -1,7 +1,8 @@
-"""Choice of the standbys of the next world, which are those that answer a probe when a gathering begins.
+"""Liveness probes of standbys: only standbys that answer at the beginning of a gathering can join the next world.
 
 Pure: no I/O, no clock. A standby may wait for hours, and its agent checks only four times a second whether it can run.
-If the world included a standby that was stopped a moment ago, all members would wait for it.
+    Without a probe, the next world could include a standby that has just been stopped, and all members would wait for
+    it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ class LivenessProbes:
 
     # standbys that were probed in this gathering and have not answered yet
     asked: set[Worker] = field(default_factory=set)
-    # standbys that did not answer in time and have not answered since
+    # standbys that missed the deadline and have not answered since
     silent: set[Worker] = field(default_factory=set)
     by: float | None = None  # not None iff all other workers are ready and an answer is pending
 
     def ask(self, standbys: Sequence[Worker]) -> None:
-        """Begin to probe the standbys, at the beginning of a gathering."""
+        """Begin to probe the standbys. Called at the beginning of a gathering."""
         self.asked, self.by = set(standbys), None
 
     def wait_for_others(self) -> None:

@@ -1,4 +1,4 @@
-"""Decide when a planned change begins, and at which safepoint all members stop. Pure: no I/O, no clock.
+"""Start time of a planned change, and the safepoint at which all members stop for it. Pure: no I/O, no clock.
 
 Every member answers with the number of safepoints that it has passed, and waits at the next one. No member has passed
 the safepoint after the largest answer, so all members continue to this safepoint and stop at the same point.
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-REMIND_S = 30.0  # seconds without a commit until the waiting workers are logged; doubles each time
+# seconds without a commit before the waiting workers are logged; doubles after each log line
+REMIND_S = 30.0
 
 
 @dataclass
@@ -24,7 +25,7 @@ class PlannedChange:
 
     settings: Settings
     number: int = 0
-    by: float | None = None  # deadline for all answers, then for all stops
+    by: float | None = None  # deadline for all members to answer, and then for all to stop
     check: int = 0  # number of the safepoint at which all members stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
@@ -35,8 +36,8 @@ class PlannedChange:
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Return when a change for a joining or leaving worker may start: None means now, otherwise the time of the
-        next decision.
+        """Return None if a change for a joining or leaving worker may start now, otherwise the time of the next
+        decision.
 
         Args:
             now: current time, in seconds.
@@ -55,7 +56,7 @@ class PlannedChange:
         self._settle_by = None
 
     def prepare(self, now: float, members: Iterable[Worker]) -> None:
-        """Begin a change, in which each member is asked how many safepoints it has passed."""
+        """Begin a change by asking each member how many safepoints it has passed."""
         self.number += 1
         self.by = now + self.settings.prepare_s
         self.began_at, self.remind_after_s = now, REMIND_S
@@ -81,5 +82,5 @@ class PlannedChange:
         self.by = None
 
     def put_off(self, now: float) -> None:
-        """Postpone the change after a failed attempt, so that the members are not interrupted for a while."""
+        """Postpone the next attempt after a failed one, to avoid interrupting the members too often."""
         self.not_before = now + 2 * self.settings.prepare_s

@@ -4,13 +4,13 @@
 known. The search therefore waits briefly for an exit, and the first worker that exits without having reported a failure
 is the cause.
 
-`Mismatches`: ranks that call different collectives return to the last commit, because a fault may have caused this. If
-the next world fails in the same calls, the script is at fault.
+`Mismatches`: if ranks call different collectives, the world first resumes from the last commit, because a transient
+    fault may be the reason. If the next world fails in the same calls, the script is at fault.
 
 `Exceptions`: an exception that one worker raised affects that worker only, and the others continue. If it occurs again
 at the same commit, the script is at fault, and the exception would recur forever. Exceptions reported as caused by
-hardware are excluded, since one fault of a host's fabric affects all its GPUs; their slots cool down as after any other
-loss.
+hardware are excluded, because one interconnect fault can affect all GPUs of a host; their slots cool down as after any
+other loss.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class RootCauseSearch:
     """Search for the root cause of a failure.
 
     ``verdict`` is the reason if no cause is found before the time ``by``. A worker that has not reported the failure is
-    a suspect. It may only be slow to exit, so the search waits for it until the time ``latest``.
+    a suspect. It may be slow to exit, so the search waits for it until the time ``latest``.
     """
 
     by: float
     latest: float
     verdict: Reason | None
     reporters: set[Worker] = field(default_factory=set)
-    root_cause: Worker | None = None  # None if unknown; the search waits for its exit code
+    # worker identified as the root cause, or None; the search waits for its exit code
+    root_cause: Worker | None = None
 
     def name_root_cause(self, worker: Worker, verdict: Reason) -> None:
         """Record a worker whose own exception explains the failure. The first such worker is the root cause."""
@@ -63,8 +64,8 @@ class RootCauseSearch:
     def settled(self, members: Iterable[Worker]) -> bool:
         """Return whether the search is obsolete.
 
-        It is obsolete if no root cause is known and a new world contains every worker that reported the failure. The
-        script has then recovered through its own retry loop, which calls init() again.
+        This is the case if no root cause is known and a new world contains every worker that reported the failure: the
+        script has recovered by calling init() again in a retry loop.
         """
         return self.root_cause is None and self.reporters <= set(members)
 
@@ -84,7 +85,7 @@ class RootCauseSearch:
 
 @dataclass
 class Mismatches:
-    """Calls of the last world's ranks that did not match, so that the world failed."""
+    """Mismatched calls of the last world's ranks, which made the world fail."""
 
     _generation: int = 0
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each call
@@ -102,14 +103,14 @@ class Mismatches:
 
 _BEGINNING = Commit(
     0, 0
-)  # key that is equal for all worlds without a commit that start from the same checkpoint, or from none
-# Addresses, indices and similar numbers differ between ranks.
+)  # key shared by all worlds without a commit that start from the same checkpoint or from none
+# Replace numbers, because addresses, indices and the like differ between ranks.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass
 class Exceptions:
-    """Exceptions that members' user code has raised. Commit 0 of a world is the state from which the world started."""
+    """Exceptions raised by user code of members. Commit 0 of a world is the state from which the world started."""
 
     _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
     _began_with: dict[int, Commit] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class Exceptions:
     def repeats(self, event: WorkerRaised) -> Worker | None:
         """Return the worker that raised the same exception before, at the same commit or in the same incident.
 
-        If there is none, record the exception and return None.
+        If no worker did, record the exception and return None.
         """
         places = [self._first_name(event.commit or Commit(event.generation, 0))]
         if event.beginning:

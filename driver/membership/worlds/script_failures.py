@@ -27,10 +27,10 @@ class ScriptFailures:
     began: int = 0
     _of: dict[Slot, Reason] = field(
         default_factory=dict
-    )  # for each slot, why the script of its last worker failed
+    )  # for each slot, the reason for its last worker's script failure
     # for each slot, the exit code of its last worker
     _unexplained: dict[Slot, int] = field(default_factory=dict)
-    # Rejected members and the digests of their layouts.
+    # Digests of the layouts of rejected members.
     _turned_away: dict[Slot, tuple[Worker, str]] = field(default_factory=dict)
     # The last rejected member, with the generation in which it was a member.
     _last_turned_away: tuple[Worker, int] | None = None
@@ -38,7 +38,7 @@ class ScriptFailures:
     def failed(self, slot: Slot, reason: Reason) -> None:
         """Record a failed script.
 
-        The script raised an exception, called sys.exit, or has a different state than the world.
+        The script raised an exception, called sys.exit, or built a state that differs from the world's.
         """
         self._of[slot] = reason
 
@@ -46,7 +46,7 @@ class ScriptFailures:
         """Record an exit with a nonzero code that the worker had not announced.
 
         An uncaught exception counts as a failure of the script. An unexplained exit code counts only if the slot's
-        previous worker exited with the same code. The loss of a peer or of the driver never counts.
+        previous worker exited with the same code. Exits caused by the loss of a peer or of the driver never count.
         """
         unexplained = cause is ExitCause.UNKNOWN
         again = unexplained and self._unexplained.pop(slot, None) == code
@@ -68,9 +68,9 @@ class ScriptFailures:
             self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
-        """Return the script failures because of which fewer workers returned than started.
+        """Return the script failures that explain why fewer workers returned than started.
 
-        Empty if no script is to blame.
+        Returns an empty result if no script failure explains it.
 
         Args:
             returned: number of workers that returned.

@@ -1,9 +1,9 @@
-"""Decide which commits may contain wrong gradients, and to which older commit a job returns. Pure: no I/O, no clock.
+"""Selection of the older commit to resume from when commits may contain wrong gradients. Pure: no I/O, no clock.
 
-A worker that is found to compute wrongly may have done so since its first step. Every commit since then may contain its
-gradients, except where all gradients are compared before they are used. Workers keep copies of older commits (see
+A worker that computes wrong gradients may have done so since its first step. Every later commit may contain its
+gradients, unless all gradients are compared before they are used. Workers keep copies of older commits (see
 `elastic.exact.kept_commits`). The next world begins from the newest copy that precedes the worker's first step, or else
-from the oldest copy. Commits of later worlds are made by the remaining workers, and are not doubted.
+from the oldest copy. Commits of later worlds come from the remaining workers and are trusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Beginning:
     Attributes:
         commits: for each worker, the commit that it contributes, or None if it has no copy.
         older: the commit, if it is older than the newest one; otherwise None.
-        whole: whether a commit from before the first doubtful step exists. If False, wrong gradients may remain.
+        whole: whether a commit older than the first doubtful step exists. If False, wrong gradients may remain.
     """
 
     commits: dict[Worker, Commit | None]

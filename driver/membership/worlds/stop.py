@@ -1,4 +1,4 @@
-"""Decisions about a job that is requested to stop. Deterministic.
+"""Handling of requests to stop a job. Deterministic.
 
 The job ends immediately or, if the request leaves time and the job makes checkpoints, once a last checkpoint is
 durable. Until then the world changes only when workers are lost. A second request ends the job immediately.
@@ -31,12 +31,13 @@ class Stop(Part):
         self._by: float | None = None
         self._asked_in: int | None = None  # generation that received the request
         self._trained_to: Commit | None = None  # commit last reported by rank 0
-        # Oldest commit whose checkpoint counts as the last one. The writing of older ones had begun before the request.
+        # Oldest commit whose checkpoint counts as the last one. Older checkpoints were already being written at the
+        # time of the request.
         self._least: Commit | None = None
         self._newest: Commit | None = None  # newest durable commit
 
     def heard(self, event: Event) -> None:
-        """Record an event that another part handles."""
+        """Observe an event that another part handles."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:
                 if self.worlds.members and worker == self.worlds.members[0]:
@@ -65,7 +66,7 @@ class Stop(Part):
             self.worlds.call_off(because(ReasonKind.TOLD, text=event.reason))
 
     def watch(self) -> None:
-        """Continue the handling of a stop request. Called after every event."""
+        """Continue handling a stop request. Called after every event."""
         if self._request is None:
             return
         if self.actions.expired(self._by):
@@ -76,15 +77,15 @@ class Stop(Part):
             self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the time of the next check."""
+        """Yield the time at which `watch` must be called next."""
         if self._by is not None:
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
         """Return whether the checkpoint of a commit was written because of this stop.
 
-        It was not if its writing had begun before: it then belongs to an earlier world, or is older than the last
-        report of rank 0.
+        If the write began earlier, the checkpoint belongs to an earlier world or is older than the last report of rank
+        0.
         """
         at = (commit.generation, commit.number)
         least = (0, 0) if self._least is None else (self._least.generation, self._least.number)

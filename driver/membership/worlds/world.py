@@ -1,4 +1,4 @@
-"""The last published world, the reports of its members, and the decision about which of two replicas is wrong.
+"""State of the last published world: its members' reports, and the comparison of their state digests.
 
 Pure: no I/O, no clock.
 """
@@ -21,7 +21,7 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit, Place, Worker, total_rows
 
-DIGESTS = 64  # number of commits with stored digests
+DIGESTS = 64  # maximum number of commits with stored digests
 
 
 @dataclass
@@ -40,11 +40,11 @@ class World:
     reason: Reason = field(default_factory=lambda: because(ReasonKind.FIRST_START))
     cause_at: float = 0.0
     published_at: float = 0.0
-    trained: bool = False  # whether a member resumed in this world or an earlier one
-    # first step that is repeated, if the world begins from an older commit
+    trained: bool = False  # whether a member has resumed in this or an earlier world
+    # first repeated step, if the world begins from an older commit
     back_to: int | None = None
     places: dict[Worker, Place] = field(init=False)
-    # Reports of the members that resumed; None after all have resumed, so that snapshots do not repeat the reports.
+    # Reports of the members that resumed. None after all have resumed, to keep snapshots small.
     _resumed: dict[Worker, WorkerResumed | None] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class World:
         return [Member(worker, place) for worker, place in self.places.items()]
 
     def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
-        """Record that a member resumed. Return the report when all members have resumed."""
+        """Record that a member resumed. Return the report once all members have resumed, otherwise None."""
         self.trained = True
         if event.worker in self._resumed:
             return None
@@ -82,7 +82,7 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Compare the digest of a commit with the first reported digest of the same commit.
+        """Compare a reported digest of a commit with the first digest reported for the same commit.
 
         Returns:
             The wrong worker and the right worker if the digests differ, otherwise None.
@@ -97,7 +97,7 @@ class World:
             # The first worker that reported the digest is already leaving.
             self._digests[event.commit] = (event.worker, event.digest)
             return None
-        # The copy of the lower rank was sent to the others, so it counts as right.
+        # The lower rank's state was sent to the other ranks, so it counts as right.
         right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
         return wrong, right
 

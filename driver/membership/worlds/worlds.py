@@ -1,6 +1,6 @@
 """Transitions between phases: worlds begin, are interrupted, fail or finish, and the job ends. Deterministic.
 
-`membership`, which has the diagram, maps events to these transitions. Larger decisions are in their own modules:
+`membership`, which has the diagram, maps events to these transitions. Larger decisions are in separate modules:
 `gathering` decides which workers to wait for, `composition` the next world, `planned_change` when and where to
 interrupt a healthy world, and `give_up` whether to end the job.
 """
@@ -33,19 +33,19 @@ NO_INIT = (
 
 
 class Phase(enum.Enum):
-    # waiting for expected workers, and for enough of them; a world of init() may still be in use
+    # waiting for the expected workers and for the minimum number; a world of init() may still be in use
     GATHERING = "gathering"
     TRAINING = "training"
-    PREPARING = "preparing"  # a planned change: waiting for every member's number of safepoints
+    PREPARING = "preparing"  # planned change: waiting for each member's safepoint number
     STOPPING = (
-        "stopping"  # all members know at which safepoint to stop, and not all have stopped yet
+        "stopping"  # all members know the safepoint at which to stop; not all have stopped yet
     )
     ENDING = "ending"  # some members have returned from elastic.run
     DONE = "done"
 
 
 class JobFinished(Exception):
-    """Exception raised when the job's outcome is decided. It unwinds to `handle`, so no action follows EndJob."""
+    """Exception raised when the job's outcome is decided. `handle` catches it, so no action follows EndJob."""
 
 
 class Worlds:
@@ -69,12 +69,12 @@ class Worlds:
         self.spoilt = SpoiltCommits()
         self.signs = LivenessProbes()
         self.trained = False  # whether a worker has entered elastic.run
-        self.stopping = False  # a stop was requested, and the last checkpoint is pending
+        self.stopping = False  # whether a stop was requested and its last checkpoint is pending
         self.all_go = False  # whether the machines of all members will be reclaimed
         self.root_cause_search: RootCauseSearch | None = None
         self.completed: list[str] = []  # workers that exited with code 0 outside elastic.run
-        self._cause_at = 0.0  # time when the cause of the current gathering was noticed
-        self.look_again_at: float | None = None  # time of the next decision about a planned change
+        self._cause_at = 0.0  # time at which the cause of the current gathering was detected
+        self.look_again_at: float | None = None  # time of the next decision on a planned change
         self.ending_by: float | None = None
 
     # ---- public state ----------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Worlds:
 
     def advance(self) -> None:
         """Perform the transitions that are due in the current state."""
-        # No standbys before the first world, because they would slow down the start of other workers.
+        # Start no standbys before the first world, because they would slow down the start of the other workers.
         self.staff.spare = self.settings.standbys if self.world.running else 0
         settled = self.phase is not Phase.ENDING and self.root_cause_search is None
         if settled and not self.stopping:
@@ -134,8 +134,8 @@ class Worlds:
             self.staff.hold(record)
             return
         if self.members and not self.trained and not self.live():
-            # All members were lost before any entered elastic.run. As a newcomer to the old world, the worker would
-            # train alone, so the next world is treated as the first one.
+            # All members were lost before any entered elastic.run. If the worker joined the old world, it would train
+            # alone, so the next world is treated as the first one.
             self.world = World(self.generation)
         self.staff.welcome(record, self.members)
 
@@ -143,7 +143,7 @@ class Worlds:
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
         if self.staff.next_slot_at() is not None:
-            return  # A failed program is restarted.
+            return  # Restart a failed program.
         if self.staff.slots.any_given_up():
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
@@ -228,9 +228,9 @@ class Worlds:
         if self.root_cause_search is not None and self.root_cause_search.settled(arranged.order):
             self.root_cause_search = None
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
-            # The interruption was unnecessary, so it is not repeated soon.
+            # The interruption was unnecessary, so postpone the next attempt.
             self.change.put_off(self.now)
-        # A worker that is too late for this world joins as a newcomer: from init(), or when it enters elastic.run.
+        # A worker that missed this world joins a later one, from init() or when it enters elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
             record.stage = WorkerStage.CONNECTED
         for record in others:
@@ -280,7 +280,7 @@ class Worlds:
     def _consider_change(self) -> None:
         self.look_again_at = None
         if not self.settings.elastic or not self.world.running or self.stopping:
-            return  # A world of init() regroups when elastic.run is entered.
+            return  # A world of init() regroups when its workers enter elastic.run.
         wish, urgent = self._wish()
         if wish is None:
             self.change.unwanted()
@@ -309,7 +309,7 @@ class Worlds:
                 self.actions.add(events.TellStandby(record.worker))
 
     def joining(self) -> list[WorkerRecord]:
-        """Return the newcomers that are ready."""
+        """Return the new workers that are ready to join."""
         places = self.world.places
         return [
             s
@@ -372,10 +372,10 @@ class Worlds:
             self.end(0, because(ReasonKind.ALL_RETURNED, **facts))
 
     def finish(self, because: str) -> None:
-        """Release the workers that have returned, so that they do not wait for other workers.
+        """Release the workers that have returned, without waiting for other workers.
 
         Args:
-            because: reason for the log if not all workers returned.
+            because: logged reason, if not all workers returned.
         """
         returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
@@ -390,7 +390,7 @@ class Worlds:
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
-            # The first members were already released.
+            # The members that returned first were already released.
             self.phase is Phase.ENDING and self.ending_by is None
         ):
             self.phase = Phase.ENDING
@@ -399,7 +399,7 @@ class Worlds:
     # ---- losing members ------------------------------------------------------------------------------
 
     def lose(self, record: WorkerRecord, reason: Reason) -> None:
-        """Handle a lost member. Its loss ends the world."""
+        """Handle the loss of a member, which ends the world."""
         if record.worker not in self.world.places:
             return
         if self.phase is Phase.GATHERING:
@@ -422,7 +422,7 @@ class Worlds:
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         failure = failure and not self.stopping
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
-        if failure and not announced:  # The announced end of a machine is not a failure.
+        if failure and not announced:  # An announced reclamation of a machine is not a failure.
             self.end_if(self.give_up.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
         for record in at_work:
@@ -448,7 +448,7 @@ class Worlds:
             self.end(1, reason)
 
     def end(self, code: int, reason: Reason) -> NoReturn:
-        """Decide the outcome of the job. On success, all workers that have not finished are released."""
+        """End the job with an outcome. On success, release all workers that have not finished."""
         self.phase = Phase.DONE
         if code == 0:
             self.staff.release_all(because(ReasonKind.JOB_ENDED))
