@@ -1,6 +1,6 @@
-"""Driver's side of all agents, which launches workers through them and holds the connections of all workers.
+"""Driver side of all agents: launches workers through them and relays the workers' connections.
 
-`agent_pool.AgentPool` makes the decisions. This module contains the server to which agents connect, the starter, the
+`agent_pool.AgentPool` makes the decisions. This module handles the server that agents connect to, the starter, the
 timer, and the callbacks of the job's loop.
 """
 
@@ -43,13 +43,13 @@ from elastic.protocol.messages import Address, Message, Place, Worker, World
 AGENTS: Callers[AgentId] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
 )
-CLOSE_S = 15.0  # seconds for agents to kill their workers and report it
+CLOSE_S = 15.0  # time limit for agents to kill their workers and report the exits, in seconds
 
 ReachUs = Callable[[str], Bootstrap]
 
 
 class AgentManager:
-    """All agents of one job.
+    """Manager of all agents of one job.
 
     Args:
         server: server to which agents connect.
@@ -57,7 +57,7 @@ class AgentManager:
         sink: receives the workers' output.
         log: called with a level and a text.
         starter: starts agents. None if agents are started externally.
-        reach: called with a host. Returns the configuration with which the host's agent finds this driver.
+        reach: called with a host. Returns the configuration that the host's agent needs to find this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.
         environ_of: called with a host. Returns environment variables to add to its workers.
@@ -302,7 +302,7 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False: an exit need not wait for the worker's messages, because its agent sends both in order."""
+        """Return False, because an agent sends a worker's messages and exit in order, so the exit need not be delayed."""
         return False
 
     def drain(self, worker: Worker) -> None:

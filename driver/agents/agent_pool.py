@@ -1,4 +1,4 @@
-"""Decisions about agents: the agent of each host, pending starts, lost hosts, and when to start an agent.
+"""Decisions about agents: agent starts, the agent of each host, queued worker starts, and lost hosts.
 
 Pure: no I/O, no clock.
 
@@ -69,21 +69,21 @@ from elastic.driver.network.address_check import AddressCheck
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 
-ARRIVE_S = 30.0  # seconds from the start of an agent to its connection
+ARRIVE_S = 30.0  # time limit from the start of an agent to its connection, in seconds
 CALL_S = 3.0  # connection timeout of a running agent, which retries every second
-RETURN_S = 0.5  # seconds from a closed connection to the next; an agent reconnects immediately
+RETURN_S = 0.5  # time limit for an agent to reconnect, in seconds; it tries immediately
 BEATS = 4  # number of heartbeats per liveness timeout
 REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
 # seconds without a message from an agent, since its host's kernel acknowledges data even if the agent is stopped
 STOPPED_S = 10.0
 TOGETHER_S = (
-    0.2  # interval within which all hosts that became silent for the same reason are noticed
+    0.2  # seconds within which all hosts that stopped responding for the same reason are detected
 )
 NO_AGENT = 126  # exit code of a worker that could not be started
 
 
 def silence_s(lease_s: float) -> float:
-    """Return for how many seconds an agent's host may leave data unacknowledged.
+    """Return the time for which an agent's host may leave data unacknowledged, in seconds.
 
     Together with the interval before the next heartbeat, this is one liveness timeout. Linux counts from the first
     retransmission, and data of other hosts may be in flight at the same time.
@@ -137,10 +137,11 @@ class AgentPool:
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
-        """Return whether an agent will still report an exit, or close its connection after its dismissal.
+        """Return whether the driver must still wait for an agent's exit reports or for a dismissed agent to disconnect.
 
         The driver does not close connections first: an agent that is about to send would fail, and the dismissal would
-        be lost unread. An agent that was just started is awaited too, as it would search for the driver for minutes.
+        be lost unread. The driver also waits for an agent that was just started, because it would otherwise search for
+        the driver for minutes.
         """
         return any(
             host.coming or (host.here and (host.running or host.ends))
@@ -197,7 +198,7 @@ class AgentPool:
                 case DeadlineKind.RETRY:
                     self._try_again(self._host(name))
                 case DeadlineKind.RESIGNATION:
-                    # By now, agents have ended their workers, even if they are unreachable.
+                    # By this time, even unreachable agents have killed their workers.
                     for held in map(self._host, self._reach.give_up()):
                         self._lose(held, held.overdue_why)
                 case DeadlineKind.BEAT:
@@ -241,7 +242,7 @@ class AgentPool:
             case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message, caller)
             case _ if agent != host.agent:
-                pass  # The message was sent by an agent that was replaced.
+                pass  # The message comes from an agent that has been replaced.
             case Heard(worker, sent) if worker.host == agent.host:
                 self._actions.add(pool_events.RelayMessage(worker, sent))
             case Seen(event) if event.worker.host == agent.host:

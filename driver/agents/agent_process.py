@@ -1,9 +1,9 @@
-"""Process of an agent, which reads its configuration as one line of JSON from standard input (see `Bootstrap`).
+"""Agent process. Reads its configuration as one line of JSON from standard input (see `Bootstrap`).
 
     python -m elastic.driver.agents.agent_process
 
 After validation it writes a line with READY and its release to standard output. It exits when its standard input is
-closed. An agent that is meant to outlive its starter detaches from it instead, and continues in the background. It
+closed. An agent that must outlive its starter instead detaches from it and continues in the background. It
 also detaches if standard input is still open after two minutes, but exits if standard output has no reader.
 """
 
@@ -79,8 +79,8 @@ def read_bootstrap(line: bytes) -> Bootstrap:
     """Parse the configuration line.
 
     Raises:
-        Invalid: the line is not a configuration of this release, has no secret, or names no driver. The message quotes
-            nothing of the line, which contains the secret.
+        Invalid: the line is not a configuration of this release, has no secret, or names no driver. The message does
+            not quote the line, because it may contain the secret.
     """
     try:
         bootstrap = msgspec.json.decode(line, type=Bootstrap)
@@ -120,7 +120,7 @@ def check(bootstrap: Bootstrap) -> None:
 def own_slots() -> int:
     """Return the number of usable GPUs of this host, or the number of cores if it has no GPU.
 
-    The GPUs are counted without torch, whose import takes seconds.
+    Counts GPUs without importing torch, which takes seconds.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -155,7 +155,9 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file that the agent's starter may rewrite. Empty if the file does not exist."""
+    """Return the addresses in a file, which the agent's starter may rewrite. Returns nothing if the file does not
+    exist.
+    """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []
@@ -194,7 +196,7 @@ def _daemonize() -> None:
 
 
 def _end_with_stdin(process: HostAgent) -> None:
-    """End the agent when standard input is closed. The starter keeps it open as long as the agent must run."""
+    """End the agent when standard input is closed. The starter keeps it open while the agent must run."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:

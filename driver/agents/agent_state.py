@@ -1,4 +1,4 @@
-"""Decisions of an agent about its driver and about the time to wait for one. Pure: no I/O, no clock.
+"""Decisions of an agent about which driver to serve, and how long to wait for a driver. Pure: no I/O, no clock.
 
     IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
              |                       |
@@ -6,7 +6,8 @@
              +--detached, or attached to another job: kill the workers --> IDLE
 
 Each driver has a term, which grows with every driver of a job and, in etcd, with every job of the same name. An agent
-never serves a driver with a lower term than one that it has served, since such a driver was replaced without noticing.
+never serves a driver with a lower term than one that it has served, because such a driver has been replaced without
+knowing it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ EXITS_LIMIT = 4096  # maximum number of exits of a job on one host; the oldest a
 class AttachOutcome:
     """Result of an `Attach`."""
 
-    refused: str = ""  # why this driver is not served, or empty if it is served
-    kill: bool = False  # the running workers belong to a job that is over
+    refused: str = ""  # reason for rejecting this driver, or empty if it is served
+    kill: bool = False  # whether the running workers belong to a job that is over
 
 
 @dataclass
 class AgentState:
-    """State of one agent. `HostAgent` reads the fields, and only this class modifies them."""
+    """State of one agent. `HostAgent` may read the fields, but only this class modifies them."""
 
     job: str = ""  # job that the agent serves, or empty
     term: int = 0  # greatest term served in the last job
@@ -44,7 +45,7 @@ class AgentState:
     _over: str = ""  # the last job that was over
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
-        """Handle a driver's `Attach`, and return the agent's reaction.
+        """Handle a driver's `Attach` message.
 
         Terms restart with each job whose journal is a file, and if etcd loses its data. A job with restarted terms is a
         different job. For jobs in etcd, the term in etcd is decisive.
@@ -82,7 +83,7 @@ class AgentState:
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
-        """Return whether the wait for a driver has exceeded its limit, so that the workers must be killed."""
+        """Return whether the time limit for a driver to return has expired, in which case the workers must be killed."""
         if self.away_by is None or now < self.away_by:
             return False
         self.release()

@@ -1,9 +1,9 @@
-"""Transfers between the agents of two hosts that measure their bandwidth. Makes no decisions.
+"""Bandwidth measurement by transfers between the agents of two hosts. Makes no decisions.
 
-The agent of one host listens, and the agent of the measured host calls: it sends chunks, each of which is acknowledged,
-and then requests chunks. Both sides prove knowledge of the job's secret first. Few chunks are in flight, and each
-transfer ends after TRANSFER_S, so that the transfer hardly delays training on a slow network. The best of several
-transfers counts, because a busy host delays some of them.
+The peer's agent listens. The measured host's agent connects, sends chunks that the peer acknowledges, and then requests
+chunks. Both sides prove knowledge of the job's secret first. Few chunks are in flight, and each transfer ends after
+TRANSFER_S, to limit the effect on training over a slow network. The result is the best of several transfers, because a
+busy host delays some of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from elastic.rpc.client import ControlClient
 ROLE = "bandwidth"
 CHUNK_BYTES = 1 << 16
 CHUNKS_MAX = 32  # maximum number of chunks of a transfer: 2 MB
-IN_FLIGHT = 4  # maximum number of chunks without an answer
-TRANSFER_S = 0.02  # after this time, a transfer sends no more chunks
+IN_FLIGHT = 4  # maximum number of unacknowledged chunks
+TRANSFER_S = 0.02  # seconds after which a transfer sends no more chunks
 ROUNDS = 3  # number of transfers in each direction
 PAUSE_S = 0.05  # seconds between two rounds
-LIMIT_S = 3.0  # seconds for the connection and all transfers
-SERVE_S = 5.0  # seconds that an agent listens for the other
+LIMIT_S = 3.0  # time limit for the connection and all transfers, in seconds
+SERVE_S = 5.0  # seconds that an agent listens for the other agent
 
 
 class BandwidthMessage(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class Chunk(BandwidthMessage, frozen=True):
 
 
 class ChunkReceived(BandwidthMessage, frozen=True):
-    """Answer to a `Chunk` of the caller."""
+    """Acknowledgement of a `Chunk` from the connecting agent."""
 
 
 class Fetch(BandwidthMessage, frozen=True):
@@ -68,7 +68,7 @@ MEASURING: Callers[AgentId] = Callers(
 
 
 class BandwidthMeter:
-    """Both ends of measurements, at the agent of one host.
+    """Endpoint of measurements at one agent. It can listen or connect.
 
     Args:
         agent: identity of the agent.
@@ -156,7 +156,7 @@ def measure(
         tls: TLS context, or None.
 
     Returns:
-        Bytes per second that were sent, and that were received. None for a direction that was not tried within the
+        Bytes per second that were sent, and that were received. None for a direction that was not measured within the
         limit.
 
     Raises:

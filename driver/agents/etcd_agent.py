@@ -1,4 +1,4 @@
-"""Run an agent that registers in etcd and finds its driver there. Uses I/O and clocks."""
+"""Agent that registers in etcd and finds its driver there. Performs I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """The newest world, as the driver wrote it to etcd. See `elastic.driver.job.start_multi_host`."""
+    """Generation of the newest world, as written to etcd by the driver. See `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str
@@ -68,7 +68,7 @@ async def serve_by_etcd(
 
 
 class _Seat:
-    """Address of the driver, as last read from etcd."""
+    """Driver address last read from etcd."""
 
     def __init__(self) -> None:
         self._seat: LeaderAddress | None = None

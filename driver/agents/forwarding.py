@@ -1,4 +1,4 @@
-"""Sink of an agent process, which forwards workers' output to the driver. Makes no decisions.
+"""Output sink of an agent process that forwards workers' output to the driver. Makes no decisions.
 
 Workers never wait for a missing driver: their output is buffered up to a limit. Output beyond the limit is replaced by
 a line with the number of omitted bytes.
@@ -15,7 +15,7 @@ from elastic.driver.processes.stderr_tail import StderrTails
 from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
-KEPT_LIMIT = 4 * 1024 * 1024  # bytes per host
+KEPT_LIMIT = 4 * 1024 * 1024  # maximum buffered output per host, in bytes
 CONGESTED = 8 * 1024 * 1024  # maximum number of bytes pending on the connection
 
 
@@ -36,7 +36,7 @@ class ForwardingSink:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        if stream == "usage":  # A measurement is outdated soon, so it is not buffered.
+        if stream == "usage":  # Measurements soon become outdated, so they are not buffered.
             if not self._kept and self._backlog() < CONGESTED:
                 self._send(Printed(worker, stream, data))
             return

@@ -1,4 +1,6 @@
-"""Log lines about checkpoints: the first, the first after a failure, few others, and problems that need an operator."""
+"""Log lines about checkpoints: the first one, the first after a failure, occasional others, and problems that require
+action.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ NAMED = 4  # maximum number of workers named per group
 def kept_line(
     view: JobView, *, writes: bool, begins: StartCheckpoint | None, adopted: bool
 ) -> str | None:
-    """Return the line at the end of a failed or stopped job that names the checkpoint to resume from.
+    """Return the final log line of a failed or stopped job, which names the checkpoint to resume from.
 
     Return None if the job made no commit, or if this driver does not know whether an earlier driver wrote a checkpoint.
 
@@ -62,12 +64,13 @@ class CheckpointLines:
         self._said_at: dict[type, float] = {}
         self._unlogged: CheckpointCompleted | None = None
         self._made_at = 0.0
-        self._failed = False  # a failure was logged, and no checkpoint was completed since
+        # whether a failure was logged and no checkpoint has been completed since
+        self._failed = False
         self._over = False
 
     def made(self, made: CheckpointCompleted) -> None:
         self._made_at = self._now()
-        if self._failed:  # The operator has read about a failure, and can see now that it is over.
+        if self._failed:  # A failure was logged earlier, so log that checkpoints work again.
             self._failed = False
             self._said_at.pop(CheckpointCompleted, None)
         may_log = self._over or self._may_log(CheckpointCompleted, MADE_S)
@@ -75,7 +78,7 @@ class CheckpointLines:
         self._log_made("info" if self._unlogged is None else "debug", made)
 
     def ended(self) -> None:
-        """Log the last checkpoint, unless it was logged before."""
+        """Log the last checkpoint, unless it was already logged."""
         self._over = True
         if self._unlogged is not None:
             self._log_made("info", self._unlogged)

@@ -1,4 +1,4 @@
-"""Coordination of a checkpoint: which ranks have written their shares, and when it is completed or dropped.
+"""Coordination of checkpoints: tracks which ranks have written their shares, and completes or drops the checkpoint.
 
 Pure: no I/O, no clock.
 
@@ -8,8 +8,8 @@ Pure: no I/O, no clock.
     replicas that differ      --> DropCheckpoint to all, ReplicaCorrupted or ReplicasDiffer
     NotFinite from all        --> ReplicasCorrupted, if they differed before
 
-The state belongs to one world: checkpoints that are not completed in it are dropped. It need not survive the driver,
-since ranks repeat unanswered messages until the next driver receives them.
+The state belongs to one world: checkpoints that are not completed in it are dropped. It is not saved for the next
+driver, because ranks repeat unanswered messages until that driver receives them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CheckpointCompleted:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """Action: report that a commit will not be stored.
+    """Action: report that no checkpoint of a commit will be written.
 
     Args:
         reason: why the commit is dropped.
@@ -94,10 +94,10 @@ class ReplicasDiffer:
 
 @dataclass(frozen=True)
 class ReplicasCorrupted:
-    """Action: report that damaged memory of one worker corrupted all replicas through the gradients.
+    """Action: report that gradients from a worker with damaged memory corrupted all replicas.
 
     Args:
-        damaged: workers that differed from ``equal`` other workers before. Empty if they are unknown.
+        damaged: workers whose replicas differed from ``equal`` others earlier. Empty if unknown.
     """
 
     generation: int
@@ -118,13 +118,13 @@ Action = (
 
 @dataclass
 class CheckpointShares:
-    """Record of which ranks of one job have written their shares of a checkpoint."""
+    """Tracker of one job's checkpoints and of the shares that ranks have written."""
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # members of the world by rank
     # digests of each rank's parts, by request
     _written: dict[int, dict[Worker, dict[str, int]]] = field(default_factory=dict)
-    _ever_equal: bool = False  # all replicas were equal at some checkpoint of this job
+    _ever_equal: bool = False  # whether all replicas were equal at any checkpoint of this job
     _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # dropped checkpoints, by request
     _done: dict[int, Commit] = field(default_factory=dict)
     _not_finite: dict[Worker, NotFinite] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                # The request is repeated, because the other ranks may not have received the first one.
+                # Repeat the request, because the other ranks may not have received the first one.
                 if again:
                     silent = [each for each in self._members if each not in written]
                     return [SendToRanks(silent, MakeDurable(self._generation, number))]

@@ -5,8 +5,8 @@ Pure: no I/O, no clock.
     answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
     actions = decisions.follow(event, answer, now)   all actions to perform
 
-After an exception in membership, it is not called again, and the job ends. An operator's first stop request sets the
-exit code and limits the time for waiting. The second request kills all workers immediately.
+After an exception in `Membership`, it is not called again, and the job ends. An operator's first stop request sets the
+exit code and starts the grace period. The second request kills all workers immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic.protocol.messages import Place, Worker
 
 
 class Decider(Protocol):
-    """Interface of `Membership`, which tests implement too."""
+    """Interface of `Membership`. Tests provide other implementations."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 
@@ -46,7 +46,7 @@ class JobDecisions:
     """Decisions about one job.
 
     Args:
-        running: workers that ran under the previous driver, if this one resumes a job.
+        running: workers that were running under the previous driver, if this driver resumes a job.
         members: members of the world under the previous driver.
     """
 
@@ -59,19 +59,19 @@ class JobDecisions:
         running: Collection[Worker] = (),
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
-        self.running = set(running)  # started workers without a reported exit
+        self.running = set(running)  # started workers whose exit has not been reported
         self._on_host: dict[str, set[Worker]] = {}  # the same workers by host
         for worker in self.running:
             self._on_host.setdefault(worker.host, set()).add(worker)
         self.members = dict(members or {})  # members of the last world
         self.stop_code: int | None = None  # set by the first request to stop
-        self.ending: Shutdown | None = None  # set once the outcome is known
-        self.raised = False  # membership raised an exception and is no longer called
+        self.ending: Shutdown | None = None  # shutdown logic; set once the outcome is known
+        self.raised = False  # whether membership raised an exception and is no longer called
         self._membership = membership
         self._leave_s = leave_s
         self._idle_s = idle_s  # see the argument of `Shutdown`
         self._failed: dict[Worker, Reason] = {}  # see the argument of `Shutdown`
-        # released workers with an exit that has not been handled yet
+        # released workers whose exit has not been handled yet
         self._let_go: set[Worker] = set()
 
     @property
@@ -88,7 +88,7 @@ class JobDecisions:
     def answer(self, event: Event, now: float) -> list[Action]:
         """Return the actions of `Membership` for an event.
 
-        An exception of `Membership` is passed on, and `Membership` is not called again.
+        An exception raised by `Membership` propagates, and `Membership` is not called again.
         """
         if self.raised:
             return []
@@ -100,7 +100,7 @@ class JobDecisions:
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
         """Return the actions of ``answer``, followed by the actions that the end of the job adds."""
-        # The exit that causes the end was already handled by membership.
+        # Membership has already handled the exit that ended the job.
         begun = self.ending is not None
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None

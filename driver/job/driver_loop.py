@@ -1,9 +1,9 @@
-"""Event loop of one job, which passes events to `JobDecisions` and performs the returned actions.
+"""Event loop of one job: passes events to `JobDecisions` and performs the returned actions.
 
     mailbox -> decisions.answer(event, now) -> journal, until it is written -> perform each action
 
-Queued events are decided and written together. Everything that happens arrives in the mailbox as an event: a failed
-start as an exit, a worker's message as the event of the same name, and a signal as StopRequested.
+Queued events are processed and written in batches. All inputs arrive in the mailbox as events: a failed start as an
+exit, a worker's message as the event of the same name, and a signal as StopRequested.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.report_values import Report as WorkerReport
 
-AT_ONCE = 1000  # maximum number of events decided and written together
-LINE = 79  # columns of a text after the log's prefix of 21 columns
-WAIT_SLACK_S = 60.0  # Workers wait for a world for this much longer than the driver does.
+AT_ONCE = 1000  # maximum number of events per batch
+LINE = 79  # width of a log text after the prefix of 21 columns
+# Extra seconds that workers wait for a world, compared with the driver's timeout.
+WAIT_SLACK_S = 60.0
 Line = tuple[str, str]  # level and text for the log
 LAST_CHECKPOINT_S = 6.0  # seconds for the last checkpoint after SIGTERM, since `docker stop` sends SIGKILL after 10 s
-# A process manager may signal all processes of a job, and a wrapper may forward its SIGTERM. Such signals are one
-# request.
+# A process manager may signal all processes of a job, and a wrapper may forward its SIGTERM. Signals within this
+# interval, in seconds, count as one request.
 REPEATED_S = 1.0
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -102,7 +103,7 @@ class WorkerConnections(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class JobRuntime:
-    """Job, and the addresses at which its workers find the driver and each other.
+    """Job with its runtime configuration: environment, secret, and the addresses of driver and workers.
 
     Args:
         by_agents: whether agents start the workers and provide the environment of their hosts. If so, ``environ``
@@ -113,7 +114,7 @@ class JobRuntime:
     command: Sequence[str]
     environ: Mapping[str, str]  # environment that workers inherit
     by_agents: bool = False
-    fixed_hosts: bool = False  # discovery yields a fixed list, which does not grow by itself
+    fixed_hosts: bool = False  # whether discovery yields a fixed list
     secret: str = ""  # the job's secret, hexadecimal
     tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address on which the control server listens
@@ -124,7 +125,7 @@ class JobRuntime:
 
 @dataclass(frozen=True)
 class Adopted:
-    """State taken over from an earlier driver of the job.
+    """State adopted from an earlier driver of the job.
 
     Args:
         clock_offset: seconds to add to this machine's clock to continue the journal's clock.
@@ -152,9 +153,9 @@ class Driver:
         noted: called with every event, its actions and its time, like the journal.
         tracing: collects timelines.
         past: state of the previous driver, if membership was restored from its journal.
-        listening: called and awaited with the driver's address before anything else happens.
+        listening: awaited with the driver's address before the job begins.
         reported: called with each report of a worker, in the event loop's thread.
-        leaves: called at SIGTERM, which then ends only this driver and not the job.
+        leaves: callback for SIGTERM. If set, SIGTERM ends only this driver and not the job.
         answered: called with each answer to an operator's request.
         gone: called after the last worker has exited, before the last log line of a failed job.
     """
@@ -192,7 +193,8 @@ class Driver:
         self._leaves = leaves
         self._answered = answered
         self._gone = gone
-        self._last_line: Line | None = None  # reason for the failure, logged when no worker is left
+        # reason for the failure, logged after the last worker has exited
+        self._last_line: Line | None = None
         self._decisions = JobDecisions(
             membership,
             leave_s=job.settings.leave_s,
@@ -211,10 +213,11 @@ class Driver:
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
-        # None after training has begun, or if an earlier driver led the job.
+        # None once training has begun, or if an earlier driver led the job.
         self._starts: JobStart | None = None
         self._held: bool | None = None  # whether a member of the newest world held a commit
-        # whether a published world had a commit of the script and not only the initial state; assumed after failover
+        # whether a published world held a commit made by the script, not only the initial state; assumed after a
+        # failover
         self._committed = self.generation > 0
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -222,15 +225,17 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # layout text by digest
-        self._step_input = b""  # last value that the step input received
+        self._step_input = b""  # last step input value
         self._exit_barrier = ExitBarrier(server, self._post)
         self._stop_code: int | None = None  # code of the first stop request
-        self._hurried = False  # A second stop request arrived, so the journal is no longer awaited.
-        # The pending write of the journal, if one is awaited.
+        # Set by a second stop request: do not wait for the journal any longer.
+        self._hurried = False
+        # Pending journal write that the loop waits for, or None.
         self._settling: asyncio.Future[None] | None = None
         self._signalled: int | None = None  # exit code of the last signal
         self._signalled_at: dict[signal.Signals, float] = {}
-        self._early_stop: tuple[str, int] | None = None  # a stop request before run()
+        # exit code of a stop request received before run()
+        self._early_stop: tuple[str, int] | None = None
         self._said_last = ""  # last log line about the world
         self._exits = ExitLines(log, unfolding)
         self._pending_requests = PendingRequests()
@@ -241,10 +246,10 @@ class Driver:
         return self._decisions.members
 
     def ordered_results(self) -> list[bytes | None]:
-        """Return the results of the last world's members by rank. The result of a member that sent nothing is None.
+        """Return the results of the last world's members by rank. The result is None for a member that sent no result.
 
-        If no worker called ``init()``, no world existed. The results are then in the order of the ranks at the start of
-        the job.
+        If no worker called ``init()``, no world was formed. The results are then ordered by the ranks assigned at the
+        start of the job.
         """
         places = self.places or self._promised
         by_rank = sorted(places, key=lambda worker: places[worker].rank)
@@ -335,7 +340,7 @@ class Driver:
             async for hosts in self._discovery.watch():
                 self._post(events.HostsChanged(dict(hosts), self.job.fixed_hosts))
                 if listed:
-                    # Only a hint for scripts that wait for hosts. No worker has to stop.
+                    # This only notifies scripts that wait for hosts. No worker has to stop.
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
@@ -417,7 +422,7 @@ class Driver:
         assert loop is not None
 
         def forward(number: int, _: object) -> None:
-            # The next signal may interrupt this function, so it only forwards the signal to the loop.
+            # Another signal may interrupt this handler, so it only forwards the signal to the loop.
             if number == signal.SIGINT or self._leaves is None:
                 self._signalled = STOP_CODES[signal.Signals(number)]
             loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), self._now())
@@ -431,7 +436,7 @@ class Driver:
             yield
         finally:
             for number, handler in before.items():
-                # None if the handler was not set from Python and cannot be restored.
+                # None means that the handler was not set from Python and cannot be restored.
                 if handler is not None:
                     signal.signal(number, handler)
 
@@ -468,7 +473,7 @@ class Driver:
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
         """Wait until the journal is written.
 
-        If the store does not respond, an operator's second stop request ends the wait.
+        If the journal's storage does not respond, a second stop request ends the wait.
         """
         self._settling = asyncio.ensure_future(writing)
         if self._hurried:
@@ -499,7 +504,7 @@ class Driver:
             and event.code
             and event.worker not in self.results
         ):
-            self._promised.pop(event.worker, None)  # another worker may get its place
+            self._promised.pop(event.worker, None)  # another worker may receive its place
 
     def _decide(self, event: events.Event, now: float) -> list[events.Action]:
         """Return the actions for an event. They are written to the journal before any of them is performed."""
@@ -537,7 +542,7 @@ class Driver:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[events.Action]) -> None:
-        # Starting a process takes milliseconds: messages about worlds are sent first, the log is written last.
+        # Send messages about worlds first, because starting a process takes milliseconds. Write the log last.
         if not actions:
             return
         lines: dict[int, Line | None] = {}
@@ -620,7 +625,7 @@ class Driver:
                 return self._end(action)
             case events.Report(level, text, about):
                 if about is not None and about.kind is ReasonKind.SLOT_GIVEN_UP:
-                    # The output of the worker is already on the screen.
+                    # The worker's output is already visible on the console.
                     text = in_one_line(about) or text
                 starting = self.generation == 0
                 if self._exits.shares(about, starting=starting):
@@ -651,7 +656,7 @@ class Driver:
 
     def _start(self, action: events.StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
-        # A check may take longer than the start of other workers.
+        # A health check may take longer than the start of other workers.
         wait_timeout_s = settings.health_check_s if settings.health_check else 0.0
         wait_timeout_s += 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         extra = dict(settings.env)
@@ -687,7 +692,7 @@ class Driver:
     ) -> None:
         """Log actions of one kind on several workers, in one line for each reason.
 
-        A reason that was already logged is not repeated.
+        Reasons that were already logged are not repeated.
         """
         by_reason: dict[str, list[Worker]] = {}
         for action in actions:
@@ -736,7 +741,7 @@ class Driver:
             level = "warning" if outcome.reason.facts.get("failed") else "info"
             return (level, f"training ended: {reason}")
         self._exits.job_failed()
-        # The worker's output is already on the screen.
+        # The worker's output is already visible on the console.
         text = (
             f"the job ended with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
         )

@@ -20,7 +20,8 @@ from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
-WORKERS_PER_CORE = 8  # limit on one machine if the number of slots is not specified
+# default limit on the workers of one machine if the number of slots is not specified
+WORKERS_PER_CORE = 8
 
 
 class Stoppable(Protocol):
@@ -47,21 +48,23 @@ class Job:
     allocation: Allocation | None = None  # Slurm allocation whose nodes are the hosts
     # settings for other hosts or driver failover; None: this machine only
     fleet: MultiHostPlan | None = None
-    own_slots: bool = False  # the number of slots of this machine was not specified
-    slots_per_host: int = 1  # slots of a host that the script lists without a number
+    own_slots: bool = False  # whether the number of slots of this machine was not specified
+    slots_per_host: int = 1  # number of slots of a host that the script lists without a number
     environ: dict[str, str] = field(default_factory=dict, repr=False)
-    streams: tuple[Write, Write] | None = None  # used instead of the driver's stdout and stderr
+    # streams used instead of the driver's stdout and stderr
+    streams: tuple[Write, Write] | None = None
     # Called with each report of a worker, in the loop's thread.
     reported: Callable[[Report], object] | None = None
     preemption: str = "off"  # source of preemption notices; see `preemption.watch`
     # Modules that the preloaded process for the next worker imports. See `processes.prepared`.
     preload: str = ""
     stdin_rank: int | None = None  # rank of the worker that inherits standard input
-    begun: Callable[[Stoppable], object] | None = None  # called with the driver once it exists
+    # called with the driver when it has been created
+    begun: Callable[[Stoppable], object] | None = None
     # Called with the operators' address and key.
     steered: Callable[[str, bytes], object] | None = None
     bind: str = "127.0.0.1"  # the address on which driver and workers listen
-    output_dir: str | None = None  # folder for output files, which exists and is writable
+    output_dir: str | None = None  # existing, writable folder for output files
     prefix_timestamps: bool = False
     begins: StartCheckpoint | None = None
     journal: str | None = None  # path of the journal, which is writable
@@ -75,7 +78,7 @@ class Job:
     log_timestamps: bool = True  # prefix the driver's log lines with the time
     # level and text of lines to log once
     notes: list[tuple[str, str]] = field(default_factory=list)
-    # Called if the start is refused. Removes files that the checks have created, unless the job has used them.
+    # Called if the start is refused. Removes the files created by the checks, unless the job has used them.
     refused: Callable[[], None] = lambda: None
 
     @property
@@ -85,7 +88,7 @@ class Job:
 
 
 async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
-    """Return the hosts that the discovery script or Slurm lists now, or None if the job uses neither.
+    """Return the hosts currently listed by the discovery script or Slurm, or None if the job uses neither.
 
     Later failures of the script or of Slurm are only logged.
 
@@ -116,7 +119,7 @@ def script_discovery(
 
     Args:
         job: the job.
-        known: list from an earlier query.
+        known: result of an earlier query.
         log: called with a level and a text.
         only: if given, only hosts that are this machine are used.
     """
@@ -130,12 +133,12 @@ def script_discovery(
 
 
 def most_workers(cores: int) -> int:
-    """Return the default limit for the number of workers on this machine, which protects against a mistyped number."""
+    """Return the default limit on workers for this machine, as protection against a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
-    """Return a discovery of the given hosts.
+    """Return a discovery that lists the given hosts.
 
     Without given hosts, it lists this machine with one slot for each of the ``workers_max`` workers.
     """
@@ -150,8 +153,9 @@ def listed_hosts(job: Job, workers_max: int) -> Discovery:
 def room_for(
     job: Job, discovery: Discovery, cores: int | None = None
 ) -> Callable[[int], Awaitable[str]] | None:
-    """Return a function that adds slots to this machine for a number of workers, or None if the user specified the
-    slots.
+    """Return a function that adds slots to this machine for a given number of workers.
+
+    Returns None if the user specified the slots.
 
     The function returns "" on success, otherwise the reason for refusing. Its limit is `most_workers`, or the job's
     earlier number of workers if this is higher.

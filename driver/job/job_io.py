@@ -1,4 +1,4 @@
-"""Input and output of a driver for all kinds of jobs: console, workers' output, metrics, timeline."""
+"""I/O of a driver, shared by all kinds of jobs: console, workers' output, metrics, timeline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from elastic.protocol.report_values import Report
 if TYPE_CHECKING:
     from elastic.driver.monitoring.metrics import MetricsServer
 
-STOPPED_S = 2.0  # seconds for writing the remaining output per stream after a stop
+STOPPED_S = 2.0  # time limit per stream for writing the remaining output after a stop, in seconds
 
 # Horovod's names, mapped to our four levels.
 _LEVELS = {
@@ -61,7 +61,7 @@ _LEVELS = {
 
 @dataclass
 class JobIO:
-    """Input and output of one driver. ``place_of`` may be set after a membership exists."""
+    """I/O of one driver. ``place_of`` may be set later, when the membership exists."""
 
     view: JobView  # view of the job on a clock of seconds since 1970
     console: Console
@@ -77,18 +77,19 @@ class JobIO:
     place_of: Callable[[Worker], Place | None]
 
     level: str  # log level of the console
-    line: Callable[[str], None] | None = None  # shows the state at the bottom of a terminal
+    line: Callable[[str], None] | None = None  # status line at the bottom of a terminal
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
     # lock that is held while the view changes
     changing: threading.Lock = field(default_factory=threading.Lock)
     # Difference between the clocks of the view and the journal, or None before the first event.
     epoch: float | None = None
-    unreported: bool = False  # the report could not be written
-    inherited: bool = False  # another driver began the job
-    stopped: bool = False  # stopped by a signal: do not wait for a slow reader of the output
+    unreported: bool = False  # whether the report could not be written
+    inherited: bool = False  # whether another driver began the job
+    # whether a signal stopped the job; the driver then does not wait for a slow reader of its output
+    stopped: bool = False
 
     def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
-        """Pass a worker's report on to the live page, the report file, the metrics and TensorBoard.
+        """Forward a worker's report to the live page, the report file, the metrics and TensorBoard.
 
         Args:
             report: the report.
@@ -129,7 +130,7 @@ class JobIO:
             self.view.adopt(workers, generation, time.time(), prepares=prepares)
 
     def unfolding(self) -> bool:
-        """Return whether summaries of log lines are still delayed until the end of a failure."""
+        """Return whether log summaries are delayed because a failure is in progress."""
         return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
@@ -156,7 +157,7 @@ class JobIO:
         """
         self.log_remaining(last=True)
         if self.view.end is None or self.view.end.code == 0:
-            return  # it succeeded, or another driver continues the job
+            return  # the job succeeded, or another driver continues it
         text = kept_line(
             self.view, writes=job.settings.durable, begins=job.begins, adopted=self.inherited
         )
@@ -213,7 +214,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         heard=page.said,
     )
     metrics: MetricsServer | None = None
-    wait_s: float | None = STOPPED_S  # The time limit is also used if an exception was raised.
+    wait_s: float | None = STOPPED_S  # Use the time limit even if an exception was raised.
     try:
         for note_level, line in job.notes:
             console(note_level, line)
@@ -284,7 +285,7 @@ def _write(report: RunReport, log: Log) -> bool:
 
 
 def operator_desk(job: Job, page: LivePage, log: Log) -> OperatorService:
-    """Return the service for operators of a job. It is not listening yet."""
+    """Create the service for operators of a job, without opening it."""
     secret = secrets.token_bytes(SECRET_BYTES) if job.fleet is None else job.fleet.secret
     key = derived(secret, PURPOSE)
     steering = OperatorAccess(
@@ -340,8 +341,8 @@ def page_token(job: Job) -> str:
 def _asked_to_end() -> bool:
     """Return whether Ctrl-C was pressed after the job's end.
 
-    asyncio has then cancelled this task, and raises KeyboardInterrupt when the task ends. Python 3.10 raises it
-    immediately.
+    In that case asyncio has canceled this task, and raises KeyboardInterrupt when the task ends. On Python 3.10,
+    asyncio raises it immediately.
     """
     cancelling = getattr(asyncio.current_task(), "cancelling", None)
     return cancelling is not None and cancelling() > 0

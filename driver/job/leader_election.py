@@ -12,8 +12,8 @@ from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
-SOON_S = 1.0  # seconds within which a free leadership is acquired
-# seconds within which the leadership of a killed driver is acquired, once its lease has expired
+SOON_S = 1.0  # seconds allowed for acquiring a free leadership
+# seconds allowed for acquiring a killed driver's leadership after its lease has expired
 LEFT_S = 4.0
 
 
@@ -21,7 +21,7 @@ class LeaderLease:
     """Leadership of a job in etcd that this driver has acquired.
 
     Args:
-        waited: whether another driver led before.
+        waited: whether this driver waited for another leader.
     """
 
     def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
@@ -73,7 +73,7 @@ async def campaign(
 
 
 async def _unless_stopped(taking: asyncio.Future[int]) -> str:
-    """Wait for leadership. Return "" when it is acquired, or a text if Ctrl-C or SIGTERM arrives first."""
+    """Wait for leadership. Return "" when it is acquired, or the reason if Ctrl-C or SIGTERM ends the wait."""
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def asked(name: str) -> None:

@@ -13,12 +13,12 @@ from elastic.driver.job.provider import Provider
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 
-AWAY_S = 600.0  # seconds for which workers train without a driver if another driver may take over
-# seconds for which workers train without a driver if no other driver will take over, since only the connection may have
-# been lost
+# seconds that workers keep training without a driver if another driver may take over
+AWAY_S = 600.0
+# seconds that workers keep training without a driver if none can take over, in case only the connection was lost
 BOUND_AWAY_S = 30.0
 
-# The driver's variables that are forwarded to all hosts. They concern training, not the driver's machine.
+# Environment variables forwarded from the driver to all hosts. They configure training, not the driver's machine.
 FORWARDED = re.compile(
     r"(HOROVOD|ELASTIC|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|CUDA_LAUNCH|HF|TRANSFORMERS)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|PYTHONUNBUFFERED|PYTHONWARNINGS|TZ|LANG|LC_ALL"
@@ -52,7 +52,8 @@ class MultiHostPlan:
 
     name: str  # name of the job
     secret: bytes = field(repr=False)
-    given_secret: bool  # the user specified the secret, so other processes know the secret too
+    # whether the user specified the secret, so that other processes also know it
+    given_secret: bool
     etcd: EtcdAccess | None
     tls: TlsFiles | None
     ssh: SshOptions
@@ -65,7 +66,7 @@ class MultiHostPlan:
     forwarded: dict[str, str] = field(repr=False)
     by_etcd: bool  # hosts are the agents registered in etcd
     service: str | None  # headless service whose addresses are the hosts
-    pods: PodSource | None  # which pods are hosts, or None if hosts are not pods
+    pods: PodSource | None  # selection of the pods that are hosts, or None if hosts are not pods
     needed: bool  # whether the known hosts need agents
     # engine that supplies hosts and agents, instead of lists and ssh
     provider: Provider | None = None
@@ -84,7 +85,7 @@ class MultiHostPlan:
 
     @property
     def agents_come(self) -> bool:
-        """Return whether agents connect by themselves, instead of being started over ssh."""
+        """Return whether agents are started externally, instead of by this driver over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
@@ -101,7 +102,7 @@ class MultiHostPlan:
 
 
 def provided(plan: MultiHostPlan, provider: Provider) -> MultiHostPlan:
-    """Return the plan for a job whose hosts are supplied by an engine such as Ray."""
+    """Return the plan for a job on hosts from an engine such as Ray."""
     return replace(
         plan,
         provider=provider,

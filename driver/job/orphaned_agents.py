@@ -1,4 +1,4 @@
-"""Cleanup of the agents of a killed driver when a new job replaces its job."""
+"""Cleanup of a killed driver's agents when a new job replaces its job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic.errors import Invalid
 
 
 async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], log: Log) -> None:
-    """Detach the agents of the job in the journal at ``path``, as its driver would have done at the end.
+    """Detach the agents of the job whose journal is ``path``, as its driver would have done at the end.
 
     The agents search for a driver at the address of the killed driver. Waits, within a time limit, until their workers
     are dead.

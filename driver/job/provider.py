@@ -15,14 +15,14 @@ from elastic.driver.launch.starter import Starter
 class Provider(Protocol):
     """Provider of machines for a job. The driver decides how many workers the job has."""
 
-    outlived: bool  # the job can outlive its driver and be resumed by another driver
-    fresh: bool  # this is the first driver of the job
+    outlived: bool  # whether the job can outlive its driver and be resumed by another one
+    fresh: bool  # whether this is the first driver of the job
     secret: bytes  # secret of the job
     lost: asyncio.Event | None  # set once another driver leads the job, or None
 
     @property
     def towards(self) -> Sequence[str]:
-        """Return addresses of some machines. They determine the network on which the driver listens."""
+        """Return the addresses of some machines, which determine the network on which the driver listens."""
 
     @property
     def connected(self) -> Callable[[Mapping[str, int]], object] | None:
@@ -35,8 +35,8 @@ class Provider(Protocol):
     ) -> Discovery:
         """Return the discovery of machines and slots. Called once.
 
-        The discovery may call ``need`` at any time in the driver's loop, and ``noticed`` with each announced end of a
-        machine.
+        The discovery may call ``need`` at any time in the driver's loop. It calls ``noticed`` with each preemption
+        notice.
         """
 
     def starter(self, log: Log) -> Starter | None:
@@ -48,7 +48,7 @@ class Provider(Protocol):
         """
 
     def environ_of(self, host: str) -> Mapping[str, str]:
-        """Return additional environment variables of this host's workers."""
+        """Return additional environment variables for the workers of a host."""
 
     async def listening(self, address: str) -> None:
         """Publish the driver's address ``host:port``, at which agents can connect from now on.

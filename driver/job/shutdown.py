@@ -1,15 +1,15 @@
-"""Decisions about the end of a job once its outcome is known: waiting, kills and the exit code. Pure: no I/O, no clock.
+"""Decisions between a job's outcome and the driver's exit: waits, kills and the exit code. Pure: no I/O, no clock.
 
-Outcome 0: members continue by themselves without a limit. The job ends when all workers have exited.
+Outcome 0 (success): members run to their end without a time limit. The job ends when all workers have exited.
 
 - The exit code is 0, or 1 if a member failed. With --strict, it is 1 from the start if fewer scripts returned than
   began.
-- Workers that are not members are asked to leave, and have ``leave_s``.
+- Workers that are not members are asked to leave, and are killed after ``leave_s``.
 - Members that train again after the outcome is known wait for each other. A frozen one is killed after ``idle_s``.
-  Once one has failed, the others have ``leave_s``.
+  After one has failed, the others are killed after ``leave_s``.
 
 Any other outcome: all workers are notified, and killed after GRACE_S. The job ends with the outcome's code when all
-workers have exited, or when another DEATH_S have passed.
+workers have exited, or DEATH_S after the kill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Place, Worker
 
 GRACE_S = 1.0  # seconds from the notification that the job is over to the kill
-DEATH_S = 15.0  # seconds for killed processes to exit
+DEATH_S = 15.0  # time limit for killed processes to exit, in seconds
 REMIND_S = 30.0  # interval between two log lines about awaited workers
 
 
@@ -60,7 +60,7 @@ class Shutdown:
         self._leave_s = leave_s
         self._idle_s = idle_s
         self._again = False
-        # Frozen workers, with the time and the cause.
+        # time and cause for each frozen worker
         self._frozen: dict[Worker, tuple[float, str]] = {}
         self._members = dict(members)
         self._alive = set(alive)
@@ -148,7 +148,7 @@ class Shutdown:
     def stopped(self, code: int, now: float) -> None:
         """Record a stop request.
 
-        The job cannot succeed any more, and the remaining workers are killed after GRACE_S seconds.
+        The job can no longer succeed. The remaining workers are killed after GRACE_S seconds.
         """
         self.code = code
         self._remind_at = None
@@ -156,13 +156,13 @@ class Shutdown:
             self._kill_at = now + GRACE_S
 
     def hurried(self, now: float) -> list[events.Action]:
-        """Return the actions for a second stop request, which kill all workers now."""
+        """Return the actions for a second stop request, which kills all workers immediately."""
         self._remind_at = None
         self._kill_at = now
         return self.overdue(now)
 
     def overdue(self, now: float) -> list[events.Action]:
-        """Return the actions whose deadline has passed."""
+        """Return the actions for expired deadlines."""
         actions: list[events.Action] = []
         for worker, (since, how) in sorted(self._frozen.items()) if self._fences else ():
             if now >= since + self._idle_s:

@@ -48,7 +48,7 @@ class Outcome:
 
 
 async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
-    """Run a job to its end. When this returns, no worker is left.
+    """Run a job to its end. All workers have exited when it returns.
 
     Raises:
         Invalid: a problem was found before anything was started.

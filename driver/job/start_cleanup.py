@@ -1,4 +1,4 @@
-"""Cleanup of the files that the checks of a start have created, if the start is refused."""
+"""Removal of files that were created by the start-up checks, if the start is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class StartCleanup:
-    """Files and folders that one start has created. ``remove`` removes them in reverse order and is idempotent."""
+    """Registry of files and folders created by one start. ``remove`` deletes them in reverse order and is idempotent."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -1,8 +1,7 @@
 """Run a job whose workers are started by agents, on several hosts or with driver failover.
 
 The driver becomes the leader, reads the journal, listens, announces its address, and adopts or begins the job, in this
-order. A driver that loses the leadership meanwhile exits without any effect on the workers, because another driver
-controls them.
+order. A driver that loses the leadership exits without affecting the workers, because another driver controls them.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Report
 
 ASKED = 16  # maximum number of host names that are resolved to determine where to listen
-DEPOSED_CODE = 75  # EX_TEMPFAIL. Another driver continues the job.
+DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver continues the job
 
 Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 
@@ -97,7 +96,9 @@ async def _past(
     archive: Archive | None,
     log: Callable[[str, str], None],
 ) -> RecoveredJob | None:
-    """Return the job that this driver resumes, if any. Raises Invalid if it must neither resume nor start one."""
+    """Return the job that this driver resumes, or None. Raises Invalid if the driver may neither resume nor start a
+    job.
+    """
     if archive is None:
         return None
     begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
@@ -328,7 +329,7 @@ class _Run:
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
         """Return the address and port to listen on.
 
-        Without etcd, they are those of the previous driver, because its agents know no other address.
+        Without etcd, they are the same as for the previous driver, because its agents know no other address.
         """
         movable = self.plan.etcd is not None or self.plan.provider is not None
         # A service may lead to a different pod of the same name.
@@ -487,7 +488,7 @@ class _Run:
     def _none_waiting(self) -> bool:
         """Return whether all workers train and none is about to reconnect or exit.
 
-        Only then is a snapshot taken, because a snapshot of a large job takes long.
+        Snapshots are taken only in this state, because a snapshot of a large job blocks the driver for a while.
         """
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
@@ -530,7 +531,7 @@ class _Run:
 
 
 class ObservedDiscovery:
-    """Discovery that also passes each list to a callback."""
+    """Wrapper of a discovery that also passes each list to a callback."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
         self._source = source

@@ -20,7 +20,7 @@ class Pipe:
 
     Args:
         prompts: whether the worker has standard input and may print a prompt. If so, an incomplete line is forwarded
-            after a short time.
+            when no further output follows it.
     """
 
     def __init__(

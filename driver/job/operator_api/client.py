@@ -40,7 +40,7 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 class JobUnreachable(ElasticError):
     """Error raised when the driver of a job cannot be reached.
 
-    It has exited, another driver has taken over, or the key belongs to another job.
+    Possible reasons: the driver has exited, another driver has taken over, or the key belongs to another job.
     """
 
 
@@ -125,7 +125,7 @@ def _unreachable(job: JobAddress, what: str, error: Exception, within_s: float) 
 
 
 class JobClient:
-    """An authenticated connection of an operator to a driver.
+    """Authenticated connection from an operator to a driver.
 
     Raises:
         JobUnreachable: the driver does not respond, or it rejects the key.

@@ -1,4 +1,4 @@
-"""Lookup of the address for operators of a job in etcd. Makes no decisions."""
+"""Lookup of a job's operator address in etcd. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WITHIN_S = 5.0
 
 
 def desk_of(access: EtcdAccess, job: str) -> str:
-    """Return the address ``host:port`` for operators of a job.
+    """Return the address ``host:port`` of a job's operator service.
 
     Raises:
         Invalid: no driver leads the job, or etcd does not respond.

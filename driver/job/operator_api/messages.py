@@ -1,7 +1,7 @@
 """Messages between an operator and the driver of a running job. Pure: values only; `framing` encodes them.
 
 The operator connects, and both sides prove knowledge of the operators' key of the job, which is derived from its
-secret. Each request is answered by one `Told` with the same number.
+secret. The answer to each request is one `Told` message with the same number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from elastic.protocol.messages import VERSION
 
-PURPOSE = "operator"  # purpose for deriving the key from the job's secret
+PURPOSE = "operator"  # label for deriving the operators' key from the job's secret
 
 
 class OperatorMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False):
@@ -65,7 +65,7 @@ class AskStacks(OperatorMessage):
 
     Args:
         worker: a rank or ``host:slot``. Empty means the members with the lowest ranks.
-        log: whether to write the stacks to the job's log too.
+        log: whether to also write the stacks to the job's log.
         all_threads: whether to request the stacks of all threads, instead of that of the training thread.
     """
 

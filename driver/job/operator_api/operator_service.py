@@ -1,4 +1,4 @@
-"""Server for operators of a running job. Their requests become events for membership.
+"""Server for operators of a running job. Converts their requests to events for membership.
 
 The server listens on loopback, where `runtime_folder` finds it. If agents connect from other machines, it also listens
 on the address that the agents use. Connections are authenticated and sealed like any control connection.
@@ -41,9 +41,9 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Worker
 
-ANSWER_S = 10.0  # seconds for a decision of membership, which takes milliseconds
-STACKS_S = 3.0  # seconds for stacks to be written
-QUIET_S = 0.25  # seconds without further lines after which stacks are complete
+ANSWER_S = 10.0  # time limit for a decision of membership, in seconds; usually takes milliseconds
+STACKS_S = 3.0  # time limit for a worker to write its stacks, in seconds
+QUIET_S = 0.25  # seconds without further lines after which a stack dump counts as complete
 # The same two limits if all threads of a worker write their stacks, one after another.
 STACKS_ALL_S, QUIET_ALL_S = 5.0, 1.0
 AT_ONCE = 64  # maximum number of concurrent requests
@@ -68,7 +68,7 @@ async def _no_room(workers: int) -> str:
 
 
 class SteerableDriver(Protocol):
-    """Interface of a driver that operators' requests use."""
+    """Interface of a driver, as used by operators' requests."""
 
     def tell(self, event: Event) -> None: ...
     def dump(self, worker: Worker, *, all_threads: bool) -> None: ...
@@ -84,7 +84,8 @@ class OperatorAccess:
     command: Sequence[str]
     journal: str
     environ: Mapping[str, str]
-    standby: bool = False  # the driver is waiting to replace another one, possibly on this machine
+    # whether the driver is a standby for another driver, possibly on this machine
+    standby: bool = False
 
 
 class OperatorService:
@@ -107,7 +108,7 @@ class OperatorService:
         self._record: PublishedRecord | None = None
 
     def serves(self, driver: SteerableDriver, grow: Grow | None = None) -> None:
-        """Set the driver that answers requests from now on."""
+        """Set the driver that handles requests from now on."""
         self._driver, self._grow = driver, grow or _no_room
 
     async def open(self) -> None:
@@ -288,6 +289,6 @@ class OperatorService:
 
     def _unknown(self, name: str) -> str:
         size = len(self._page.model.view.ranks)
-        # No worker trains yet, so there are no ranks.
+        # Training has not begun, so no ranks are assigned yet.
         rank = f"a rank, 0 to {size - 1}, or " if size else ""
         return f"{name} is not a worker of this job: pass {rank}host:slot"

@@ -1,4 +1,4 @@
-"""Operator requests that were accepted, until the world is as requested. Pure: no I/O, no clock."""
+"""Accepted operator requests that the world does not satisfy yet. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OperatorRequest = DrainRequested | RemoveRequested | ScaleRequested
 
 
 def request_text(request: OperatorRequest) -> str:
-    """Return a request as the words of its command, for example ``scale 4`` or ``drain h7 --off``."""
+    """Format a request as its command, for example ``scale 4`` or ``drain h7 --off``."""
     match request:
         case ScaleRequested(workers=workers):
             return f"scale {workers}"
@@ -28,12 +28,14 @@ class PendingRequests:
         self._pending: list[tuple[float, OperatorRequest]] = []
 
     def accept(self, request: OperatorRequest, members: Collection[Worker], now: float) -> None:
-        """Record a request, unless the world already complies. It replaces an earlier one with the same object."""
+        """Record a request, unless the world already satisfies it. It replaces an earlier request for the same worker,
+        host or size.
+        """
         kept = [each for each in self._pending if _object(each[1]) != _object(request)]
         self._pending = kept if _is_met(request, members) else [*kept, (now, request)]
 
     def met(self, members: Collection[Worker], now: float) -> list[str]:
-        """Return a log line for each request with which the members of a new world comply, and forget these."""
+        """Remove the requests that a new world satisfies, and return a log line for each of them."""
         done = [each for each in self._pending if _is_met(each[1], members)]
         self._pending = [each for each in self._pending if each not in done]
         return [f"done after {now - at:.1f} s: {request_text(request)}" for at, request in done]

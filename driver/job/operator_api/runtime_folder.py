@@ -1,4 +1,4 @@
-"""Records of the jobs on this machine, in a private folder, for commands of the same user.
+"""Records of this machine's running jobs in a private folder, used by commands of the same user.
 
     $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
 
@@ -37,7 +37,7 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class PublishedRecord:
-    """A job's record in the folder. It is valid until it is closed or its process exits.
+    """A running job's record file. It is valid until it is closed or the process exits.
 
     Raises:
         Invalid: other users can access the folder.
@@ -72,7 +72,7 @@ def runtime_folder(environ: Mapping[str, str]) -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """Return the folder after a check that no other user can access it. Raises Invalid if another user can."""
+    """Return the path of the folder, or raise Invalid if another user can access the folder."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
         raise Invalid(
@@ -104,7 +104,7 @@ def _read(path: Path) -> JobRecord | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return None  # The record was removed meanwhile.
+        return None  # The record has been removed in the meantime.
     with os.fdopen(fd, "rb") as file:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
