@@ -302,7 +302,7 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False, because an agent sends a worker's messages and exit in order, so the exit need not be delayed."""
+        """Return False, because an agent sends a worker's messages and exit in order."""
         return False
 
     def drain(self, worker: Worker) -> None:

@@ -83,7 +83,7 @@ class AgentState:
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
-        """Return whether the time limit for a driver to return has expired, in which case the workers must be killed."""
+        """Return whether the time limit for a driver has expired, so that the workers must be killed."""
         if self.away_by is None or now < self.away_by:
             return False
         self.release()

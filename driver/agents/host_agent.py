@@ -1,9 +1,9 @@
 """Agent of one host: connects to the driver, and serves the workers of its host.
 
-`AgentState` decides which driver it serves. Workers are started, monitored and killed by `ProcessSupervisor`, as in the
-driver's process, and speak the worker protocol with this process over loopback. Their messages are forwarded while a
-driver is connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and the
-workers repeat their state. The loss of a connection or of a driver therefore does not stop training.
+`AgentState` decides which driver it serves. As in the driver's process, `ProcessSupervisor` starts, monitors and kills
+workers. They use the worker protocol to communicate with this process over loopback. Their messages are forwarded while
+a driver is connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and
+the workers repeat their state. The loss of a connection or of a driver therefore does not stop training.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ from elastic.version import __version__
 LOOPBACK = "127.0.0.1"
 # Exit code after SIGTERM. With 0, a Kubernetes Job would count the pod as completed and not replace it.
 TERMINATED = 143
-CLEARED_S = 12.0  # seconds for killed workers to exit; the agent then reports those that remain
+# time limit for killed workers to exit, in seconds; the agent then reports those that remain
+CLEARED_S = 12.0
 MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
 HERE_S = 2.0  # interval between two answers to heartbeats
 # interval between two log lines about a missing driver if the reason changes
 ANOTHER_REASON_S = 3.0
-FIND_S = 120.0  # seconds to find the first driver, if a driver started this agent
+FIND_S = 120.0  # time limit to find the first driver, in seconds, if a driver started this agent
 
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
@@ -110,11 +111,11 @@ class HostAgent:
         self._network: dict[str, str] = {}
         # results of launched functions, which workers send only once
         self._results: dict[Worker, Heard] = {}
-        # Results of the running workers' health checks, which are repeated: a driver may have missed one.
+        # Health check results of running workers. They are sent again to each driver, because one may have been lost.
         self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._connected: set[Worker] = set()
         self._workers_of = ""  # job to which the workers on this host belong
-        self._stale: set[Worker] = set()  # workers of an ended job; their names may be reused
+        self._stale: set[Worker] = set()  # workers of an ended job, whose names may be reused
         self._missing_said_at = float("-inf")
         self._missing_said = ""
         self._said_here_at = float("-inf")
@@ -378,7 +379,7 @@ class HostAgent:
     def _refused(self, reason: str) -> None:
         """Kill the workers, because no driver accepts this agent.
 
-        An agent that was started by hand then waits until the host's other agent ends.
+        An agent that was started manually then waits until the host's other agent exits.
         """
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")

@@ -1,4 +1,4 @@
-"""Track the preemption of an agent's machine, which a cloud or SIGTERM announces. Uses I/O and clocks."""
+"""Tracking of the preemption of an agent's machine, announced by a cloud provider or SIGTERM. Performs I/O."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class HostPreemption:
         log: Log,
     ) -> None:
         self._host = host
-        # seconds from SIGTERM until the workers must have left
+        # seconds after SIGTERM by which the workers must have left
         self._leave_s = max(grace_s - LAST_S, grace_s / 2)
         self._changed = changed
         self._end = end
         self._log = log
         self._watch: Watch | None = None
         self._watches = ""
-        self._signal_reason = ""  # reason, after SIGTERM
+        self._signal_reason = ""  # reason for leaving, set after SIGTERM
         self._end_by = 0.0
 
     def watch(self, attach: Attach) -> None:

@@ -52,7 +52,7 @@ class AgentAnswer(AgentMessage):
 
 
 class Registered(AgentMessage):
-    """First message on each connection, in answer to `Attach`: the running workers and past exits."""
+    """Message to the driver, in answer to `Attach` and first on each connection: running workers and past exits."""
 
     slots: int
     bind: str  # numeric address on which the workers of this host listen for each other
@@ -62,7 +62,8 @@ class Registered(AgentMessage):
     job: str = ""  # job of the agent's workers, or empty
     release: str = ""  # release of this package
     notice: Notice | None = None  # current preemption notice, or None
-    ends: bool = False  # the agent exits when it is dismissed; otherwise it waits for the next job
+    # whether the agent exits when it is dismissed, instead of waiting for the next job
+    ends: bool = False
 
 
 class Heard(AgentMessage):
@@ -132,14 +133,14 @@ class BandwidthFound(AgentMessage):
 class Here(AgentMessage):
     """Message to the driver: answer to `Beat`.
 
-    It shows that the agent is running, and not only that its connection is open.
+    It shows that the agent process is running, not only that its connection is open.
     """
 
 
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Attach(AgentMessage, tag="Hire"):  # earlier releases use this name in messages
+class Attach(AgentMessage, tag="Hire"):  # message name used by earlier releases
     """First message of a driver to an agent: identity of the driver.
 
     If the agent has served a later driver, it closes the connection.
@@ -148,7 +149,7 @@ class Attach(AgentMessage, tag="Hire"):  # earlier releases use this name in mes
     job: str  # ID of the job, unique even among jobs with the same name
     term: int  # grows with every driver of a job
     lease_s: float
-    away_s: float  # seconds for which workers train without a driver
+    away_s: float  # seconds that workers keep training without a driver
     # Source of preemption notices of the agent's machine; see `preemption.watch`.
     preemption: str = "off"
     slurm: dict[str, str] = {}  # variables about the allocation in the driver's environment

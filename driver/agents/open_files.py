@@ -1,4 +1,4 @@
-"""Compute and set the limit of open files of a driver, which has a connection to the agent of each host."""
+"""Open-file limit of a driver, which has a connection to the agent of each host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 from elastic.errors import Invalid
 
 SPARE = 512  # descriptors for unauthenticated connections and other files
-# Minimum limit if hosts connect by themselves. It is lower if the system does not permit so many files.
+# Limit for an unknown number of hosts. The system's hard limit may reduce it.
 UNKNOWN = 16_384
 
 

@@ -1,4 +1,4 @@
-"""Decide whether a silent host is lost, or whether the network of this driver has failed. Pure: no I/O, no clock.
+"""Decide whether an unresponsive host is lost, or whether this driver's own network has failed. Pure: no I/O, no clock.
 
 A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. In the second
 case, the hosts continue to train without decisions of the driver. Therefore, if several hosts were reachable before and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class PartitionDetector:
-    """Reachability of hosts, by name."""
+    """Detector of network partitions, based on the reachability of hosts."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()  # hosts that were reached and have not been lost since
@@ -18,7 +18,7 @@ class PartitionDetector:
 
     @property
     def cut_off(self) -> bool:
-        """Return whether silent hosts are still treated as running, because no host is reachable."""
+        """Return whether unresponsive hosts are still treated as running because no host is reachable."""
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
@@ -54,7 +54,7 @@ class PartitionDetector:
         return True
 
     def give_up(self) -> list[str]:
-        """Return the silent hosts as lost, because no host was reachable before the timeout."""
+        """Return the unresponsive hosts as lost, because no host became reachable before the timeout."""
         held, self._held = self._held, set()
         self._known -= held
         return sorted(held)

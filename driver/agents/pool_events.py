@@ -18,7 +18,7 @@ from elastic.protocol.messages import Worker
 
 
 class AgentConnected(msgspec.Struct, frozen=True):
-    """Event: an agent has a new connection, and has proved knowledge of the job's secret."""
+    """Event: an agent has connected and authenticated with the job's secret."""
 
     agent: AgentId
 
@@ -143,7 +143,7 @@ class PostToDriver(msgspec.Struct, frozen=True):
 
 
 class RelayMessage(msgspec.Struct, frozen=True):
-    """Action: pass a worker's message to the job's loop."""
+    """Action: forward a worker's message to the job's loop."""
 
     worker: Worker
     message: Any  # one of `protocol.FromWorker`

@@ -11,7 +11,7 @@ from elastic.driver.agents.pool_events import PoolAction, SendToAgents
 from elastic.driver.events import Report
 from elastic.protocol.messages import Worker
 
-# seconds between two attempts to start an agent on a lost host: first and longest
+# initial and maximum delay between attempts to start an agent on a lost host, in seconds
 AGAIN_S = (2.0, 60.0)
 
 
@@ -32,16 +32,17 @@ class AgentRecord:
     doomed: set[Worker] = field(default_factory=set)  # workers to kill once the agent is connected
     overdue_why: str = ""  # reason for the loss of the host if its agent does not connect in time
     again_s: float = AGAIN_S[0]  # seconds until the next attempt to start an agent on this host
-    given_up: bool = False  # the driver gave up the host, and does not wait for the agent's return
-    trouble: str = ""  # last error when an agent was started, to log each error once
+    # whether the driver considers the host lost and does not wait for its agent
+    given_up: bool = False
+    trouble: str = ""  # error of the last failed agent start, stored to log each error once
 
 
 class DeadlineKind(enum.IntEnum):
-    """Kind of a deadline: what must have happened by then, or is to be done then."""
+    """Kinds of deadlines."""
 
     ARRIVAL = 1  # the host's agent must have connected
     RETRY = 2  # the start of an agent on the host is retried
-    RESIGNATION = 3  # no host was reachable for so long that all hosts are lost
+    RESIGNATION = 3  # all hosts are considered lost unless one becomes reachable
     BEAT = 4
 
 
@@ -50,7 +51,8 @@ class PoolDeadlines:
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}
-        # A heap that may contain outdated deadlines: thousands of agents reconnect at once after a failover.
+        # Heap that may contain outdated deadlines. Keeps updates fast when thousands of agents reconnect after a
+        # failover.
         self._queue: list[tuple[float, tuple[str, DeadlineKind]]] = []
 
     def __contains__(self, key: tuple[str, DeadlineKind]) -> bool:

@@ -24,17 +24,17 @@ from elastic.driver.network.connection import Connection
 from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import RELAY_LIMIT, ProtocolError, SendResult, encoded
 
-CONNECT_S = 5.0  # seconds to connect to one address and authenticate
-RETRY_S = (0.05, 1.0)  # seconds between two attempts: first and longest
+CONNECT_S = 5.0  # time limit to connect to one address and authenticate, in seconds
+RETRY_S = (0.05, 1.0)  # initial and maximum delay between two attempts, in seconds
 REJECTED = "the driver rejected this agent: see its log (another secret, another release, or TLS on one side only)"
 
 
 class NoDriver(Exception):
-    """Error raised when no driver, or one other than the expected driver, responds. The text gives the reason."""
+    """Error raised when the expected driver does not respond. The text gives the reason."""
 
 
 class Uplink:
-    """Connection of an agent to the driver, which is opened again whenever it is lost.
+    """Connection of an agent to the driver. Reconnects whenever the connection is lost.
 
     Args:
         agent: identity of the agent.
@@ -81,7 +81,7 @@ class Uplink:
         return self._connection.backlog if self._connection is not None and self.open else 0
 
     async def run(self) -> None:
-        """Connect to the driver, and reconnect after each loss, until cancelled."""
+        """Connect to the driver, and reconnect after each connection loss, until canceled."""
         loop = asyncio.get_running_loop()
         pause_s = RETRY_S[0]
         try:
@@ -91,7 +91,7 @@ class Uplink:
                 reason = await self._ended
                 self._hang_up()
                 self._closed(reason)
-                # A driver that closes the connection immediately would do so again, so retries are delayed.
+                # Delay the retry, because a driver that closes a connection immediately would do so again.
                 quick = loop.time() - began < RETRY_S[1]
                 pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
                 await asyncio.sleep(pause_s)

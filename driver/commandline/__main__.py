@@ -1,4 +1,4 @@
-"""Entry point of ``elasticrun`` and ``horovodrun``. Ctrl-C during its imports ends it without a traceback."""
+"""Entry point of ``elasticrun`` and ``horovodrun``. Ctrl-C during imports ends the program without a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ def main() -> int:
     try:
         from elastic.driver.commandline import cli
     except KeyboardInterrupt:
-        return 130  # 128 + SIGINT; importing its name takes a part of the time in which Ctrl-C is not handled
+        # 128 + SIGINT, as a literal to keep the time before the handler is installed short
+        return 130
     return cli.main()
 
 

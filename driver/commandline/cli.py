@@ -1,5 +1,4 @@
-"""Program ``elasticrun`` (also ``horovodrun``), which converts flags to a validated job, runs it, and returns its exit
-code.
+"""Program ``elasticrun`` (also ``horovodrun``): converts flags to a validated job, runs it, and returns its exit code.
 
 This is the only module of the driver that reads the environment. All mistakes that can be detected before anything is
 started are reported here, in one sentence and with exit code 2. Precedence: command line, configuration file,
@@ -79,7 +78,7 @@ _SAYS_NOTHING = {
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
     ("HOROVOD_TIMELINE", "DYNAMIC"),  # With this value, the script sets the file later.
 }
-# Level of the log line that reports an option's flag after the program, if the program may define flags unknown here.
+# Log level for reporting one of elasticrun's flags after the program, if the program may define flags itself.
 # The level of the last four options is lower, because programs often define flags with these names.
 _MISPLACED = {
     **dict.fromkeys(("num_proc", "min_num_proc", "max_num_proc"), "warning"),
@@ -88,7 +87,7 @@ _MISPLACED = {
     ),
 }
 PROGRAM_ALIKE = (
-    0.75  # minimum similarity, of at most 1, at which a program may be a misspelt command
+    0.75  # minimum similarity (0 to 1) at which a program name may be a misspelt command
 )
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
@@ -97,7 +96,7 @@ OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", 
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
-_SLACK_S = 60.0  # Collectives time out long after the driver has decided about the worker.
+_SLACK_S = 60.0  # Collectives time out long after the driver has acted on the worker.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -186,7 +185,7 @@ def _nearest_command(word: str, alike: float = 0.6) -> str:
 
 
 def _command_meant(command: Sequence[str]) -> str:
-    """Return a question if a program, such as ``stat``, may be a misspelt command."""
+    """Return a suggestion as a question if a program name, such as ``stat``, may be a misspelt command."""
     near = _nearest_command(command[0], PROGRAM_ALIKE) if command else ""
     return f"; or did you mean elasticrun {near}?" if near else ""
 
@@ -575,8 +574,7 @@ def _stall_limits(options: Options) -> dict[str, Any]:
     warning_s = _given(options.busy_warning, options.stall_warning)
     busy_s = _given(options.busy_timeout, options.stall_shutdown)
     busy_s = _given(busy_s, Settings.busy_s)
-    # A fenced worker of a static job would not be replaced, so an idle one, possibly waiting for an upload, counts as
-    # busy.
+    # A static job does not replace fenced workers, so treat an idle worker as busy. It may be waiting for an upload.
     idle_s = Settings.idle_s if _is_elastic(options) else busy_s
     return {
         "idle_s": _given(options.idle_timeout, idle_s),
@@ -676,7 +674,7 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     growing = (options.host_discovery_script, options.etcd, options.kubernetes_service)
     grows = options.kubernetes or any(each is not None for each in growing)
     most = _given(most, UNBOUNDED if grows else np)
-    # A default must not appear in an error, so the order matters.
+    # The order of the checks matters, because an error must not mention a default value.
     if np < least:
         raise Invalid(f"-np {np} is smaller than --min-np {least}: pass --min-np {np} or less")
     if options.num_proc is not None and np > most:
@@ -762,7 +760,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
 
 
 def _passed_on(options: Options, path: str | None) -> list[tuple[str, str]]:
-    """Return the lines to log about flags after the program that may be meant for elasticrun.
+    """Return warnings about flags after the program that may have been intended for elasticrun.
 
     A flag that the program defines itself, or that elasticrun also received, is not mentioned.
     """
@@ -771,7 +769,7 @@ def _passed_on(options: Options, path: str | None) -> list[tuple[str, str]]:
     script: ScriptFlags | None = None
     default = Options()
     for action in flags.parser().actions:
-        # A single letter has too many meanings. Nearly every program has its own --help and --version.
+        # Ignore single-letter flags, which are ambiguous, and --help and --version, which most programs define.
         late = [name for name in action.option_strings if name in given and len(name) > 2]
         own = getattr(default, action.dest, None)
         if (
@@ -822,7 +820,7 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
 
 
 def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> str | None:
-    """Return the path after a check that a file can be written there, or None for None.
+    """Check that a file can be written at a path, and return the path. Returns None for None.
 
     The file is not created, because an empty file is neither a timeline nor a report.
 
@@ -849,7 +847,7 @@ def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> s
         trouble = "permission denied, or a read-only file system"
     else:
         try:
-            # Permissions do not show whether a file system such as /proc accepts new files.
+            # Permission bits do not show whether a file system, such as /proc, accepts new files.
             if replaces or not os.path.exists(path):
                 tempfile.TemporaryFile(dir=folder).close()
             return os.path.abspath(path)

@@ -12,7 +12,7 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class StartCleanup:
-    """Registry of files and folders created by one start. ``remove`` deletes them in reverse order and is idempotent."""
+    """Registry of files and folders created by one start. ``remove`` is idempotent and uses reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -1,6 +1,6 @@
 """Operations on named actors of Ray: create, find, call and kill them. Makes no decisions.
 
-All methods except `ask` may block while Ray's head does not answer, so call them in a thread.
+All methods except `ask` may block while Ray's head does not respond, so call them in a thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Taken(Exception):
 
 
 class Actors(Protocol):
-    """Operations on actors. Handles of actors are opaque. Ray's errors are passed on."""
+    """Interface for operations on actors. Actor handles are opaque, and Ray's errors propagate."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
-        """Create an AgentActor on this node and no other. Returns before the actor runs.
+        """Create an AgentActor pinned to this node. Returns before the actor runs.
 
         Raises:
             Taken: a live actor already has this name.

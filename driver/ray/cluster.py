@@ -48,7 +48,7 @@ class Cluster(Protocol):
     def draining(self) -> dict[str, float | None] | None:
         """Return the draining nodes, or None if this release of Ray does not report them.
 
-        The value of each node is the time in seconds since the epoch at which Ray ends it, or None without a deadline.
+        The value for each node is the time at which Ray ends it, in seconds since 1970, or None if it has no deadline.
         """
 
     def make(
@@ -111,7 +111,7 @@ def prefix_of(job: str) -> str:
 
 
 def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
-    """Return those of the groups that are claims of the job, with their numbers."""
+    """Return the groups that are claims of the job, with their numbers."""
     matched = (
         (re.fullmatch(re.escape(prefix) + "([0-9]+)", group.name), group) for group in groups
     )

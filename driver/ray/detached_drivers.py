@@ -1,4 +1,4 @@
-"""Lookup of the actors that are drivers of detached jobs, by job name. Makes no decisions."""
+"""Lookup of detached jobs' driver actors by job name. Makes no decisions."""
 
 from __future__ import annotations
 

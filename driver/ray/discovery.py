@@ -1,9 +1,9 @@
 """Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. Makes no decisions.
 
 Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining nodes,
-then nodes: with this order, a node that dies in between is never considered alive. A check without an answer changes
-nothing. The failure is logged once, and once more when Ray answers again. Calls to Ray may block for long while its
-head is unavailable, so they run in a thread, one at a time, with a deadline.
+then nodes: in this order, a node that fails during the check is never considered alive. A failed check changes nothing.
+The failure is logged once, and the recovery is logged when Ray responds again. Calls to Ray may block for long while
+its head is unavailable, so they run in a thread, one at a time, with a deadline.
 
 Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray
 job of their creator, even if the actor that created them has ended earlier. Those created by a *detached* actor
@@ -46,12 +46,13 @@ from elastic.driver.ray.placement_groups import (
 from elastic.errors import Invalid
 
 LOOK_S = 0.25
-ANSWER_S = 5.0  # seconds for Ray to answer one check
+ANSWER_S = 5.0  # time limit for Ray to answer one check, in seconds
 CLOSE_S = 10.0
 # Maximum wait for a complete first list, so that the previous driver's hosts do not look lost.
 SETTLE_S = 10.0
 QUIET_S = 5.0  # seconds after which waiting for resources is logged
-BUSY = 0.05  # Share of one core that checks may use in a cluster so large that they take long.
+# Maximum fraction of one core used for checks. In large clusters, checks are less frequent because of this limit.
+BUSY = 0.05
 PAUSE_S = 2.0  # maximum number of seconds between two checks
 
 T = TypeVar("T")

@@ -77,11 +77,11 @@ class RayArchive:
         self.lost = asyncio.Event()
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None. Waits until Ray answers.
+        """Return the job to resume, or None. Waits until Ray responds.
 
         Raises:
             Invalid: the journal is corrupted.
-            LeadershipLost: another driver has taken a turn meanwhile.
+            LeadershipLost: another driver took a turn during the read.
         """
         self._turn = self._turn or await self._take()
         writers = await self._writers()

@@ -16,8 +16,8 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.ray.cluster import RayUnavailable
 
-ANSWER_S = 5.0  # Seconds for a call that should have timed out by itself.
-GRACE_S = 3.0  # seconds without an answer after which the silence is logged
+ANSWER_S = 5.0  # Time limit in seconds for a call whose own timeout did not take effect.
+GRACE_S = 3.0  # seconds without a response after which the outage is logged
 PAUSE_S = 0.5  # maximum interval between two attempts
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class KVStore(Protocol):
 
 
 class RetryingKV:
-    """Access to Ray's key-value store that repeats each operation until Ray answers.
+    """Access to Ray's key-value store. Repeats each operation until Ray responds.
 
     Operations run one after the other, outside the event loop.
     """

@@ -15,10 +15,10 @@ workers. Pending claims cause an autoscaler to add nodes.
     more than wanted                       no     removed, pending ones first, then the youngest; kept with a worker
 
 The wanted number is the number of slots that the driver needs, since an operator may scale the job. Claims on a host
-that an operator drains are kept in addition: replacements are requested elsewhere, and no other workload is placed on
-the host.
+that an operator drains are kept in addition: replacements are requested on other nodes, and the kept claims prevent
+other workloads on the host.
 
-A node that has drained never has slots again. The removal of a claim is repeated until Ray confirms it, even if the
+A node that has drained is never used again. The removal of a claim is repeated until Ray confirms it, even if the
 claim was placed elsewhere meanwhile. A claim may be removed before its workers have left, because they do not run in
 it, and nothing else is placed on a draining node.
 """
@@ -224,7 +224,7 @@ class PlacementGroupPool:
         return claim.ready and claim.fits and self._lives(claim, nodes)
 
     def unready(self, found: Iterable[Claim], nodes: Mapping[str, Condition]) -> bool:
-        """Return whether a slot is missing only because the IDs of its GPUs are not known yet."""
+        """Return whether a slot is unavailable only because its GPU IDs are not known yet."""
         return any(
             not claim.ready
             and claim.fits

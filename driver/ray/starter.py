@@ -27,7 +27,7 @@ NAME = "hvd-elastic-agent"
 START_S = 30.0
 AT_ONCE = 32
 CLOSE_S = 12.0  # seconds for an agent to kill its workers and exit
-ASK_S = 10.0  # seconds for an answer that should be immediate
+ASK_S = 10.0  # time limit for calls that return immediately, in seconds
 KILL_S = 3.0
 AGAIN_S = 0.05  # seconds until the next attempt with a name that was taken
 UNAVAILABLE_S = 1.0  # seconds until an unreachable actor is called again
@@ -43,7 +43,7 @@ class _Held:
         self.host = host
         self.outlives = outlives
         self.actor: Any = None
-        self.unwanted = False  # the actor must be killed as soon as it exists
+        self.unwanted = False  # whether the actor must be killed as soon as it exists
         self.listening: asyncio.Task[None] | None = None
         self.ranks: list[int] = []  # ranks of its persistent workers, according to its last answer
 
@@ -93,7 +93,7 @@ class RayStarter:
     async def start(self, bootstrap: Bootstrap) -> None:
         """Start the agent of a host.
 
-        An agent that already runs there is ended first, because its workers belong to no driver.
+        An agent that is already running there is ended first, because its workers are orphaned.
         """
         host = bootstrap.host
         try:

@@ -38,7 +38,7 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [--queue NAME] [flags] -- 
 
 RUN = "run"
 MOST_PODS = 100_000  # the limit in the chart's schema
-# The chart derives names of pods and services from it.
+# The chart derives the names of pods and services from the job name.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 QUEUE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 IMAGE = re.compile(
@@ -216,7 +216,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         _uninstall(release, if_there=True)
         _say(f"interrupted: job {release.name} was removed")
         return 130
-    except NameTaken:  # A job that was started at the same time has taken the name.
+    except NameTaken:  # A job that was started concurrently has taken the name.
         raise
     except Invalid:
         # helm does not remove the objects that it has created before an error.
@@ -233,7 +233,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         code = release.follow(_write, _say)
     except KeyboardInterrupt:
         code = 130
-    except (Invalid, BrokenPipeError):  # The reader of the output may have exited.
+    except (Invalid, BrokenPipeError):  # The process that reads the output may have exited.
         _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)

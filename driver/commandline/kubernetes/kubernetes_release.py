@@ -43,7 +43,8 @@ from elastic.errors import Invalid
 CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
-AWAY_S = 300.0  # seconds without an answer of the API server while a job is followed
+# maximum time without a response from the API server while following a job, in seconds
+AWAY_S = 300.0
 # Helm reports a used name at its first check, and if two processes install the release at the same time.
 TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
@@ -102,7 +103,7 @@ class ChartRelease:
             pods: whether Kueue admits each pod of the release separately, instead of a JobSet as a whole.
 
         Returns:
-            The reason why the queue admits nothing at present, or an empty string.
+            The reason why the queue currently admits no workloads, or an empty string.
 
         Raises:
             Invalid: Kueue or the queue is missing, or Kueue does not manage pods of the namespace.
@@ -131,7 +132,7 @@ class ChartRelease:
         return why_inactive(found)
 
     def exists(self) -> bool:
-        """Return whether helm has a release of this name, in any state and of any chart."""
+        """Return whether a Helm release of this name exists, in any state and from any chart."""
         return self._chart() is not None
 
     def taken(self) -> NameTaken:
@@ -162,7 +163,7 @@ class ChartRelease:
         """Remove the release.
 
         Args:
-            if_there: whether a missing release is not an error.
+            if_there: whether to ignore a missing release.
         """
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
@@ -412,7 +413,7 @@ class ApiSilent(Exception):
 
 
 class ApiSilence:
-    """Log of the loss of the API server, and of its return.
+    """Logger of API server outages.
 
     Raises:
         Invalid: the API server is lost for longer than AWAY_S seconds.

@@ -59,7 +59,7 @@ def is_managed(pod: Json) -> bool:
 
 
 def why_inactive(queue: Json) -> str:
-    """Return the reason why a LocalQueue admits nothing at present, or an empty string."""
+    """Return the reason why a LocalQueue currently admits no workloads, or an empty string."""
     for condition in (queue.get("status") or {}).get("conditions") or ():
         if condition["type"] == "Active" and condition["status"] == "False":
             return str(condition.get("message") or condition.get("reason") or "unknown")

@@ -131,7 +131,7 @@ def wanted(workers: Sequence[Json]) -> int:
 
 
 def is_scalable(workers: Sequence[Json]) -> bool:
-    """Return whether the number of worker pods can change. That of a JobSet is immutable."""
+    """Return whether the number of worker pods can change. The number is immutable in a JobSet."""
     return any("replicas" in (each.get("spec") or {}) for each in workers)
 
 
@@ -150,7 +150,7 @@ def least_pods(job: Json, workers: Json) -> int:
 
 
 def least_instead(job: Json, workers: Json, pods: int) -> int | None:
-    """Return the smallest number of pods for the job if ``pods`` is below this number. Otherwise return None."""
+    """Return the minimum number of pods for the job if ``pods`` is below it, otherwise None."""
     least = least_pods(job, workers)
     enough = saves(job) if pods == 0 else pods >= least
     return None if enough else least

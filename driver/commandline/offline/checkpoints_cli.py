@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
 def _verified(storage: Storage, entry: CheckpointEntry) -> CheckpointEntry:
     """Verify the checksums of a checkpoint, and return its entry with the result.
 
-    If a running job removes the checkpoint meanwhile, it is reported as incomplete instead of damaged. Raises OSError
+    A checkpoint that a running job removes during the check is reported as incomplete, not as damaged. Raises OSError
     if the folder cannot be read.
     """
     trouble = "" if entry.manifest is None else catalog.verify(storage, entry.manifest)
@@ -181,7 +181,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _check_place(out: str) -> None:
-    """Raise Invalid unless a file can be written at this path. Called before anything is read."""
+    """Raise Invalid unless a file can be written at this path. Called before any checkpoint is read."""
     format_of(out)
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def as_text(reading: JournalReading) -> list[str]:
-    """Return the explanation of a job as lines of text, the most important first."""
+    """Return the explanation of a job as lines of text, with the most important findings first."""
     lines: list[str] = []
     for name, group in sections(findings(reading.story, reading.source)).items():
         if not group:

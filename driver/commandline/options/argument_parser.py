@@ -1,4 +1,4 @@
-"""Parsing of command lines: a parser that raises instead of exiting, and types of values.
+"""Command-line parsing: an argument parser that raises errors instead of exiting, and value types.
 
 Flags are defined in `flags`.
 """
@@ -27,7 +27,7 @@ LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Uses of an option in addition to its flag.
+    """Declaration of where an option is used in addition to its flag.
 
     Args:
         functions: functions that accept it as a keyword argument.
@@ -72,7 +72,7 @@ def switch(names: str, text: str, *, use: Use = Use(), **more: Any) -> Any:
 
 
 def choice(default: Any, *each: Declared, use: Use = Use()) -> Any:
-    """Declare a field that several flags set. Each flag is made by `given`, with the value that it sets."""
+    """Declare a field set by several flags. `given` declares each flag with its value."""
     return field(default=default, metadata={"flags": each, "use": use})
 
 
@@ -251,7 +251,7 @@ def whole(smallest: int) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Parse a finite number, 0 or more."""
+    """Parse a finite, nonnegative number."""
     try:
         value = float(text)
     except ValueError:
@@ -262,7 +262,7 @@ def number(text: str) -> float:
 
 
 def percent(text: str) -> float:
-    """Parse a number of percent, 0 or more and below 100."""
+    """Parse a percentage of at least 0 and below 100."""
     value = number(text)
     if value >= 100:
         raise argparse.ArgumentTypeError(f"pass a number of percent below 100, not {text!r}")
@@ -305,7 +305,7 @@ def islands(text: str) -> str:
 
 
 def log_level(text: str) -> str:
-    """Check that a text is one of LOG_LEVELS, in any case, and return it."""
+    """Check that a text is one of LOG_LEVELS (case-insensitive), and return it."""
     if text.upper() not in LOG_LEVELS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a log level: pass one of {', '.join(LOG_LEVELS)}"

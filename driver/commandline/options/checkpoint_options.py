@@ -24,7 +24,7 @@ from elastic.driver.settings import StartCheckpoint
 from elastic.errors import Invalid
 
 Value = TypeVar("Value")
-ANSWER_S = 60.0  # seconds for the storage to answer at the start
+ANSWER_S = 60.0  # time limit for the storage to respond at the start, in seconds
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CheckpointPlan:
         env: environment variables for every worker.
         restarts: value of the field of the same name in `Settings`.
         notes: levels and texts of lines to log once.
-        begins: the checkpoint from which training resumes. None means that training starts anew.
+        begins: the checkpoint from which training resumes. None means that training starts from the beginning.
     """
 
     env: dict[str, str] = field(default_factory=dict)

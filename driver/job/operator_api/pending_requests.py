@@ -28,9 +28,7 @@ class PendingRequests:
         self._pending: list[tuple[float, OperatorRequest]] = []
 
     def accept(self, request: OperatorRequest, members: Collection[Worker], now: float) -> None:
-        """Record a request, unless the world already satisfies it. It replaces an earlier request for the same worker,
-        host or size.
-        """
+        """Record a request, unless the world already satisfies it. It replaces an earlier one for the same object."""
         kept = [each for each in self._pending if _object(each[1]) != _object(request)]
         self._pending = kept if _is_met(request, members) else [*kept, (now, request)]
 

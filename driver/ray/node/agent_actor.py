@@ -1,4 +1,4 @@
-"""Actor on a Ray node for one job, which runs the node's agent process and forwards calls to its workers.
+"""Actor on a Ray node for one job: runs the node's agent process and forwards calls to its workers.
 
 Makes no decisions.
 
@@ -34,7 +34,7 @@ from elastic.driver.ray.node.environment import environ_of_bytes, workers_enviro
 from elastic.driver.ray.node.worker_calls import CallFailed, WorkerCalls
 from elastic.version import __version__
 
-LINES_KEPT = 200  # number of lines kept for a starter that asks late
+LINES_KEPT = 200  # number of log lines kept until the starter fetches them
 UNUSED_S = 120.0  # seconds after which an actor without an agent exits
 FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
 SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
@@ -123,9 +123,9 @@ class AgentActor:
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._number = 0  # number of lines stored so far
         self._left = SAID_LINES
-        self._ended: Line | None = None  # why the agent ended, or None while it runs
+        self._ended: Line | None = None  # reason for the end of the agent, or None while it runs
         self._fetched = False  # whether the reason for the end was fetched
-        self._news: asyncio.Event | None = None  # replaced by a new event for each line
+        self._news: asyncio.Event | None = None  # event set at the next line, then replaced
         self._clearing: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._raylet: int | None = None  # pidfd of the raylet

@@ -1,4 +1,4 @@
-"""Socket for calls to the persistent workers of one host. Makes no decisions, unpickles nothing.
+"""Socket for calls to the persistent workers of one host. Makes no decisions and does not unpickle data.
 
 A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. Both sides then send frames: four bytes with
 the length, big endian, followed by the data. The worker answers every call with one frame, in order.
@@ -19,7 +19,7 @@ from elastic.errors import ElasticError
 
 FRAME_LIMIT = 1 << 30  # maximum size of a frame, in bytes
 LENGTH_BYTES = 4
-HELLO_S = 30.0  # seconds from a worker's connection to its first line
+HELLO_S = 30.0  # time limit from a worker's connection to its first line, in seconds
 
 
 class CallFailed(ElasticError, RuntimeError):
