@@ -26,7 +26,7 @@ def make_folder() -> tuple[Path, int]:
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
         where = "/tmp"
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
-    # Locked before the rename, so that `sweep` never finds the folder unlocked.
+    # Lock the folder before the rename, so that `sweep` never finds it unlocked.
     lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "new").rename(folder / LOCK)
@@ -34,7 +34,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Remove the folders of processes that were killed. The lock of such a folder is free."""
+    """Remove the folders of killed processes, which are those that no process has locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -15,11 +15,11 @@ BOOT = (
 
 
 def users_modules(path: Sequence[str], own: Sequence[str], engines: str) -> list[str]:
-    """Return those entries of ``sys.path`` that a worker needs but does not have by itself.
+    """Return the entries of ``sys.path`` that a worker needs in addition to its default path.
 
     Args:
         path: ``sys.path`` of the process that starts the job.
-        own: entries that a worker has by itself.
+        own: entries of a worker's default path.
         engines: folder of the engine's own modules.
     """
     known = {*own, ""}

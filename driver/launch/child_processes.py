@@ -1,8 +1,8 @@
 """Child processes of a starter. Each child receives its bootstrap, is watched until it is ready, and is reaped.
 
 Makes no decisions. Each child has its own session, so that neither Ctrl-C nor the end of a terminal reaches it. Its
-standard input stays open while this process lives, so that an agent that must not outlive this process detects its end.
-The exit is detected with a pidfd, not by the end of the output, which other processes may hold open.
+standard input stays open while this process runs. An agent that must not outlive this process exits when the input is
+closed. The exit is detected with a pidfd, not by the end of the output, which other processes may hold open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.sinks import Log
 from elastic.version import __version__
 
-KEPT_BYTES = 64 * 1024  # bytes kept of the end of the output
+KEPT_BYTES = 64 * 1024  # number of bytes kept from the end of the output
 # maximum number of forwarded warnings that an agent prints outside its connection to the driver
 SAID_LINES = 20
 REAP_S = 1.0
@@ -115,7 +115,7 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release the resources held for the process, even if it has not exited."""
+        """Release this object's resources for the process, which may still be running."""
         self.hang_up()
         self._close_output()
         self._conclude()
@@ -213,7 +213,7 @@ class ChildProcess:
             self.gone()
         elif self.code != 0 or not self.outlives:
             self._close_output()
-        # Otherwise the process moved to the background, and its child reports on the pipe when it is ready.
+        # Otherwise the process has moved to the background, and its child reports on the pipe when it is ready.
 
 
 class ChildProcesses:

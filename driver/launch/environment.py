@@ -1,4 +1,4 @@
-"""Environment of a worker that is about to be started. Pure: no I/O, no clock."""
+"""Environment of a new worker. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def host_environment(
         bind: address on which a worker may listen for its peers.
         tls: TLS files, or None without TLS.
     """
-    # No server that speaks HTTP, as other libraries would expect, listens at the rendezvous address.
+    # Other libraries would expect an HTTP server at the rendezvous address, but none is listening.
     return {
         "ELASTIC_DRIVER": str(driver),
         "ELASTIC_SECRET": secret,

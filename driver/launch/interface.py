@@ -10,8 +10,8 @@ from elastic.protocol.messages import Worker
 
 
 class Launcher(Protocol):
-    """Interface that starts, watches and kills workers. All methods are called in the thread of the driver's event
-    loop.
+    """Interface for starting, monitoring and killing workers. All methods are called in the thread of the driver's
+    event loop.
     """
 
     async def open(
@@ -50,7 +50,9 @@ class Launcher(Protocol):
         """
 
     def measure(self, host: str, peer: str) -> None:
-        """Measure the bandwidth between two hosts. A BandwidthMeasured is reported, unless a host is lost meanwhile."""
+        """Measure the bandwidth between two hosts. A BandwidthMeasured is reported, unless a host is lost during the
+        measurement.
+        """
 
     def give_up(self, host: str, why: str) -> None:
         """Declare an unresponsive host lost. `HostLost` is then reported.
@@ -62,4 +64,4 @@ class Launcher(Protocol):
         """Return the started workers that have not been reported as exited."""
 
     async def close(self) -> None:
-        """Kill all workers, wait for them within a time limit, and release everything."""
+        """Kill all workers, wait for their exits within a time limit, and release all resources."""

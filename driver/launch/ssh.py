@@ -1,8 +1,8 @@
-"""Starter of agents on other hosts with the user's ssh, whose configuration determines user, port, key and jump host.
+"""Starter of agents on other hosts over ssh. The user's ssh configuration sets the user, port, key and jump host.
 
 The remote command is constant, so that no remote shell can misinterpret a name. All parameters are sent on standard
-input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected as long as the agent
-depends on the driver, and detects a connection that was lost silently.
+input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected while the agent depends on
+    the driver, and sends keepalives to detect a lost connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Explanation, from the output of ssh and the remote command, of the failed start of an agent.
+"""Explanations of failed agent starts, derived from the output of ssh and the remote command.
 
 Pure: no I/O, no clock.
 

@@ -39,9 +39,9 @@ class Bootstrap(msgspec.Struct, frozen=True):
     etcd: EtcdAccess | None = None
     tls: TlsFiles | None = None
     slots: int = 0  # number of slots; 0 means the number of GPUs, or of cores if there are none
-    # Names of interfaces or networks. Workers use the first one that this host has. Empty means any.
+    # Interface names or networks. Workers use the first one that exists on this host. Empty means any.
     interfaces: list[str] = []
-    outlives: bool = False  # the agent continues after the process that started it has exited
+    outlives: bool = False  # whether the agent continues after its starter process has exited
     folder: str = ""  # working directory of workers; empty means the one that the driver specifies
     log_level: str = "info"
     grace_s: float = 30.0  # seconds from SIGTERM to SIGKILL; the default of Kubernetes and Slurm
@@ -68,4 +68,4 @@ class Starter(Protocol):
         """
 
     async def close(self) -> None:
-        """End agents that do not outlive this process, and release everything, within a time limit."""
+        """End agents that must not outlive this process, and release all resources, within a time limit."""

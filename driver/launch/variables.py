@@ -1,4 +1,4 @@
-"""Known environment variables, by which mistyped ones are detected. Pure: no I/O, no clock."""
+"""Known environment variables, used to detect mistyped names. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOROVODS = re.compile(
 )
 # Variables of Elasticsearch resemble those of this package.
 _OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")
-_ALIKE = 0.8  # minimum similarity, of at most 1, which allows for one or two wrong letters
+_ALIKE = 0.8  # minimum similarity (0 to 1), which allows for one or two wrong letters
 
 
 def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Check of the networks of several hosts for compatibility. Pure: no I/O, no clock.
+"""Check whether hosts on different networks can reach each other. Pure: no I/O, no clock.
 
-Different networks are not a problem by themselves, since there may be routers between them. They are reported only if
-all hosts share another network. Addresses that obviously cannot reach each other are always reported.
+Different networks alone are not an error, because routers may connect them. They are reported only if all hosts also
+share another network. Addresses that obviously cannot reach each other are always reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class AddressCheck:
-    """Addresses of all hosts. Only their numbers are stored, so hosts need not be compared in pairs."""
+    """Address statistics of all hosts. Only counts are stored, so that hosts need not be compared in pairs."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _CheckedHost] = {}
@@ -121,7 +121,7 @@ class AddressCheck:
             network
             for network in newest.has
             if self._having[network] == len(self._hosts)
-            # An address that several hosts have belongs to a bridge inside each of these hosts.
+            # An address shared by several hosts belongs to a bridge inside each host.
             and max(self._held[network].values()) == 1
         ]
         return min(common, key=lambda network: (network.version, str(network)), default=None)

@@ -61,7 +61,7 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 
 
 class SequentialCalls:
-    """Thread that runs blocking calls one at a time.
+    """Executor that runs blocking calls one at a time.
 
     A call that exceeds its time limit continues, and later calls wait for it.
     """

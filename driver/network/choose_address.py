@@ -1,8 +1,9 @@
-"""Selection of the address that a host uses. Pure: no I/O, no clock.
+"""Selection of a host's address. Pure: no I/O, no clock.
 
-``wanted`` is the value of --network-interface: names of interfaces, networks such as 10.0.0.0/8 or fd00::/8, addresses.
-Each host uses the first of these addresses that belongs to it. Two kinds of addresses are never selected: addresses of
-interfaces that are down, and link-local IPv6 addresses, which need an interface number that differs between machines.
+``wanted`` is the value of --network-interface: interface names, networks such as 10.0.0.0/8 or fd00::/8, or addresses.
+Each host uses the first entry that matches one of its addresses. Two kinds of addresses are never selected: addresses
+of interfaces that are down, and link-local IPv6 addresses, which need an interface number that differs between
+machines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FLAG = "--network-interface"
 SHOWN = 6  # maximum number of addresses listed in a sentence
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_NAME = re.compile(r"[^\s/%]{1,15}")  # Linux permits these names of interfaces.
+_NAME = re.compile(r"[^\s/%]{1,15}")  # interface names that Linux permits
 # Interfaces of containers and virtual machines, which connect only processes of one machine.
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 
@@ -128,14 +129,14 @@ def worker_variables(
     """Return environment variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of an
     address.
 
-    Variables in ``environ`` were set by the user and are not replaced.
+    Variables in ``environ`` were set by the user and keep their values.
     """
     name = name_of(bind, own)
     if name is None:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name, "HOROVOD_GLOO_IFACE": name}
     if "NCCL_SOCKET_IFNAME" not in environ:
-        # Without the equals sign, eth1 would also match eth10.
+        # Without the equals sign, NCCL would treat eth1 as a prefix that also matches eth10.
         variables["NCCL_SOCKET_IFNAME"] = f"={name}"
         if ":" in bind:  # On an interface with both families, NCCL would use IPv4.
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"

@@ -1,4 +1,4 @@
-"""One end of a control connection in an event loop: TLS, frames, keepalives, send buffer. Makes no decisions."""
+"""Endpoint of a control connection in an event loop: TLS, frames, keepalives, send buffer. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.protocol.tls import FLAGS, TlsEndpoint
 HANDSHAKE_S = 5.0
 # maximum number of bytes of a TLS handshake, including the caller's certificates
 TLS_HANDSHAKE_LIMIT = 64 * 1024
-# limit in bytes, after which a peer that does not read is disconnected
+# maximum number of pending bytes; beyond it, a peer that does not read is disconnected
 BACKLOG_LIMIT = 64 * 1024 * 1024
 KEEPALIVE_S = 1  # seconds between keepalives, the kernel's minimum
 DRAIN_LIMIT = 16 * 1024 * 1024  # maximum number of bytes to read from a connection that ends
@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._calls = calls
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.wire = FramedConnection(owner.decoder)
-        self.patience = 0  # bytes that may wait to be sent, in addition to the limit
+        self.patience = 0  # pending bytes allowed in addition to the limit
         self._unproved = 0  # number of bytes received before authentication
         self._tls = None if owner.tls is None else TlsEndpoint(owner.tls, server=not calls)
         self._identity: Who | None = None
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     @property
     def backlog(self) -> int:
-        """Return the number of bytes that wait to be sent."""
+        """Return the number of bytes waiting to be sent."""
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -221,7 +221,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
 
 def is_silence(error: Exception | None) -> bool:
-    """Return whether a connection ended because the peer or its host did not answer."""
+    """Return whether a connection ended because the peer or its host did not respond."""
     return isinstance(error, OSError) and error.errno in _SILENT
 
 

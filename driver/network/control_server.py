@@ -1,9 +1,8 @@
-"""Server of control connections, which performs the handshake, and receives and sends sealed frames. Makes no
-decisions.
+"""Server of control connections: performs the handshake, and exchanges sealed frames. Makes no decisions.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
-              --TurnedAway-->  closed: the caller knows the secret, but does not belong here
+              --TurnedAway-->  closed: the caller knows the secret, but is not expected
     closed, broken, or an invalid message: ``gone``, once
 
 Each host's kernel acknowledges a small packet every second, independently of its processes. If nothing is acknowledged
@@ -80,9 +79,9 @@ class Callers(Generic[Who]):
     # type of the callers' answer to the challenge, with ``nonce``, ``proof`` and ``version``
     answer: type[Any]
     who: Callable[[Any], Who]  # returns the identity that an answer contains
-    # A new connection replaces an open one, which the caller may have lost although this end has not noticed.
+    # Whether a new connection replaces an open one. The server may not have detected the loss of the old connection.
     replaces: bool = False
-    # A refused caller that knows the secret receives a TurnedAway message with the reason.
+    # Whether a refused caller that knows the secret receives a TurnedAway message with the reason.
     told_why: bool = False
 
 
@@ -133,7 +132,7 @@ class ControlServer(Generic[Who]):
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
-        """Bind an address before `open` listens on it, so that the address can be announced.
+        """Bind an address, so that it can be announced before `open` listens on it.
 
         Raises:
             OSError: the address is in use, or does not belong to this machine.
@@ -234,7 +233,7 @@ class ControlServer(Generic[Who]):
             self._server.close()
         for connection in self._strangers.all():
             connection.end()
-        # A worker that does not read must not block the exit.
+        # A worker that does not read must not block the driver's exit.
         deadline = asyncio.get_running_loop().time() + CLOSE_S
         for connection in list(self._connections.values()):
             while connection.backlog and asyncio.get_running_loop().time() < deadline:
@@ -276,7 +275,7 @@ class ControlServer(Generic[Who]):
             raise self._turned_away(
                 connection, answer, f"{peer} is not {_a(callers.role)} of this job"
             )
-        self.drain(peer)  # This end may not have noticed the loss of an earlier connection.
+        self.drain(peer)  # The server may not have detected the loss of the earlier connection.
         before = self._connections.get(peer)
         if before is not None:
             if not callers.replaces:
