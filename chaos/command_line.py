@@ -21,7 +21,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The commands of one program.
+    """Command-line interface of a program with several commands.
 
     Args:
         examples: lines printed at the end of the program's help.
@@ -94,7 +94,7 @@ class CommandLine:
 
 
 class Stopped(KeyboardInterrupt):
-    """Exception raised when a signal requests the end of the command."""
+    """Exception raised when a signal asks the command to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

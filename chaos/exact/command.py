@@ -1,4 +1,4 @@
-"""`python -m elastic.chaos exact`: compare every commit of an undisturbed job and of the same job under faults.
+"""`python -m elastic.chaos exact`: compare every commit of a fault-free run with a run under faults.
 
 It runs both jobs with `elastic.chaos.inject`, reads their journals, and reports the first difference, which `digests`
 finds.

@@ -1,4 +1,4 @@
-"""Digests of the tensors at the commits of two runs, and their first difference. Pure: no I/O, no clock."""
+"""Comparison of the tensor digests at the commits of two runs. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class HeldCommit:
 
 @dataclass(frozen=True)
 class OddGradient:
-    """The first gradient of a step that differs from the undisturbed run, and the worker that computed it."""
+    """First gradient of a step that differs from the fault-free run, and the worker that computed it."""
 
     shard: int
     parameter: str
     worker: Worker
     others: int  # number of other gradients of this step that differ
-    all: bool = False  # none of the compared gradients is equal
+    all: bool = False  # whether all compared gradients differ
 
 
 @dataclass(frozen=True)

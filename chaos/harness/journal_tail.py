@@ -1,4 +1,4 @@
-"""Reader of a job's journal while it grows: members, process ids, number of commits.
+"""Reader of a running job's journal: members, process IDs, number of commits.
 
 `JobProgress` is pure, `JournalTail` reads the file.
 """
@@ -39,7 +39,7 @@ class JobProgress(ViewReader):
     clock."""
 
     def __init__(self, members: Sequence[Worker] = ()) -> None:
-        """Start without entries.
+        """Initialize the state before the first entry.
 
         Args:
             members: members of the world before the first entry. Needed only if the journal was not read from its

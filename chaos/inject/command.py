@@ -60,7 +60,7 @@ The exit code is that of the job. If that is 0, it is 1 if a committed step was 
 is broken, or nothing was trained. `elasticrun docs chaos` shows a plan to start from."""
 
 DRAWN_SHOWN = 10  # number of drawn faults shown by --dry-run
-PAUSE_SHARE = 0.7  # longest pause of a slowed worker, as a share of the lease
+PAUSE_SHARE = 0.7  # maximum pause of a slowed worker, as a fraction of the liveness timeout
 PROGRAMS = ("elasticrun", "horovodrun")
 
 
@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     plan = plan_of(options)
     job = check_job(options.command, plan, folder=None)
-    # Injected bit flips make replicas differ on purpose. The job itself must detect them at its checkpoints, so this
-    # command does not compare replicas at every commit.
+    # Injected bit flips make replicas differ. The job itself must detect the flips at its checkpoints, so this command
+    # does not compare replicas at every commit.
     digests = not options.no_digests and not plan.flips()
     check_plan(plan, job.settings, digests=digests)
     if options.json is not None:

@@ -12,12 +12,13 @@ from elastic.driver import events
 from elastic.driver.journal.entries import Entry
 from elastic.protocol.messages import Worker
 
-EARLY_S = 0.02  # The driver may have noticed the fault shortly before its time was recorded.
+# The driver may have detected the fault shortly before the injector recorded its time.
+EARLY_S = 0.02
 AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not attributed to it
 
 
 class Sign(enum.Enum):
-    """How the driver noticed a problem with a worker, as named in a report."""
+    """Kind of evidence by which the driver detected a problem with a worker. The values appear in reports."""
 
     EXIT = "its exit"
     FROZEN = "frozen"
@@ -32,9 +33,9 @@ class FaultOutcome:
 
     Args:
         at_s: seconds from the start of training to the fault.
-        noticed_ms: time from the fault until the driver noticed it.
-        back_ms: time from the fault until a world without the victim, or a new ring with it, was training. None means
-            never.
+        noticed_ms: milliseconds from the fault until the driver detected it.
+        back_ms: milliseconds from the fault until a world without the victim, or a new ring with it, was training. None
+            means never.
     """
 
     number: int

@@ -1,6 +1,6 @@
 """Run one job under faults: start it, follow its journal, and inject the faults that are due.
 
-`plan` decides and `injection` acts. This loop checks the journal some fifty times a second. At every exit,
+`plan` decides and `injection` acts. This loop checks the journal about fifty times a second. At every exit,
 including Ctrl-C, lasting faults are undone, and the job is ended if it still runs.
 """
 
@@ -40,7 +40,7 @@ Turn = Callable[[JobProgress, int, float], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A checked command of elasticrun, with its journal."""
+    """Validated elasticrun command, with its journal."""
 
     words: list[str]
     journal: Path
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class FaultyJob:
-    """A finished job, and the faults that were injected into it."""
+    """Result of a finished job and the faults that were injected into it."""
 
     job: Job
     code: int

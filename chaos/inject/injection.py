@@ -70,7 +70,7 @@ class _Lasting:
 
 
 class Injector:
-    """Injector of faults, which reports each fault through ``say``.
+    """Injector of faults. Reports each fault through ``say``.
 
     Call `turn` at `next_at`. `close` undoes everything and is idempotent.
     """
@@ -148,7 +148,7 @@ class Injector:
     def turn(self, now: float) -> None:
         """Perform the actions that are due."""
         for each in list(self._lasting):
-            # The process may have been killed by the driver meanwhile.
+            # The driver may have killed the process in the meantime.
             alive = each.process.signal(0)
             if alive and now < each.ends_at and now >= each.next_at:
                 alive = self._go_on(each, now)

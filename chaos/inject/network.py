@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from elastic.errors import Invalid
 
-ANSWER_S = 5.0  # seconds for nft or ss to answer
+ANSWER_S = 5.0  # time limit for nft or ss to respond, in seconds
 LISTEN = "0A"
 
 End = tuple[str, int]  # address and port
@@ -33,7 +33,7 @@ class Socket:
 
 
 def check_partition() -> None:
-    """Raise Invalid if packets cannot be dropped on this machine. For the test, a table without rules is created."""
+    """Raise Invalid if packets cannot be dropped on this machine. The check creates a table without rules."""
     if os.geteuid() != 0:
         raise Invalid(
             "a partition drops packets, which requires root: run the command as root, or omit partition from the"

@@ -1,4 +1,4 @@
-"""Decide which fault happens at which time to which worker, by a plan or drawn from a seed. Pure: no I/O, no clock.
+"""Selection of faults, their times and their victims, from a plan or drawn from a seed. Pure: no I/O, no clock.
 
 `plan_file` reads a plan, and `faulty_job` carries it out.
 """
@@ -44,7 +44,8 @@ class Fault:
     at_generation: int | None = None
     for_s: float = 0.0
     factor: float = 0.0
-    drawn: bool = False  # The fault was drawn at random, so it spares the last worker.
+    # Whether the fault was drawn at random. Such a fault never affects the last worker.
+    drawn: bool = False
 
     def __str__(self) -> str:
         return f"{self.when()}: {self.what()} {self.victim}"

@@ -27,7 +27,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 
 EXAMPLES = 5  # maximum number of differing commits that are listed
-LONG = 3.0  # a gap between two commits of this many times the median may be a stall
+LONG = 3.0  # factor on the median commit interval; a longer interval may be a stall
 STALL_S = 0.25
 
 
@@ -108,7 +108,7 @@ class Digests:
     differing: int = 0
     single: int = 0
     examples: list[str] = field(default_factory=list)
-    # some compared digests are those of commits, and not only of state copies
+    # whether digests of commits were compared, and not only those of state copies
     of_commits: bool = False
 
 

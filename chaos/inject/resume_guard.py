@@ -1,4 +1,4 @@
-"""Resume a stopped process if this process exits without resuming it, even if this process is killed by SIGKILL.
+"""Guard that resumes a stopped process if this process exits without resuming it, even after SIGKILL.
 
 A small separate process waits at a pipe that the kernel closes when this process exits. It refers to the victim by the
 given pidfd, so that it can never continue another process.

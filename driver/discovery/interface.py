@@ -1,6 +1,6 @@
 """Interface of all discoveries. A discovery yields the list of hosts and slots after each change. Makes no decisions.
 
-A discovery does not know limits, cooldowns or ranks, and never omits a host because of its failures.
+A discovery is independent of limits, cooldowns and ranks, and never omits a host because of failures.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-Log = Callable[[str, str], None]  # called with a level ("info", "warning") and one line
+# log function, called with a level ("info", "warning") and one line
+Log = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Restriction of another discovery to hosts that are this machine, if other machines cannot reach the workers."""
+"""Filter that limits another discovery to this machine, for jobs whose workers other machines cannot reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.driver.discovery.interface import Discovery, Log
 
 
 class LocalDiscovery:
-    """Discovery of those hosts of ``source`` that are this machine. Logs each ignored host once."""
+    """Discovery that lists only the hosts of ``source`` that are this machine. Logs each ignored host once."""
 
     def __init__(self, source: Discovery, elsewhere: Callable[[str], str | None], log: Log) -> None:
         self._source = source

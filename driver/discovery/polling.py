@@ -18,7 +18,7 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import show
 from elastic.errors import Invalid
 
-QUIET = 30  # number of attempts during which a different failure is not logged
+QUIET = 30  # number of attempts for which further failures are not logged
 EMPTY_RUNS = 3  # number of consecutive runs without a host after which the list becomes empty
 OUTPUT_LIMIT = 1 << 20  # maximum number of bytes kept from each of stdout and stderr
 
@@ -55,7 +55,7 @@ class PolledDiscovery:
                 hosts = await self._ask()
             except Invalid as error:
                 empty = 0
-                # Each failure is logged once, and not every second, even if invalid output differs each time.
+                # Do not log a failure at every attempt, even if the invalid output differs each time.
                 tries += 1
                 if not trouble or (str(error) != trouble and tries > QUIET):
                     trouble, tries = str(error), 0

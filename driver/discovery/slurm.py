@@ -1,8 +1,8 @@
 """Hosts of a Slurm allocation: the nodes of the job that ``SLURM_JOB_ID`` names, as the controller lists them now.
 
 The list changes when the allocation is resized (``scontrol update JobId=... NumNodes=...``) and when a node is drained
-or goes down. Nodes that do not answer the controller stay in the list, since their workers may still train; agents
-detect a lost node sooner.
+or goes down. Nodes that do not respond to the controller stay in the list, because their workers may still be training.
+Agents detect a lost node sooner.
 """
 
 from __future__ import annotations

@@ -53,4 +53,5 @@ class OwnSlots:
             await self._grown.wait()
 
 
-GivenHosts = StaticDiscovery | OwnSlots  # discoveries whose lists do not grow by themselves
+# discoveries whose lists do not change without an operator's request
+GivenHosts = StaticDiscovery | OwnSlots

@@ -1,6 +1,6 @@
-"""Local, readable copy of a journal that is stored elsewhere. The copy begins with this driver. Makes no decisions.
+"""Readable local copy of a journal in a remote store. The copy begins with this driver's entries. Makes no decisions.
 
-The next driver resumes from the original. The copy is for users and for checks.
+The next driver resumes from the original. The copy is for users and for invariant checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ async def copied_to(
     *,
     failed: Callable[[str], None],
 ) -> FileJournal:
-    """Begin a copy without entries.
+    """Create a copy that contains no entries yet.
 
     Args:
         file: the file to write.

@@ -1,4 +1,4 @@
-"""Entries of a journal, their encoding and their description. Pure: values and bytes. Makes no decisions.
+"""Journal entries, their encoding, and their readable form. Pure: values and bytes. Makes no decisions.
 
 One JSON object per line. The first line is the header. It is followed by events with the resulting actions. Between
 these are lines from which another driver can resume without reading the whole journal: snapshots of the complete state,

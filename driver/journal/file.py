@@ -1,8 +1,8 @@
 """Journal of a job in a file, and recovery of the job's state from it for a replacement driver. Makes no decisions.
 
 Each entry is in the file when `record` returns, so the next driver finds it even if this one is killed. Entries are not
-synced to disk: a machine that loses power may lose the latest entries, but then its workers are lost too. A lock on the
-file prevents a second driver from writing while the first one runs.
+synced to disk: a power failure may lose the latest entries, but it also ends the machine's workers. A lock on the file
+prevents a second driver from writing while the first one runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FileArchive:
-    """Journal file, which is locked while this object exists."""
+    """Journal file that stays locked while this object exists."""
 
     def __init__(self, path: Path) -> None:
         """Open and lock the journal file.
@@ -136,7 +136,7 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """Make the file readable only for this user, since opening does not change the mode of an existing file.
+        """Make the file readable only for this user, because opening a file does not change its mode.
 
         Raises:
             Invalid: the mode cannot be changed.
@@ -259,7 +259,7 @@ class FileJournal(Journal):
                 if head == BEGINNING:
                     file.write(str(ABANDONED).encode())
         except OSError:
-            # The workers then reveal this, because the journal does not contain their generation.
+            # The next driver can still detect this, because the workers' generation is missing from the journal.
             return
 
 

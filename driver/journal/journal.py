@@ -1,4 +1,4 @@
-"""Record of all events and of membership's resulting actions, and their replay. Makes no decisions.
+"""Recording and replay of all events and of the resulting actions of membership. Makes no decisions.
 
     journal.record(now, event, actions)     right after each decision, in order
     await journal.settle()                  before acting on what was recorded
@@ -46,7 +46,7 @@ from elastic.errors import ElasticError, Invalid
 
 RING = 200  # number of entries kept in memory for the report of a failed assertion
 SNAPSHOT_EVERY = 2000  # number of entries between two snapshots
-FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken at any moment
+FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot no longer waits for a quiet moment
 
 
 class Machine(Protocol):
@@ -59,12 +59,12 @@ Rebuilt = TypeVar("Rebuilt", bound=Machine)
 
 
 class ReplayDiffers(ElasticError):
-    """Error raised when a replay produces other actions: the code has changed, or is not deterministic."""
+    """Error raised when a replay produces different actions, because the code has changed or is not deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPolicy:
-    """When and how the driver takes snapshots.
+    """Policy for when and how the driver takes snapshots.
 
     Args:
         take: returns a snapshot of the state after the latest entry. None means that no snapshots are taken.
@@ -123,8 +123,9 @@ class Journal:
         """Record a problem outside the driver, or its end, for readers of the journal. It leads to no decision."""
 
     async def settle(self) -> None:
-        """Wait until all recorded entries are available to the next driver. Only then may their actions be carried
-        out."""
+        """Wait until all recorded entries are available to the next driver. Their actions must not be performed
+        earlier.
+        """
 
     async def rest(self) -> None:
         """Take a snapshot if one is due.

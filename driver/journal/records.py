@@ -1,4 +1,4 @@
-"""A journal record for a remote store, divided into pieces of a size that the store accepts.
+"""Journal record for a remote store, split into pieces that do not exceed the store's size limit.
 
 Pure: no I/O, no clock.
 """
@@ -12,10 +12,10 @@ PIECE = 768 * 1024  # size of a piece in bytes; etcd accepts 1.5 MiB per transac
 
 @dataclass(eq=False)
 class PendingRecord:
-    """Record some of whose pieces have not been written yet."""
+    """Record that is not completely written yet."""
 
     data: bytearray
-    begins: bool = False  # whether the record invalidates everything before it
+    begins: bool = False  # whether the record invalidates all earlier records
     begun: bool = False  # writing has begun, so no further line can be added
     written: int = 0  # number of pieces written so far
 

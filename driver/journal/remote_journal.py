@@ -1,7 +1,7 @@
 """Base of journals that write records in pieces to a remote store. Makes no decisions.
 
 Entries that are recorded while another record is being written are combined in the next one. A snapshot is a separate
-record that invalidates everything before it.
+record that invalidates all earlier records.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R", bound=PendingRecord)
 class RecordJournal(Journal, Generic[R]):
     """An open journal in a remote store.
 
-    Writing waits until the store answers, or until another driver leads the job.
+    Writes wait until the store responds or another driver leads the job.
     """
 
     def __init__(

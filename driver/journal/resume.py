@@ -125,7 +125,7 @@ def to_go_on_with(
 ) -> RecoveredJob | None:
     """Return the job that a driver with this command must continue, or None to start a new job.
 
-    A completed job with the same command is returned too.
+    A completed job with the same command is also returned.
 
     Args:
         past: the job in the journal, if any.

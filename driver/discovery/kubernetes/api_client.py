@@ -16,10 +16,10 @@ from elastic.driver.discovery.kubernetes.objects import Json
 from elastic.errors import Invalid
 
 CONNECT_S = 5.0
-ANSWER_S = 10.0  # seconds for a list, or for the start of a watch
+ANSWER_S = 10.0  # time limit for a list, or for the start of a watch, in seconds
 # The API server ends a watch after this many seconds, so that dead connections are noticed.
 WATCH_S = 60
-PAGE = 500  # number of objects per answer
+PAGE = 500  # maximum number of objects per response
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 

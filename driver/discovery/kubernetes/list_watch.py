@@ -23,7 +23,8 @@ from elastic.driver.discovery.kubernetes.objects import Json
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-REFUSED_PAUSE_S = 30.0  # Permissions and tokens rarely change.
+# Retry less often after these errors, because permissions and tokens rarely change.
+REFUSED_PAUSE_S = 30.0
 SHORT_S = 1.0  # A watch that ends within this time is not restarted immediately.
 
 

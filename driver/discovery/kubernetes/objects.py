@@ -40,7 +40,7 @@ PROBLEMS: dict[str, tuple[str, str]] = {
 }
 # Conditions that announce the end of a pod: of Kubernetes 1.26 and later, and of Kueue.
 DISRUPTION, KUEUE_STOPS = "DisruptionTarget", "TerminationTarget"
-# What ends a pod, by the reason of the pod's condition.
+# cause of a pod's end, by the reason in the pod's condition
 DISRUPTED_BY: dict[str, str] = {
     "PreemptionByScheduler": "the scheduler preempts",
     "DeletionByTaintManager": "a taint of the node evicts",

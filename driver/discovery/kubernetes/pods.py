@@ -5,9 +5,9 @@
                     deletion requested, or its node is about to end: a notice with the remaining time
                     deletion is overdue: not a host; if its node is unreachable, the pod may be deleted by force
 
-Kubernetes keeps the pod of a lost node in the state of deletion until its end is reported, and a StatefulSet does not
-create a replacement before. The pod's process may continue to run. This is harmless, since the host was removed when
-its lease expired, and the process belongs to a generation that has ended.
+Kubernetes keeps the pod of a lost node in the state of deletion until its end is reported, and a StatefulSet creates no
+replacement until then. The pod's process may continue to run. This is harmless, since the host was removed when its
+lease expired, and the process belongs to a generation that has ended.
 """
 
 from __future__ import annotations
