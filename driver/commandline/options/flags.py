@@ -163,7 +163,7 @@ class WorkerFlags:
     host_attempts: int | None = flag(
         "--host-attempts",
         "N",
-        "Stop using a host after N of its slots were given up (default: never).",
+        "Stop using a host after N of its slots failed repeatedly (default: never).",
         whole(1),
         use=Use(setting="host_attempts"),
     )
@@ -314,7 +314,7 @@ class DetectionFlags:
     busy_warning: float | None = flag(
         "--busy-warning",
         "S",
-        "Log a busy worker after its peers have waited S seconds; 0: never (default:"
+        "Log a warning about a busy worker after its peers have waited S seconds; 0: never (default:"
         f" {Settings.busy_warning_s:g}).",
         number,
     )

@@ -21,10 +21,10 @@ class SshFlags:
     """Flags for ssh to other hosts, and for the environment of workers there."""
 
     ssh_port: int | None = flag(
-        "-p --ssh-port", "PORT", "ssh port of the other hosts.", whole(1), use=ON_LAUNCH
+        "-p --ssh-port", "PORT", "SSH port of the other hosts.", whole(1), use=ON_LAUNCH
     )
     ssh_identity_file: str | None = flag(
-        "-i --ssh-identity-file", "FILE", "ssh private key for the other hosts.", use=ON_LAUNCH
+        "-i --ssh-identity-file", "FILE", "SSH private key for the other hosts.", use=ON_LAUNCH
     )
     ssh_config: str | None = flag(
         "--ssh-config", "FILE", "ssh configuration file (default: the user's)."
@@ -86,7 +86,7 @@ class KubernetesFlags:
     node_notices: list[str] | None = flag(
         "--node-notices",
         "NAMES",
-        "With --kubernetes: further taints and conditions that announce a node's end.",
+        "With --kubernetes: additional taints and conditions that announce a node's removal.",
         action=NameList,
     )
     kubernetes_service: str | None = flag(
