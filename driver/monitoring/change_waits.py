@@ -5,7 +5,7 @@ Pure: no I/O, no clock.
     PrepareChange  --WAIT_S-->  wait: workers to join, workers to leave, seconds
     a member reaches a commit, the world fails or ends, or the change is canceled  -->  over
 
-The page, ``status``, ``explain`` and the report read the same `ChangeWaits`.
+The live page, ``status``, ``explain`` and the report read the same `ChangeWaits` object.
 """
 
 from __future__ import annotations
@@ -60,16 +60,18 @@ class ChangeWaits(ViewReader):
     """Record of a job's planned changes that waited at least WAIT_S seconds for a commit.
 
     Attributes:
-        count: number of past waits.
+        count: number of waits that have ended.
     """
 
     def __init__(self, view: JobView) -> None:
         self.view = view
         self.past: deque[ChangeWait] = deque(maxlen=KEPT)
         self.count = 0
-        self._since: float | None = None  # time of the request, or None if no change is planned
+        self._since: float | None = (
+            None  # time at which the current change was requested; None if no change is planned
+        )
         self._leaving = 0
-        # joining workers, as of the last event of the change
+        # joining workers that have not exited since the change was requested
         self._joining: dict[Worker, None] = {}
         view.follow(self)
 
@@ -86,7 +88,8 @@ class ChangeWaits(ViewReader):
             return
         if isinstance(event, events.WorkerReady):
             if event.worker in self.view.ranks:
-                # If the other members do not reach a commit, this is a stall.
+                # Other members may still not reach a commit. `Stalls` detects that, so the wait for the change ends
+                # here.
                 self._over(now, reached=True)
             else:
                 self._add(self.view.workers.get(event.worker))

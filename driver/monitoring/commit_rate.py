@@ -22,10 +22,11 @@ class CommitRate:
         self._newest_at = 0.0
 
     def committed(self, total: int, now: float) -> tuple[float, float] | None:
-        """Record a newer commit, after which the job has made ``total`` commits.
+        """Record that the job has now made ``total`` commits.
 
-        If this completes a measurement, return the beginning of the measured interval and the rate. Time before the end
-        of a stall does not count.
+        Returns:
+            If a measurement ends with this commit, the start of the measured interval and the commits per second in it.
+            Otherwise None. An interval begins after the last stall at the earliest.
         """
         self._newest_at = now
         if self._since is None:
@@ -42,9 +43,9 @@ class CommitRate:
     def value(self, now: float) -> float | None:
         """Return the current number of commits per second, or None if unknown.
 
-        Ranks that wait for other ranks make no commits. Once the usual interval between two commits has passed, the
-        rate therefore decays, and reaches 0 within STALL_S seconds. The rate is also 0 if no newer commit was reported
-        for two usual intervals.
+        While ranks wait in a collective, no commits are possible. Once they have waited longer than the usual interval
+        between two commits, the rate decays linearly to 0 within STALL_S seconds. The rate is also 0 if no newer commit
+        was reported for two usual intervals.
         """
         rate = self._measured
         if not rate:

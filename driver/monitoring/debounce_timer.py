@@ -20,7 +20,7 @@ class DebounceTimer:
         self._then = then
         self._held = held
         self._handle: asyncio.TimerHandle | None = None
-        self._latest = 0.0  # time of the last call
+        self._latest = 0.0  # latest time at which the timer fires, unless ``held()`` is True
         self._held_to = 0.0
 
     def touch(self) -> None:

@@ -1,6 +1,6 @@
-"""Log lines about slots whose workers have exited.
+"""Log lines about the exits of workers.
 
-The first line is logged immediately, and later lines are combined.
+The first line is logged immediately. Lines that follow shortly are combined in one summary.
 """
 
 from __future__ import annotations

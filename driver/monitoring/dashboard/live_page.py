@@ -1,6 +1,6 @@
 """Live page of a running job: updates its model and optionally serves it. `page_model` contains the logic.
 
-Events arrive in the event loop's thread. Log lines may come from any thread.
+Events are handled in the event loop's thread. Log lines may come from any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINE_S = 0.5  # seconds between two updates of the status line
 
 
 class LivePage:
-    """Live page of one job."""
+    """Live page of one job: its model, status line and HTTP server."""
 
     def __init__(self, model: PageModel) -> None:
         self.model = model
@@ -71,7 +71,8 @@ class LivePage:
         """Return the worker with this rank, or in this slot.
 
         Args:
-            name: ``3``, ``host:slot``, or ``host:slot#start`` for one incarnation.
+            name: rank such as ``3``, slot such as ``host:0``, or one incarnation of a slot's worker such as
+                ``host:0#2``.
         """
         slot, _, start = name.partition("#")
         for key, row in self.model.state.tables["workers"].items():
@@ -150,7 +151,7 @@ class LivePage:
         self.changed()
 
     def changed(self) -> None:
-        """Schedule the transmission of the changes to the viewers."""
+        """Schedule sending the pending changes to the viewers."""
         if self._server is not None:
             self._server.changed()
 

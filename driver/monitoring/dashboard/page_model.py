@@ -1,7 +1,7 @@
 """Model of a job's live page, built from the events and decisions that the journal contains. Pure: no I/O, no clock.
 
-`PageModel` receives events and returns what changed since the last patch. `page_state` defines the format. The
-same model serves a running job and the replay of a journal:
+`PageModel` receives events and returns patches, each with the changes since the previous one. `page_state` defines
+their format. The same model serves a running job and the replay of a journal:
 
     view = JobView()
     model = PageModel(TimeSpent(view), name="bert", command=header.command, least=1, most=4)
@@ -14,7 +14,7 @@ same model serves a running job and the replay of a journal:
                 model.line(action.level, "", action.text, at)
         state = applied(state, model.patch(at))                     # one frame; or send the patch to a page
 
-Reported values and worker output are not in the journal, so a replay does not show them.
+The journal does not contain the values and the output of workers, so a replay does not show them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REPORTED_S = 60.0  # seconds without a report after which the page shows the nex
 
 
 class PageModel(ViewReader):
-    """Model of one job's live page, for one driver. All its times are in seconds since 1970."""
+    """Model of one job's live page. A new driver of the job begins a new model. All times are in seconds since 1970."""
 
     def __init__(
         self,
@@ -106,8 +106,10 @@ class PageModel(ViewReader):
         self._grid = WorkerGrid(self.state, self.view)
         self._looked_at = -math.inf  # time of the last update of all workers
         self._rates = JobRates(spent)
-        self._measured: tuple[float, float] | None = None  # the commit rate that the page shows
-        self._commit: Commit | None = None  # the newest commit that the page shows
+        self._measured: tuple[float, float] | None = (
+            None  # commit rate that the page currently shows
+        )
+        self._commit: Commit | None = None  # newest commit that the page currently shows
         self._shards = ShardStatus()
         self._change_waits = ChangeWaits(self.view)
         self._stalls_told = 0
@@ -145,7 +147,9 @@ class PageModel(ViewReader):
 
     def adopted(self, now: float) -> None:
         self._at(now)
-        self.state.set("begins", None)  # The workers hold newer commits than the start checkpoint.
+        self.state.set(
+            "begins", None
+        )  # After a driver failover, workers hold commits newer than the start checkpoint.
         self._grid.show(now)
         self._published()
 
@@ -200,7 +204,7 @@ class PageModel(ViewReader):
         return True
 
     def leave_out(self, count: int) -> None:
-        """Record the number of log lines that were omitted because they exceed the limit."""
+        """Record the number of log lines that were omitted because the limit of lines per second was reached."""
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
@@ -472,7 +476,9 @@ class PageModel(ViewReader):
             since, rate = measured[0], round(measured[1], 3)
             speed = self.state.series["speed"]
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
-                self.state.add("speed", [since, 0.0])  # No commit was made until then.
+                self.state.add(
+                    "speed", [since, 0.0]
+                )  # The rate was 0 until the start of this interval.
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
 

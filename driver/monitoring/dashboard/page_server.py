@@ -66,7 +66,7 @@ class PageServer:
         self._listening = listening
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # open connections without a stream of events, oldest first
+        # open connections that are not event streams, oldest first
         self._visitors: dict[PageVisit, None] = {}
         self._viewers: dict[PageVisit, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
@@ -80,7 +80,7 @@ class PageServer:
         self._wake(IDLE_S)
 
     def changed(self) -> None:
-        """Schedule a patch, because the model may have changed."""
+        """Schedule sending a patch. Call this after the model may have changed."""
         if self._loop is not None and self._viewers and self.model.changed:
             self._wake(max(0.0, self._flushed_at + FLUSH_S - self._loop.time()))
 
@@ -165,7 +165,7 @@ class PageVisit(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Transports of other event loops, such as uvloop, do not derive from asyncio.Transport.
+        # The transports of uvloop do not derive from asyncio.Transport, so their type cannot be checked.
         self._transport = cast(asyncio.Transport, transport)
         self._deadline = asyncio.get_running_loop().call_later(VISIT_S, self.abort)
         self._server.came(self)
@@ -261,8 +261,8 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def _page() -> tuple[bytes, str]:
-    """Return the page and its content security policy, which allows only the page's own script and connections to this
-    server.
+    """Return the page's HTML and its Content-Security-Policy header, which allows only the page's own script and
+    connections to this server.
     """
     body = PAGE.read_bytes()
     for mark, kind in ((b"// charts.js\n", ".js"), (b"/* charts.css */\n", ".css")):

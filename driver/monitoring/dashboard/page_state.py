@@ -61,7 +61,7 @@ Patch = dict[str, Any]
 TAILS = {
     "world": 1000,
     "speed": 1000,
-    "metrics": 8000,  # maximum number of points, over all names
+    "metrics": 8000,  # maximum number of stored points of all reported names together
     "stalls": 200,
     "recoveries": 200,
     "decisions": 200,
@@ -71,7 +71,7 @@ TAILS = {
 
 @dataclass
 class Pending:
-    """Changes of a page since the last patch."""
+    """Changes of a page since the last patch was created."""
 
     values: set[str] = field(default_factory=set)
     rows: dict[str, set[str]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class PageState:
             "reported": {},
         }
         self.series: dict[str, deque[Any]] = {n: deque(maxlen=tail) for n, tail in TAILS.items()}
-        # for each series, the number of items ever added
+        # total number of items added to each series
         self.counts: dict[str, int] = dict.fromkeys(TAILS, 0)
         self._pending = Pending()
 
@@ -103,12 +103,12 @@ class PageState:
         return bool(self._pending)
 
     def set(self, name: str, value: Any) -> None:
-        """Replace the value of a section."""
+        """Set the value of a section."""
         self.values[name] = value
         self._pending.values.add(name)
 
     def row(self, table: str, key: str, row: Any) -> None:
-        """Replace a row of a table. None removes the row."""
+        """Set a row of a table. A row of None is removed."""
         if row is None:
             self.tables[table].pop(key, None)
         else:
@@ -121,7 +121,9 @@ class PageState:
         self.counts[name] += 1
         items = self._pending.add.setdefault(name, [])
         items.append(item)
-        if len(items) > 2 * TAILS[name]:  # Reached if no patch was requested for a long time.
+        if (
+            len(items) > 2 * TAILS[name]
+        ):  # This limits the memory if no patch is requested for a long time.
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:

@@ -28,7 +28,7 @@ STATES = (
     "frozen",
     "standby",
     "leaving",
-    "done",  # the worker's function returned, or the worker was released
+    "done",  # the worker's training function returned, or the driver released the worker
     "lost",
 )
 _STATES = {
@@ -36,7 +36,7 @@ _STATES = {
     Stage.CONNECTED: "joining",
     Stage.READY: "joining",
     Stage.STANDBY: "standby",
-    # the worker's world is over, and the next world does not include the worker
+    # the worker's world has ended, and the next world does not include the worker
     Stage.IN_WORLD: "recovering",
     Stage.RETURNED: "done",
     Stage.LEAVING: "leaving",
@@ -53,7 +53,7 @@ MUCH = 0.05
 class Cell:
     """Cell of the grid: a slot and its latest worker."""
 
-    key: str  # note in the worker's row
+    key: str  # key of the worker's row in the table, such as ``h:2``
     worker: Worker
     process: WorkerView
     state: str
@@ -105,7 +105,7 @@ class Cell:
 
 
 class WorkerGrid:
-    """Tables ``hosts`` and ``workers`` of a page. Times are on the model's clock, in seconds."""
+    """Writer of the tables ``hosts`` and ``workers`` of a page. Times are on the model's clock, in seconds."""
 
     def __init__(self, state: PageState, view: JobView) -> None:
         self.state = state
@@ -123,13 +123,13 @@ class WorkerGrid:
 
         Args:
             now: current time, in seconds.
-            published: whether a new world caused the changes.
+            published: whether the last action published a new world.
         """
         for process in self._view.touched:
             worker, (state, note) = process.worker, _state(process, prepares=self._view.prepares)
             cell = self._cells.get(key := slot_of(worker))
             if cell is None and state in ("lost", "done"):
-                continue  # The slot is no longer listed.
+                continue  # The slot was removed from the list of hosts.
             if cell is None or cell.worker.incarnation < worker.incarnation:
                 cell = self._cells[key] = Cell(key, worker, process, "", now)
                 if worker.host not in self.state.tables["hosts"]:
@@ -143,7 +143,7 @@ class WorkerGrid:
 
     def _move(self, cell: Cell, state: str, note: str, now: float) -> None:
         if cell.state == "lost" and state != "lost":
-            return  # A report may arrive after the end of its worker.
+            return  # A report may arrive after its worker has exited.
         if cell.state == "done" and state not in ("done", "lost"):
             return
         cell.since = now if cell.state != state else cell.since
@@ -275,7 +275,7 @@ class WorkerGrid:
         return {**where, "own_s": own_s, "step_s": cell.step_s, "median_s": median_s}
 
     def stalled(self, stall: Stall | None) -> None:
-        """Update the rows for a stall.
+        """Update the rows for a stall, or for its end.
 
         The rows show which workers wait, which workers they wait for, and the script lines of the awaited workers.
         """

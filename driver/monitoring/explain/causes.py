@@ -18,18 +18,18 @@ from elastic.protocol.messages import Worker
 
 
 class Cause(enum.Enum):
-    """The cause of a lost worker."""
+    """Cause of the loss of a worker."""
 
-    EXCEPTION = "exception"  # an exception of the script
+    EXCEPTION = "exception"  # the script raised an exception
     MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
     STATE_MISMATCH = "state mismatch"  # the model or optimizer differs from the other workers
     MISSING_MODULE = "missing module"
-    MEMORY_ERROR = "memory error"  # Python or torch's allocator could not allocate memory
+    MEMORY_ERROR = "memory error"  # Python or torch failed to allocate memory
     GPU_MEMORY = "gpu memory"
     DISK_FULL = "disk full"
     # A write failed. torch does not report the reason; usually the disk is full.
     WRITE_FAILED = "write failed"
-    GPU_ERROR = "gpu error"  # an error of CUDA or NCCL
+    GPU_ERROR = "gpu error"  # an error in CUDA or NCCL
     OUT_OF_MEMORY = "out of memory"  # killed by the kernel's out-of-memory killer
     SIGNAL = "signal"
     EXIT_CODE = "exit code"
@@ -40,7 +40,9 @@ class Cause(enum.Enum):
     GPU_HANGS = "gpu hangs"
     DAMAGED = "damaged"  # bits in the worker's memory or parameters were flipped
     MISCOMPUTED = "miscomputed"  # the worker's gradients were wrong
-    TOO_SLOW = "too slow"  # the worker was too slow to call init() or to become ready
+    TOO_SLOW = (
+        "too slow"  # the worker exceeded its time limit for calling init() or for becoming ready
+    )
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
@@ -74,7 +76,7 @@ FENCES = {
 
 @dataclass(frozen=True)
 class Death:
-    """The loss of one worker.
+    """One lost worker, with the cause of its loss.
 
     Args:
         at: time of the first sign of the loss, in seconds on the journal's clock.
@@ -91,7 +93,7 @@ class Death:
     code: int | None = None  # exit code as in WorkerExited
     what: str = ""
     trace: str = ""
-    trained: bool = True  # whether the worker was a member of a world
+    trained: bool = True  # whether the worker was a member of a world when it was lost
     size: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # values that describe a fence
 
@@ -102,9 +104,7 @@ class Death:
 
 
 def signal_name(code: int | None) -> str:
-    """Return the name of the signal in an exit code, such as ``SIGKILL`` for -9. Return an empty string if it denotes
-    no signal.
-    """
+    """Return the name of the signal that an exit code stands for, such as ``SIGKILL`` for -9, or an empty string."""
     if code is None or code >= 0:
         return ""
     try:
@@ -135,7 +135,7 @@ _WRITE_FAILED = re.compile(
 )
 _LAST_LINE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: |$)")
 _TRACEBACK = "Traceback (most recent call last):"
-# torch writes this prefix before each line once a process group exists.
+# Once a process group exists, torch begins each line with this prefix.
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
@@ -200,7 +200,7 @@ def _with_causes(head: str) -> str:
 
 
 def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
-    """Return the loss of a worker after an exception in user code."""
+    """Return the loss of a worker whose script raised an exception."""
     cause = Cause.GPU_ERROR if event.hardware else kind_of(event.summary, event.traceback)
     if event.shards_lost:
         cause = Cause.SHARDS_LOST
@@ -209,7 +209,7 @@ def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
 
 
 def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool) -> Death | None:
-    """Return the loss of a worker that exited without an earlier report, or None if the worker succeeded.
+    """Return the loss of a worker that exited without first reporting an error, or None if the worker succeeded.
 
     Args:
         event: the exit.
@@ -221,7 +221,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
     if not code:
         return None
     if code == -signal.SIGKILL:
-        output = ""  # A killed process cannot report why.
+        output = ""  # A killed process has no chance to report the reason.
     if event.out_of_memory:
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)

@@ -28,8 +28,8 @@ WORKERS = 128  # maximum number of slots in the ring
 PULSES = 24  # maximum number of workers for which each loss is drawn as an expanding circle
 CAPTIONS = 250
 FRAMES = 120  # maximum number of changes of each counter
-KEYS = 5000  # maximum number of colour changes of all workers together
-# Colours of a dark card, for contrast on light pages and a fit on dark ones.
+KEYS = 5000  # maximum number of colour changes of all workers in the animation
+# Colours for a dark background, which is readable on both light and dark pages.
 COLOURS = {
     "starting": "#3f6299",
     "joining": "#5b95f0",
@@ -44,14 +44,14 @@ COLOURS = {
     "stalled": "#ea5a61",
     "": "#202733",  # colour of an empty slot
 }
-# Characters that XML cannot contain, not even as a reference.
+# Characters that are invalid in XML, even as character references.
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5a61"
 
 
 @dataclass(frozen=True)
 class FilmCut:
-    """The interval of a job that an animation shows, in seconds on the journal's clock, and the animation's length in
+    """Interval of a job that an animation shows, in seconds on the journal's clock, and the length of the animation in
     seconds.
     """
 
@@ -70,7 +70,7 @@ class FilmCut:
 
 
 def film(story: JobHistory, rows: WorkerRows, *, film_s: float = 40.0, title: str = "") -> str:
-    """Return the animation of a job as the text of an SVG file.
+    """Render the animation of a job as the text of an SVG file.
 
     Args:
         story: history of the job.
@@ -195,7 +195,7 @@ def _states(spans: Sequence[Span], cut: FilmCut) -> list[Key]:
         at, until = cut.share(start), cut.share(end)
         if name == "recovering":
             until = max(until, at + seen)
-        if at < keys[-1][0]:  # The previous state is shown for at least the minimum time.
+        if at < keys[-1][0]:  # Show the previous state for at least the minimum duration.
             if name == "training" and until <= keys[-1][0]:
                 continue
             at = keys[-1][0]

@@ -41,9 +41,9 @@ REPEATS = 3  # minimum number of losses for a recurring cause
 
 
 class FindingKind(enum.Enum):
-    """Kinds of findings, in display order."""
+    """Kind of a finding. The order of the members is the order of display."""
 
-    # Kinds about the outcome of the job.
+    # Findings about the outcome of the job.
     DONE = "done"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -58,45 +58,45 @@ class FindingKind(enum.Enum):
     DRIVER_BUG = "driver bug"
     STORE_AWAY = "store away"
     AFTER_TRAINING = "after training"
-    THEN = "then"  # the driver's reason for the end of the job
+    THEN = "then"  # the driver's reason for ending the job
     NOT_ELASTIC = "not elastic"
     REPEATED = "repeated"  # the same cause occurred several times
     TRACE = "trace"
-    # Kinds about the course of events.
+    # Findings about the course of events.
     RESUMED_FROM = "resumed from"  # the checkpoint from which the job began
     TRAINING_BEGAN = "training began"
     NEVER_TRAINED = "never trained"
     INCIDENT = "incident"
     SHARDED = "sharded"
     ISLANDS = "islands"  # merges of elastic.DiLoCo, and its late islands
-    UNHEALTHY = "unhealthy"  # slots with failed health checks
+    UNHEALTHY = "unhealthy"  # slots that failed health checks
     SLOW = "slow"  # a straggler
     MORE_SLOW = "more slow"
     STALL = "stall"
     MORE_STALLS = "more stalls"
-    # workers waited to join or leave, because the others made no commit
+    # workers waited to join or leave because the members made no commit
     CHANGE_WAIT = "change wait"
     MORE_CHANGE_WAITS = "more change waits"
     MORE_INCIDENTS = "more incidents"
-    REQUEST = "request"  # request of an operator
-    OVERDUE = "overdue"  # a removed worker did not exit and was killed
+    REQUEST = "request"  # a request of an operator
+    OVERDUE = "overdue"  # a worker did not exit after its removal and was killed
     PLANNED = "planned changes"
     CHECKPOINTS = "checkpoints"  # number of checkpoints, and the newest one
     DRIVERS = "drivers"
     STORE_SILENT = "store silent"
     MORE_SILENCES = "more silences"
-    # Kinds about lost work.
+    # Findings about lost work.
     LOST_NOTHING = "lost nothing"
     LOST_STEPS = "lost steps"
     LOST_COMMITS = "lost commits"
     LOST_ALL = "lost all"
     NOT_DURABLE = "not durable"
-    # Kinds about the cost.
+    # Findings about lost time.
     RECOVERIES = "recoveries"
     TIME = "time"
-    # Kinds of advice.
+    # Advice to the user.
     ADVICE = "advice"
-    # Kinds about the journal file.
+    # Findings about the journal file.
     LINES_LEFT_OUT = "lines left out"
     FROM_THE_MIDDLE = "from the middle"
     NOT_WRITTEN_ON = "not written on"
@@ -133,7 +133,7 @@ class Advice(enum.Enum):
     RESET_LIMIT = "reset limit"
     CHECKPOINTS = "checkpoints"
     MORE_COPIES = "more copies"
-    SCRIPT_CHECK = "script check"  # a mistake that the script checks found
+    SCRIPT_CHECK = "script check"  # a mistake in the script that the script checks found
     CALL_COMMIT = "call commit"
     COMMIT_MORE_OFTEN = "commit more often"
     PRELOAD = "preload"
@@ -190,10 +190,10 @@ class JobFinding:
 
 @dataclass(frozen=True)
 class JournalState:
-    """State of a journal file.
+    """State of a journal file at the time of reading.
 
     Args:
-        runs: whether a driver is writing the file, or None if unknown.
+        runs: whether a driver is still writing the file, or None if unknown.
     """
 
     settings: Settings | None = None
@@ -219,7 +219,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
 
 
 def root_cause(story: JobHistory) -> Death | None:
-    """Return the first loss of the incident that ended the job or is in progress, or None if there is no such
+    """Return the first loss of the incident that ended the job or is in progress. Return None if there is no such
     incident.
     """
     if story.after is not None:
@@ -620,7 +620,7 @@ def _cost(story: JobHistory) -> Iterator[JobFinding]:
 
 
 def time_facts(story: JobHistory) -> dict[str, Any]:
-    """Return the numbers of the time summary, in seconds: the job's time by stretch, and the workers' time by part."""
+    """Return the facts about time, in seconds: the job's time by stretch, and the workers' time by part."""
     total = story.spent.total()
     parts = dict(zip(PARTS, msgspec.structs.astuple(total), strict=True))
     worked = sum(parts.values())
@@ -725,7 +725,7 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
         key=lambda stall: stall.seconds,
         default=None,
     )
-    # The stacks of a killed worker were written when it was killed.
+    # A killed worker wrote its stacks before the kill, so the user need not request them.
     if longest is not None and longest.end is not StallEnd.KILLED:
         facts = longest.facts()
         if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):
