@@ -2,13 +2,13 @@
 
 Pure: no I/O, no clock.
 
-A host is measured when the health check of one of its slots has passed, against the host of rank 0 or, before the first
-world, against the first host of the list, which will have rank 0. Hosts are measured one at a time, because concurrent
-transfers to one host would share its bandwidth. A host is too slow if it sends or receives less than a share of the
-median of the others, measured against the same peer, twice in succession: other traffic can slow a single measurement.
-Its workers wait for the result, unless the job has too few hosts for a comparison. Before the first world, all hosts
-wait for the last measurement, so the hosts of the first world are not measured if they are more than HOSTS_MOST. Later,
-up to REFERENCES members are measured first if too few were.
+A host is measured when the health check of one of its slots has passed, against a peer: the host of rank 0 or, before
+the first world, the first host of the list, which will have rank 0. Hosts are measured one at a time, because
+concurrent transfers to the peer would share its bandwidth. A host is too slow if it sends or receives less than a share
+of the median of the others, measured against the same peer, twice in succession: other traffic can slow a single
+measurement. Its workers wait for the result, unless the job has too few hosts for a comparison. Before the first world,
+all hosts wait for the last measurement, so the hosts of the first world are not measured if they are more than
+HOSTS_MOST. Later, up to REFERENCES members are measured first if too few were.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def too_slow(
         rates = [each for each in rates if each is not None]
         if rate is None or len(rates) < OTHERS_MIN:
             continue
-        # The lower median, so that at most one of three hosts is rejected.
+        # With the lower median, at most one of three hosts is rejected.
         median = statistics.median_low(rates)
         if rate < factor * median:
             return {
@@ -73,15 +73,16 @@ def too_slow(
 
 
 class HostBandwidth(Part):
-    """Measurements of the bandwidth of hosts, and the workers that wait for them."""
+    """Measurements of the hosts' bandwidth, and the workers waiting for them."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
-        # Latest measurement of each host and its time. Rejected hosts are missing, so they are measured again.
+        # Latest measurement of each host and its time. It is removed when the host is rejected, so the host is measured
+        # again.
         self._latest: dict[str, tuple[BandwidthMeasured, float]] = {}
-        # Hosts whose latest measurement was too slow. A second one decides.
+        # Hosts whose latest measurement was too slow. They are measured a second time before they are rejected.
         self._doubted: set[str] = set()
-        # Hosts that wait for their measurement, and the time since which each waits.
+        # Hosts waiting for a measurement, with the time at which the wait began.
         self._wanted: dict[str, float] = {}
         # Workers that passed the health check and wait for their host's measurement, with the start of each wait.
         self._waiting: dict[Worker, float] = {}
@@ -96,7 +97,7 @@ class HostBandwidth(Part):
     def passed(self, record: WorkerRecord) -> bool:
         """Measure the host of a worker with a passed health check, unless it was measured recently.
 
-        Return whether the worker waits until `settled` yields it.
+        Return whether the worker must wait for the result. If so, `settled` yields the worker later.
         """
         if self.settings.health_check != AUTO or not self.settings.bandwidth_factor:
             return False
@@ -133,7 +134,8 @@ class HostBandwidth(Part):
         """Yield the times at which `settled` may yield other workers."""
         if self._pending is not None:
             yield self._result_by
-        elif self._wanted:  # The first measurement waits for other health checks.
+        # The first measurement waits until the other hosts have passed their health checks.
+        elif self._wanted:
             yield min(self._wanted.values()) + TOGETHER_S
         yield from (since + WAIT_S for since in self._waiting.values())
 
@@ -151,7 +153,7 @@ class HostBandwidth(Part):
         peer = self._peer()
         if self._pending is None and peer is not None:
             self._measure_next(peer)
-        # Before the first world, no host is compared with others until all hosts have been measured.
+        # Before the first world, the comparison starts after all hosts have been measured.
         early = not self.worlds.members and bool(self._wanted)
         waiting = dict.fromkeys(worker.host for worker in self._waiting)
         found = {host: self._evidence(host, peer) for host in waiting if host not in self._wanted}
@@ -173,7 +175,7 @@ class HostBandwidth(Part):
     def _measure_again(self, found: dict[str, dict[str, Evidence] | None]) -> bool:
         """Remove the hosts from ``found`` that were too slow for the first time, and measure them again.
 
-        Return whether there are any.
+        Return whether any host was removed.
         """
         first = [host for host, evidence in found.items() if evidence and host not in self._doubted]
         self._doubted -= {host for host, evidence in found.items() if not evidence}
@@ -190,7 +192,7 @@ class HostBandwidth(Part):
                 del self._waiting[worker]
 
     def _peer(self) -> str | None:
-        """Return the host against which hosts are measured now, or None if no measurement begins yet."""
+        """Return the peer against which hosts are measured, or None if measurements cannot begin yet."""
         for member in self.worlds.members:
             if member in self.roster:
                 return member.host

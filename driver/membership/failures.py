@@ -1,4 +1,4 @@
-"""Decisions about failed collectives, exceptions and exits of workers. Deterministic.
+"""Handle failed collectives, exceptions and exits of workers. Deterministic.
 
 Inside elastic.run, a failure makes all workers resume from the last commit. Outside it, or in a job that is not
 elastic, a failure ends the job; `root_cause` then determines the cause.
@@ -72,11 +72,11 @@ class Failures(Part):
         if event.differs:
             verdict = because(ReasonKind.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
-            return  # The worker is already leaving.
+            return  # The driver has already asked the worker to leave.
         if not self.settings.elastic:
             self._record_complaint(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
-            # Workers inside elastic.run continue, and the worker outside it is restarted.
+            # Other workers inside elastic.run continue, and only this worker is restarted.
             self.staff.dismiss(record, because(ReasonKind.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(record, because(ReasonKind.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
@@ -109,7 +109,7 @@ class Failures(Part):
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
             if self.worlds.root_cause_search is None:
-                # The exit event contains the exit code.
+                # The driver waits for the exit event to learn the exit code of the job.
                 by = self.actions.now + self.settings.leave_s
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             name, summary = self.worlds.named(record), event.summary
@@ -203,7 +203,8 @@ class Failures(Part):
             self.worlds.lose(record, lost)
             self._restart_all(verdict or lost)
         elif self.settings.elastic and record.leaving and record.stage is WorkerStage.DISMISSED:
-            level = "debug" if record.unchecked else "info"  # A failed check is logged only once.
+            # The failed health check was already logged.
+            level = "debug" if record.unchecked else "info"
             text = f"{event.worker} left with {ended}: {record.leaving}"
             if record.killed_for is not None and record.killed_for.kind is ReasonKind.NOT_LEFT:
                 within = (
@@ -233,10 +234,10 @@ class Failures(Part):
         return not (self.worlds.trained or self.worlds.completed or failed)
 
     def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
-        """Return whether this exit explains a reported failure, so that all workers may restart.
+        """Return whether this exit is the cause of a failure that other members reported, so that all workers may
+        restart.
 
-        This happens only in elastic jobs: a member was killed, and other members reported the failure before its exit
-        was known.
+        This occurs only in elastic jobs, if a member was killed and other members reported the failure before the exit.
         """
         search = self.worlds.root_cause_search
         killed = event.code < 0 or record.killed_for is not None
@@ -316,7 +317,7 @@ class Failures(Part):
             self.worlds.end(1, fails)
 
     def _ran_to_its_end(self, record: WorkerRecord) -> bool:
-        """Return whether a program without elastic.run, possibly without init(), ran to its end."""
+        """Return whether a program that does not call elastic.run, and possibly not init(), completed."""
         outside = not record.running and record.stage is not WorkerStage.DISMISSED
         here = not self.worlds.generation or record.worker in self.worlds.world.places
         return outside and here and not record.leaving and self.worlds.root_cause_search is None

@@ -1,4 +1,5 @@
-"""Decisions about health checks. A worker is admitted when the check of its slot has passed. Pure: no I/O, no clock.
+"""Handle the results of health checks. A worker is admitted when the check of its slot has passed. Pure: no I/O, no
+clock.
 
 The check runs while the worker starts (`processes.health_check_run`). The driver does not answer the worker's init()
 until the check has passed, so the worker cannot become ready earlier. Only the first world waits for pending checks,
@@ -57,7 +58,7 @@ class HealthChecks(Part):
         yield from self.bandwidth.deadlines()
 
     def overdue(self) -> None:
-        """Handle missing results as checks that timed out, and admit or reject workers of measured hosts."""
+        """Treat missing results as timed-out checks, and admit or reject workers whose hosts have been measured."""
         for record in self.roster.at(WorkerStage.HELD):
             if self.actions.expired(record.check_by) and self._unanswered(record):
                 outcome, line = HealthOutcome.TIMED_OUT.value, "no result has arrived"

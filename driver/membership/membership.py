@@ -8,9 +8,9 @@
 
     TRAINING --a member returned--> ENDING --all returned--> DONE         any phase --> DONE (failed)
 
-Every world has a generation, and every event about a world carries it. Each handler starts by dropping events
-of older generations. A lost worker is dead before the world shrinks: exits are reported by the agent that
-reaped the process, and a worker that cannot be reached is killed first.
+Every world has a generation, and every event about a world carries it. Each handler starts by dropping events of older
+generations. The world shrinks only after a lost worker is dead: either its agent reports the exit, or the driver kills
+a worker that cannot be reached.
 
 This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
 transitions between phases, `worker_reports` the workers' reports, `failures` failed worlds and dead workers,
@@ -104,7 +104,7 @@ class Membership:
 
     @property
     def drained(self) -> list[str]:
-        """Return the hosts that an operator has drained."""
+        """Return the hosts that were drained by an operator."""
         slots = self.worlds.staff.slots
         return [host for host in slots.hosts if slots.drained(host)]
 
@@ -118,7 +118,7 @@ class Membership:
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which TimePassed must be sent if no other event occurs earlier, or None.
+        """Return the time at which `handle` must receive TimePassed if no other event occurs earlier, or None.
 
         The time, in seconds, is always later than the last event.
         """
@@ -201,7 +201,7 @@ class Membership:
                 | events.WorkerFoundMistake()
                 | events.WorkerMerged()
             ):
-                pass  # Nothing to do: deadlines are checked after every event.
+                pass  # No action is needed, because deadlines are checked after every event.
             case _:
                 raise IllegalEvent("the event has no handler")
 

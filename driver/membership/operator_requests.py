@@ -1,4 +1,4 @@
-"""Decisions about operator requests: scale the job, drain a host, remove a worker. Deterministic.
+"""Handle operator requests: scale the job, drain a host, remove a worker. Deterministic.
 
 No progress is lost, because workers leave at a safepoint that all members have agreed on. The answer to a request
 describes its effect or the reason for refusing it.

@@ -1,4 +1,4 @@
-"""Decisions about machines that will be reclaimed. Deterministic.
+"""Handle preemption notices, which announce that machines will be reclaimed. Deterministic.
 
     announced --> the machine's workers leave at the next safepoint if enough others stay; it gets no new workers
               --> HURRY_S before the end, its workers leave even if too few stay
@@ -34,7 +34,7 @@ HURRY_S = 10.0  # seconds before a machine's end at which its workers leave unco
 LAST_CHECKPOINT_S = 20.0
 # Minimum interval between the first and the last checkpoint. If less time remains, only one is requested.
 APART_S = 1.0
-# Seconds before the end at which the job ends, with or without a checkpoint, if the driver's machine is reclaimed.
+# If the driver's machine is reclaimed, the job ends this many seconds before, with or without a checkpoint.
 LAST_S = 3.0
 # Time from the announced end until the host may be used again: by then the machine was replaced, or the notice was a
 # false alarm.
@@ -45,7 +45,7 @@ STOPPED = 143  # exit code of the job, as after SIGTERM; a batch system may then
 
 @dataclass
 class Departure:
-    """Announced end of one machine.
+    """Preemption notice for one machine.
 
     Args:
         by: time of the end on the caller's clock, in seconds, or None if unknown.
@@ -56,15 +56,15 @@ class Departure:
     alone: bool
 
     def before(self, seconds: float, since: float) -> float | None:
-        """Return the time that is ``seconds`` before the end.
+        """Return the time ``seconds`` before the end.
 
-        If less than twice as much time remains at ``since``, return the time halfway to the end.
+        If less than twice that time remains at ``since``, return the time halfway between ``since`` and the end.
         """
         return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
 
 
 class Notices(Part):
-    """Tracker of machines that will be reclaimed, which decides when their workers leave."""
+    """Tracker of preemption notices, which decides when workers leave."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -74,14 +74,15 @@ class Notices(Part):
         self._ask_at: list[float] = []
         self._all_go = False
         self._last_asked = False
-        # Generation that received the request, or None after its answer.
+        # Generation to which the request was sent; None after its answer.
         self._asked_in: int | None = None
         self._earlier = False  # whether the next answer belongs to the previous request
         # Announced end for which the last checkpoint is scheduled.
         self._last_by: float | None = None
-        self._newest: Commit | None = None  # newest durable commit
+        self._newest: Commit | None = None  # newest commit in a durable checkpoint
         self._end_at: float | None = None
-        self._looked_at: tuple[int, int, int] | None = None  # state at the previous check
+        # state for which all members were last checked
+        self._looked_at: tuple[int, int, int] | None = None
 
     def handle(self, event: Event) -> bool:
         """Handle a notice about a machine. Return False for other events."""
@@ -156,7 +157,7 @@ class Notices(Part):
         if hurry_at is not None:
             self._hurry_at[host] = hurry_at
         for record in [*self.roster.hosts.get(host, {}).values()]:
-            # If every process of a machine received SIGTERM, its agent's notice states the remaining time.
+            # If SIGTERM was sent to all processes of a machine, the agent's notice states the remaining time.
             leaving = record.leaving
             asked = leaving is not None and leaving.kind is ReasonKind.TOLD
             if record.in_plans and (asked or leaving is None):
@@ -174,7 +175,7 @@ class Notices(Part):
         self.staff.slots.reopen(host)
         for record in self.roster.hosts.get(host, {}).values():
             leaving = record.leaving
-            # An operator may also have asked the worker to leave.
+            # Workers that an operator asked to leave still leave.
             drained = leaving is not None and leaving.kind in LEFT_OUT
             if record.in_plans and not drained and (record.noticed or leaving == why):
                 record.leaving, record.noticed = None, False
@@ -191,8 +192,8 @@ class Notices(Part):
     # ---- all machines ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Check whether all machines will be reclaimed. Called after every event."""
-        # Checking all members after every event would take too long if nothing has changed.
+        """Check whether all machines will be reclaimed. Must be called after every event."""
+        # Checking all members after every event would be slow, so the check is skipped if nothing has changed.
         basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
         if basis != self._looked_at:
             self._looked_at = basis
@@ -218,7 +219,7 @@ class Notices(Part):
             self._ask_at, self._last_asked, self._asked_in = [], False, None
             self._earlier = False
         elif self._asked_in not in (None, self.worlds.generation):
-            # The generation that received the request is over.
+            # A new world has replaced the generation that received the request.
             self._ask_at.insert(0, self.actions.now)
             self._asked_in, self._earlier = None, False
         self._all_go = self.worlds.all_go = all_leave
@@ -235,9 +236,9 @@ class Notices(Part):
         self._schedule(last)
 
     def _schedule(self, last: float | None) -> None:
-        """Schedule the last checkpoint before the time ``last``, or None if the end is unknown.
+        """Schedule the last checkpoint before the time ``last``, which is None if the end is unknown.
 
-        If an earlier end becomes known, the checkpoint is rescheduled.
+        Called again with an earlier end, it reschedules the checkpoint.
         """
         now, self._last_by = self.actions.now, last
         self._ask_at = [at for at in self._ask_at if at <= now]
@@ -270,7 +271,7 @@ class Notices(Part):
             yield self._end_at
 
     def overdue(self) -> None:
-        """Request the departure of workers on machines whose end is near."""
+        """Ask workers to leave if the end of their machine is near."""
         for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():

@@ -1,4 +1,4 @@
-"""Decisions about messages that are repeated after a reconnection or a driver failover. Pure: no I/O, no clock.
+"""Decide which messages are repeated after a reconnection or a driver failover. Pure: no I/O, no clock.
 
 When a connection fails, in-flight messages in both directions are lost. The worker reconnects, reports its state and
 repeats unanswered messages (see `recovery`). This module is the driver's side: it repeats the decisions that currently
@@ -34,7 +34,7 @@ from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import ReasonKind, because
 
-# reasons for a kill that a reconnection cancels
+# reasons for a kill that are withdrawn when the worker reconnects
 UNTIL_IT_IS_BACK = (ReasonKind.CONNECTION_LOST, ReasonKind.NOT_BACK)
 
 

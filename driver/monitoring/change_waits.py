@@ -67,9 +67,8 @@ class ChangeWaits(ViewReader):
         self.view = view
         self.past: deque[ChangeWait] = deque(maxlen=KEPT)
         self.count = 0
-        self._since: float | None = (
-            None  # time at which the current change was requested; None if no change is planned
-        )
+        # time at which the current change was requested; None if no change is planned
+        self._since: float | None = None
         self._leaving = 0
         # joining workers that have not exited since the change was requested
         self._joining: dict[Worker, None] = {}

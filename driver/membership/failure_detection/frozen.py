@@ -24,7 +24,7 @@ from elastic.protocol.messages import Worker
 
 
 class Frozen(Part):
-    """Handler of reports of frozen workers and unreachable hosts, which checks their deadlines after every event."""
+    """Handler of reports of frozen workers and unreachable hosts. It checks deadlines after every event."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -60,7 +60,7 @@ class Frozen(Part):
         if record is None or record.killed_for:
             return
         if record.frozen:
-            return  # The report is a repetition.
+            return  # Agents repeat the report while a worker is frozen.
         record.frozen = event.how or "not able to run"
         if record.stage not in AT_STAKE:
             text = f"{self.worlds.named(record)} is frozen ({record.frozen}); no other worker trains with it"

@@ -54,7 +54,7 @@ class HangFinding:
     Args:
         hang: kind of the hang.
         group: name of the group.
-        number: number of the collective that does not complete.
+        number: sequence number, within the group, of the collective that does not complete.
         for_s: duration of the hang, in seconds.
         blamed: workers with a hung GPU. Empty if the evidence identifies none.
     """
@@ -95,7 +95,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
         hang, blamed = Hang.NETWORK, _left_behind(witnesses, number) if before else []
         # A slow network can delay a collective without a hang, so the limit doubles with each hang.
         patience_s = DOUBT * settings.gpu_hang_s * 2**before
-    # Measured from the arrival of the last of the other ranks.
+    # The time counts from the latest change in any rank's report.
     since = max(witness.since for witness in witnesses)
     for_s = min(witness.said_at for witness in blamed or witnesses) - since
     if for_s < min(patience_s, settings.gpu_limit_s):

@@ -42,8 +42,8 @@ class IdleWorld:
         """Record a member's report on its steps.
 
         Args:
-            steps: number of steps that the member completed.
-            over_s: seconds, up to now, that the report covers.
+            steps: number of steps that the member completed in the last ``over_s`` seconds.
+            over_s: length in seconds of the period that the report covers, which ends now.
             now: current time, in seconds.
 
         Returns:
@@ -58,10 +58,10 @@ class IdleWorld:
         self.asked, self.due = True, now + LOCATE_S
 
     def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
-        """Return the log message about the lack of progress, which is logged once until progress resumes.
+        """Return the warning about the lack of progress. It is logged once, until a step completes.
 
         Args:
-            lines: ranks, and the script line of each as ``train.py:12``. Empty if unknown.
+            lines: for each script line, such as ``train.py:12``, the ranks executing it. Empty if unknown.
             now: current time, in seconds.
         """
         self.told, self.due = True, None

@@ -35,7 +35,7 @@ class Stragglers:
 
     size: int = 0  # number of members of the world
     factor: float = STRAGGLER_FACTOR
-    named: frozenset[Worker] = frozenset()  # stragglers as of the last report
+    named: frozenset[Worker] = frozenset()  # stragglers according to the last report
     _busy: dict[Worker, float] = field(default_factory=dict)
     # busy fractions of all workers, in ascending order
     _sorted: list[tuple[float, Worker]] = field(default_factory=list)
@@ -76,7 +76,8 @@ class Stragglers:
             return None
         middle = (others - 1) // 2
         if bisect_left(self._sorted, (own, worker)) <= middle:
-            middle += 1  # The worker's own value is in the lower half, and does not count.
+            # The worker's own value is in the lower half, so it is skipped when the median of the others is computed.
+            middle += 1
         return self._sorted[middle][0] / own if own else 1.0
 
     def _is_slow(self, worker: Worker) -> bool:
@@ -91,7 +92,11 @@ class Stragglers:
         return sorted(found, key=lambda worker: (self.speed(worker) or 1.0, worker))
 
     def sentence(self, name: Callable[[Worker], str]) -> str:
-        """Describe the current stragglers in a sentence. ``name`` returns the displayed name of a worker."""
+        """Describe the current stragglers in a sentence.
+
+        Args:
+            name: returns the display name of a worker.
+        """
         slow = sorted(self.named)
         if not slow:
             return "no worker is a straggler any more"

@@ -40,7 +40,7 @@ from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, 
 SOON_S = 0.001
 # Seconds that all remaining members must have waited before the cause is examined.
 ALL_INSIDE_S = 30.0
-SILENT_S = 15.0  # Three times the interval at which a waiting worker reports.
+SILENT_S = 15.0  # three times the interval at which a waiting worker repeats its report, in seconds
 OUTSIDE = "elastic.run has not begun yet: until it begins, a lost worker can end the job"
 NAMED = 4  # maximum number of workers with a separate log line per check
 
@@ -64,7 +64,7 @@ class Stuck(Part):
         self._idle = IdleWorld()
         # whether any progress was reported; a missing elastic.run has then been logged
         self._warned_outside = False
-        # Last time at which members were known to hold up other members.
+        # Last time at which other members waited for a suspect.
         self._stalled_at: float | None = None
 
     @property
@@ -229,7 +229,7 @@ class Stuck(Part):
             self._look_at = since + self._probe_s
         if self._look_at <= self.actions.now:
             self._look()
-            if not self._must_watch():  # The world has failed meanwhile.
+            if not self._must_watch():  # The world has failed in the meantime.
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
@@ -299,7 +299,7 @@ class Stuck(Part):
     def _any_waiting(self) -> bool:
         """Return whether any worker waits in a collective.
 
-        This method is called after every event, so it must be fast. The details are checked later.
+        This is called after every event, so it uses only a fast, approximate test. `_look` checks the details.
         """
         match self.worlds.phase:
             case Phase.TRAINING | Phase.PREPARING:
@@ -342,7 +342,7 @@ class Stuck(Part):
             return
         self._where = self._place_of_wait(first)
         busy_too = self.worlds.phase is not Phase.ENDING or bool(self.roster.inside)
-        # In the world of init(), a fence ends the job, and scripts prepare their data there.
+        # In a world of init(), a fence would end the job, and the script may still be preparing its data.
         patient = self.settings.elastic and not self.worlds.world.running
         patient = patient and self.worlds.phase is not Phase.GATHERING
         new = [
@@ -381,7 +381,7 @@ class Stuck(Part):
             if record.stage is WorkerStage.READY:
                 waiters.append(record)
             elif gathering:
-                # Members inside a collective are about to be aborted, which elastic_timeout_s bounds.
+                # Members inside a collective will leave it when it is aborted, at the latest after elastic_timeout_s.
                 if not record.inside and self.worlds.awaited(record):
                     suspects.append(record)
             elif record.inside or record.stage is WorkerStage.RETURNED:
@@ -424,14 +424,14 @@ class Stuck(Part):
                 pass
 
     def restarted(self) -> None:
-        """Discard all earlier waits after a restart of the driver."""
+        """Discard all recorded waits after a driver restart."""
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._forget()
         for record in self.roster.values():
             record.waits_since = record.moved_at = record.gpu_since = self.actions.now
 
     def check(self) -> None:
-        """Assert the invariants of the suspected workers. Tests call this method after every event."""
+        """Assert the invariants of the suspicions. Tests call this method after every event."""
         for record in self.roster.inside.values():
             assert record.stage is WorkerStage.MEMBER and record.inside and not record.killed_for
         assert self.worlds.over or (self._look_at is not None) == self._must_watch()
@@ -445,7 +445,7 @@ class Stuck(Part):
             return
         inside = [s for s in waiters if s.inside]
         if not inside or any(s.killed_for for s in self.worlds.live()):
-            return  # The missing worker is already being killed.
+            return  # A member is already being killed, which will end the wait.
         due = max(s.waits_since for s in waiters) + limit_s
         if self.actions.now < due:
             self._look_at = min(self.actions.now + self._probe_s, due)
@@ -560,7 +560,9 @@ class Stuck(Part):
 
 
 def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
-    """Return the script lines at which workers wait, as far as reported, preceded by ``before``."""
+    """Return the script lines at which the workers wait, preceded by ``before``. Lines that were not reported are
+    omitted.
+    """
     lines = sorted({record.line for record in waiters} - {""})
     more = [f"{len(lines) - NAMED} more lines"] if len(lines) > NAMED else []
     listed = " and ".join([", ".join(lines[:NAMED]), *more])

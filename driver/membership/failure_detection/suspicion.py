@@ -51,7 +51,7 @@ class Next(enum.Enum):
 
     NOTHING = "nothing"
     NAME = "name"  # log a warning that names the worker
-    CONDEMN = "condemn"  # write the stacks of the worker, then fence it
+    CONDEMN = "condemn"  # request the stacks of the worker, then fence it
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Suspicion:
     """
 
     worker: Worker
-    since: float  # start of the wait for this worker
+    since: float  # time at which the other workers began to wait for this worker
     phase: str = ""
     fenced_when_busy: bool = True
     patient: bool = False  # treat an idle worker as busy, because fencing it would end the job
@@ -92,7 +92,7 @@ class Suspicion:
             return
         self.cpu = (event.cpu_s - before.cpu_s) / seconds
         self.io = (event.io_bytes - before.io_bytes) / seconds
-        # The value has decreased because a child has exited and is no longer included.
+        # The counter decreased because a child process exited, so its share is no longer included.
         lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
         # A process that is runnable at every check but has used no CPU time is waiting to be scheduled.
         starved = before.state == RUNNABLE == event.state
@@ -104,7 +104,7 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """Return the time at which the worker will be condemned if its state does not change. None means never."""
+        """Return the time at which the worker is condemned if its state does not change, or None for never."""
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (
@@ -117,11 +117,11 @@ class Suspicion:
         return None
 
     def judge(self, settings: Settings, now: float) -> Next:
-        """Return the decision about the worker at the time ``now``."""
+        """Return what to do about the worker at the time ``now``."""
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
-        self.fence_at = None  # The worker made progress before it was fenced.
+        self.fence_at = None  # The worker made progress after it was condemned.
         if self.verdict is Verdict.UNKNOWN:
             return Next.NOTHING
         waited = now - self.since
@@ -188,7 +188,7 @@ class Suspicions:
         return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
-        """Limit the suspects to these workers. Observations of other workers are discarded."""
+        """Keep only the suspicions against these workers, and add missing ones."""
         known = self._all
         self._all = {}
         for new in suspects:
@@ -230,7 +230,7 @@ class Suspicions:
         return None if first is None else first.fence_at
 
     def to_fence(self, now: float) -> list[Suspicion]:
-        """Return the condemned workers that have had enough time to write their stacks."""
+        """Return the condemned workers whose time for writing their stacks is over."""
         due: list[Suspicion] = []
         for suspicion in self._condemned.values():
             if suspicion.fence_at is None or suspicion.fence_at > now:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 # Delay of the last check after the deadline for answers, which may have arrived but not been read yet.
 READ_S = 0.05
-LATE_S = 0.5  # If a check is this late, the driver itself was paused and has missed answers.
+# If a check is late by more than this, the driver itself was paused and may have missed answers.
+LATE_S = 0.5
 
 
 @dataclass
@@ -41,18 +42,18 @@ class UnresponsiveHosts:
             self._unanswered.clear()
 
     def answered(self, host: str) -> bool:
-        """Record an answer from the host. Return whether the answer had been requested."""
+        """Record an answer from the host. Return whether an answer was pending."""
         if host not in self._unanswered:
             return False
         self._unanswered.remove(host)
         return True
 
     def for_s(self, now: float) -> float:
-        """Return the seconds since the hosts were asked to respond, or 0 if no request is pending."""
+        """Return the seconds since the hosts were queried, or 0 if no query is pending."""
         return now - (now if self._asked_at is None else self._asked_at)
 
     def silent(self, now: float) -> frozenset[str]:
-        """Return the hosts that have not answered in time."""
+        """Return the hosts that have missed the deadline for their answers."""
         assert self.look_at is not None
         if self._asked_at is None or now > self.look_at + LATE_S:
             self._asked_at, self.look_at = None, now
@@ -68,7 +69,7 @@ class UnresponsiveHosts:
         return found
 
     def ask(self, hosts: Iterable[str], now: float) -> bool:
-        """Return whether it is time to ask these hosts, and record the request."""
+        """Return whether these hosts must be queried now. If so, record the query."""
         if self._asked_at is not None or self.look_at is None or now < self.look_at:
             return False
         self._unanswered = set(hosts)

@@ -7,7 +7,7 @@ from elastic.driver.reasons import Reason
 
 
 class ActionList:
-    """List of actions to which all parts of a membership add.
+    """List of actions, shared by all parts of a membership.
 
     Args:
         now: time of the event, in seconds on the caller's clock.

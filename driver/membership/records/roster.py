@@ -1,4 +1,4 @@
-"""State of each live worker process, and queries over all of them. Makes no decisions."""
+"""Records of all live worker processes, and queries over them. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class WorkerStage(enum.Enum):
     CONNECTED = "connected"  # the worker is in init(), or in user code before elastic.run
     READY = "ready"  # the worker waits for a world
     MEMBER = "member"  # the worker is a member of the current world
-    # the function has returned; the worker keeps its sockets open until all functions have returned
+    # the function has returned; the worker keeps its sockets open until the functions of all members have returned
     RETURNED = "returned"
-    # the worker was notified that all functions have returned; user code after elastic.run may still run
+    # all functions have returned, and the worker was notified; user code after elastic.run may still run
     FINISHED = "finished"
     # the worker was asked to leave or is about to exit; plans exclude it
     DISMISSED = "dismissed"
 
-    # The roster looks up stages many times in each event, and an enum's own hash is computed in Python.
+    # Stages are dict keys in frequent lookups, and the default hash of an enum is computed in Python, which is slow.
     __hash__ = object.__hash__
 
 
-# Stages in which other workers train with this one, or are about to.
+# Stages in which other workers train with this worker, or are about to.
 AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
@@ -52,8 +52,9 @@ class WorkerRecord:
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
     unchecked: bool = False  # the health check of the worker's slot has not passed yet
-    held_until: float = 0.0  # time until which the first world waits for a HELD worker
-    check_by: float = 0.0  # time at which the health check of a HELD worker times out
+    # time until which the first world waits for this worker, if the worker is HELD
+    held_until: float = 0.0
+    check_by: float = 0.0  # time at which the health check times out, if the worker is HELD
     commit: Commit | None = None
     kept: tuple[KeptCommit, ...] = ()  # older commits of which the worker keeps copies
     # first world in which the worker trained; 0 if it has not trained yet
@@ -67,7 +68,7 @@ class WorkerRecord:
     unlisted: bool = False  # the worker leaves because its host is no longer listed; not urgent
     # The worker must leave because its machine will be reclaimed, but there is still time.
     noticed: bool = False
-    exit_by: float | None = None  # time at which the worker is killed unless it has exited before
+    exit_by: float | None = None  # time at which the driver kills the worker if it has not exited
     exit_why: Reason | None = None  # reason for the kill at `exit_by`
     killed_for: Reason | None = None  # reason why the worker is being killed, or None
     stands_by: bool = False  # the worker was notified that it has to wait for a place
@@ -76,24 +77,24 @@ class WorkerRecord:
     frozen: str = ""  # reason why the agent reports the worker as frozen, or empty
     # name of the collective of the current generation in which the worker waits, or empty
     inside: str = ""
-    # name of the collective in which the worker last waited, in any generation
+    # name of the last collective in which the worker waited, in any generation
     last_inside: str = ""
     line: str = ""  # script line of the worker, as last reported
     said_at: float = 0.0  # time of the worker's last report
     # progress of the worker's GPU at the last report
     gpu: list[Launches] = field(default_factory=list)
-    gpu_since: float = 0.0  # time since which the GPU's progress is unchanged
+    gpu_since: float = 0.0  # time of the last change in the GPU's progress
     # number of collectives that the worker has entered in the current generation, as last reported
     entered: int = 0
-    phase: str = ""  # name of the phase that the script marks as long, or empty
-    # time since which the worker is inside a collective, ready, or returned
+    phase: str = ""  # name of the current phase that the script marks as long; empty if none
+    # time at which the worker entered a collective, became ready, or returned
     waits_since: float = 0.0
     moved_at: float = 0.0  # time of the worker's last known progress
 
     _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field, and update the roster's indexes."""
+        """Set a field and update the roster's indexes."""
         object.__setattr__(self, name, value)
         if name in INDEXED and self._filed is not None:
             self._filed(self, name)
@@ -118,19 +119,19 @@ class WorkerRecord:
         return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
-        """Record that the worker no longer waits in a collective, and clear earlier suspicions."""
+        """Record that the worker made progress: clear its wait in a collective, and earlier suspicions."""
         if self.inside:
             self.inside = ""
         self.moved_at = now
 
 
 class Roster(dict[Worker, WorkerRecord]):
-    """Live worker processes by worker, with indexes for frequent queries."""
+    """Live worker processes, with indexes for frequent queries."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version = 0  # incremented when a process is added or removed
-        self.shifts = 0  # incremented when a worker's role in later decisions may have changed
+        self.shifts = 0  # incremented when a worker changes in a way that may affect decisions
         self.leavers: dict[Worker, WorkerRecord] = {}
         # Heap of exit deadlines. May contain outdated entries.
         self._exits: list[tuple[float, int, Worker]] = []
@@ -203,9 +204,9 @@ class Roster(dict[Worker, WorkerRecord]):
         return None
 
     def overdue(self, now: float) -> list[WorkerRecord]:
-        """Return the workers that should have exited, longest overdue first, and clear their deadlines.
+        """Return the workers whose exit is overdue, longest overdue first, and clear their deadlines.
 
-        The caller may set a new deadline for each worker.
+        The caller may set new deadlines.
         """
         found: dict[Worker, WorkerRecord] = {}
         while (exit_by := self.first_exit_by()) is not None and exit_by <= now:

@@ -31,9 +31,9 @@ class Cooldown:
     _records: dict[Slot, SlotRecord] = field(default_factory=dict)
 
     def unhealthy(self, slot: Slot, now: float) -> float:
-        """Record a failed health check and return the seconds until the next check.
+        """Record a failed health check. Return the seconds until the next check.
 
-        A failed check never gives up a slot.
+        Failed checks never give up a slot.
         """
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless += 1
@@ -47,7 +47,7 @@ class Cooldown:
         Args:
             slot: the slot.
             now: current time, in seconds.
-            fruitful: whether the worker's world made progress.
+            fruitful: whether the worker's world made progress before the failure.
         """
         record = self._records.setdefault(slot, SlotRecord())
         record.fruitless = 1 if fruitful else record.fruitless + 1
@@ -62,14 +62,16 @@ class Cooldown:
         return wait
 
     def clear(self, slots: Iterable[Slot]) -> None:
-        """Clear the failures of slots after their world made progress. A running cooldown continues."""
+        """Clear the failures of slots whose world made progress. A cooldown that has begun continues."""
         for slot in slots:
             record = self._records.get(slot)
             if record is not None:
                 record.fruitless = 0
 
     def forget_host(self, host: str) -> None:
-        """Discard the records of a host that was removed from the list. The host is a new machine when it returns."""
+        """Discard the records of a host that was removed from the list. If listed again, the host counts as a new
+        machine.
+        """
         for slot in [s for s in self._records if s[0] == host]:
             del self._records[slot]
 
@@ -84,7 +86,7 @@ class Cooldown:
         return (record is not None and record.given_up) or self.host_given_up(slot[0])
 
     def ready_at(self, slot: Slot) -> float | None:
-        """Return the time from which the slot may be used, in seconds, or None if the slot was given up."""
+        """Return the time from which the slot may be used, in seconds, or None if the slot is given up."""
         if self.given_up(slot):
             return None
         record = self._records.get(slot)

@@ -15,7 +15,9 @@ from elastic.protocol.messages import Commit, Place, Worker
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Order of the workers of a world. Ranks are indices in ``order``, and ranks below ``holders`` hold ``commit``."""
+    """Order of the workers in a world. A worker's rank is its index in ``order``. The ranks below ``holders`` hold
+    ``commit``.
+    """
 
     order: list[Worker]
     holders: int
@@ -66,7 +68,7 @@ def places(order: Sequence[Worker]) -> list[Place]:
 
 
 def next_place(members: Sequence[Worker], worker: Worker) -> Place:
-    """Return the place that `places` would assign to a worker that is added last."""
+    """Return the place that `places` would assign to a worker at the end of the order."""
     on_host = sum(1 for m in members if m.host == worker.host)
     hosts = {m.host for m in members if m.slot == worker.slot and m.host != worker.host}
     size = len(members) + 1

@@ -41,7 +41,7 @@ class Slots:
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
         self._left: set[Slot] = set()  # slots whose worker left on request
-        # number of consecutive exits of the slot's workers with a nonzero code
+        # number of consecutive exits with a nonzero code, by slot
         self._failures: dict[Slot, int] = {}
         # For each host that will be reclaimed, the time before which no worker is started there.
         self._closed: dict[str, float] = {}
@@ -60,7 +60,7 @@ class Slots:
             self._drained.discard(host)  # If the host reappears, it counts as a different machine.
             self.unhealthy = {s: why for s, why in self.unhealthy.items() if s[0] != host}
             self._release(host)
-        # The host is listed again or has more slots: vacated slots may be used again.
+        # The host is new or has more slots than before, so its vacated slots may be used again.
         grown = {host for host, count in hosts.items() if count > self._hosts.get(host, 0)}
         self._left = {slot for slot in self._left if slot[0] not in grown}
         self.known, self.fixed = True, fixed
@@ -103,7 +103,7 @@ class Slots:
         return bool(self._failures)
 
     def start(self, slot: Slot) -> Worker:
-        """Return a new worker in the slot, the slot's next incarnation."""
+        """Return a new worker for the slot, with the next incarnation number."""
         self._left.discard(slot)
         self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
         return Worker(*slot, self._incarnations[slot])
@@ -114,12 +114,12 @@ class Slots:
         self.version += 1
 
     def close(self, host: str, until: float) -> None:
-        """Mark a host that will be reclaimed, so that no worker is started there before the time ``until``."""
+        """Mark a host as about to be reclaimed, so no worker is started there before the time ``until``."""
         self._closed[host] = until
         self.version += 1
 
     def reopen(self, host: str) -> None:
-        """Allow workers on a host again, because its machine is no longer about to be reclaimed, or was replaced."""
+        """Allow workers on a host again, because its machine was replaced or will not be reclaimed."""
         if self._closed.pop(host, None) is not None:
             self.version += 1
 
@@ -139,7 +139,7 @@ class Slots:
         self.version += 1
 
     def quarantine(self, slot: Slot, why: Reason) -> None:
-        """Quarantine a slot, or its whole host, until `refill` is called, or until the host leaves the list."""
+        """Quarantine a slot, or its host if so configured, until `refill` is called or the host leaves the list."""
         self.quarantined[slot] = why
         self.version += 1
 
@@ -166,7 +166,7 @@ class Slots:
         return [*self._hosts]
 
     def open(self, now: float, *, without: str = "") -> int:
-        """Return the number of slots on hosts that will not be reclaimed, except on the host ``without``."""
+        """Return the number of slots on hosts that will not be reclaimed, not counting the host ``without``."""
         return sum(
             not self.kept_out(slot)
             for slot in rank_order.slots(self._hosts)
@@ -203,7 +203,7 @@ class Slots:
         """Return the slots in which a worker could be started now.
 
         Args:
-            live: the live processes of each host.
+            live: the live processes, by host.
             now: current time, in seconds.
             short: whether there are too few workers, so that vacated slots may be used too.
         """

@@ -1,7 +1,7 @@
 """Decisions about worker processes: when to start, release, or kill them at their deadlines.
 
-Pure: no I/O, no clock. The pool knows the current members but no phases or worlds. `membership` decides when a worker
-may start or has to leave. The pool decides how, and by which deadline.
+Pure: no I/O, no clock. The pool knows the current members, but no phases or worlds. `membership` decides when workers
+may start and which must leave. The pool carries this out and sets the deadlines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WorkerPool:
         if members and self.settings.starting_max is not None and not self._short():
             room = self.settings.starting_max - self.roster.count(WorkerStage.STARTING)
             if room <= 0:
-                # The slots are checked again when one of these workers calls init() or exits.
+                # The slots are checked again when a starting worker calls init() or exits.
                 return
         # Checking every slot after each event would take too long. A check that finds a free slot starts a worker
         # there, which changes the roster's version. If the versions are unchanged, no slot is free.
@@ -90,7 +90,7 @@ class WorkerPool:
             self.actions.add(StartWorker(worker, places[worker], because(why)))
 
     def hold(self, record: WorkerRecord) -> None:
-        """Delay the answer to init() until the health check of the slot has passed, and set its deadline."""
+        """Delay the answer to init() until the slot has passed its health check, and set a deadline for the check."""
         record.stage = WorkerStage.HELD
         record.held_until = self.actions.now + HELD_S
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
@@ -160,7 +160,7 @@ class WorkerPool:
                 self.ask_to_leave(record, left, members)
 
     def leave(self, record: WorkerRecord, reason: Reason, members: Collection[Worker]) -> None:
-        """Ask a worker to leave, and keep its slot empty afterwards."""
+        """Ask a worker to leave. Its slot then stays empty."""
         if record.in_plans and not record.hurried:
             record.unlisted = record.noticed = False
             self.slots.leave(record.slot)
@@ -175,7 +175,8 @@ class WorkerPool:
             self.dismiss(record, reason, self.settings.leave_s)
             self.kill(record, reason)
         elif record.worker not in members:
-            self.release(record, reason)  # A member is released at a planned change.
+            # A member is released when the planned change takes place.
+            self.release(record, reason)
 
     def release(self, record: WorkerRecord, reason: Reason) -> None:
         if record.stage is not WorkerStage.DISMISSED:
@@ -193,7 +194,7 @@ class WorkerPool:
                 self.release(record, reason)
 
     def part_again(self, record: WorkerRecord) -> None:
-        """Repeat the request to leave, or the kill, of a worker that should have left but still sends messages."""
+        """Repeat the request to leave, or the kill, because a worker that should have exited still sends messages."""
         worker = record.worker
         if record.killed_for:
             self.actions.add(KillWorker(worker, record.killed_for))
@@ -213,7 +214,7 @@ class WorkerPool:
         self.actions.add(RejectWorker(record.worker, record.layout, expected))
 
     def dismiss(self, record: WorkerRecord, why: Reason, within_s: float) -> None:
-        """Exclude a worker from all plans, and set a deadline of ``within_s`` seconds for its exit."""
+        """Exclude a worker from all plans, and kill it if it has not exited after ``within_s`` seconds."""
         record.stage = WorkerStage.DISMISSED
         record.exit_by = self.actions.now + within_s
         record.exit_why = why
@@ -279,7 +280,7 @@ class WorkerPool:
         worker, now, settings = record.worker, self.actions.now, self.settings
         killed_for = record.killed_for
         if killed_for is not None and killed_for.facts.get("quarantine", "off") != "off":
-            return  # The slot does not become free with time. See `quarantine`.
+            return  # A quarantined slot does not become free when its cooldown ends.
         if not self.slots.lists(worker):
             self.actions.log("info", f"{worker} ended with {what}; its slot is no longer listed")
             return
@@ -346,8 +347,7 @@ class WorkerPool:
     def some_return(self) -> bool:
         """Return whether an empty slot will soon run a worker again.
 
-        This is the case if the slot's last worker is about to exit, or if the slot cools down. Slots of machines that
-        will be reclaimed do not count.
+        Slots of machines that will be reclaimed do not count.
         """
         at, soon = self.next_slot_at(), self.actions.now + self.settings.cooldown_max_s
         later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
@@ -364,7 +364,7 @@ class WorkerPool:
         return None if self._cooling[1] == inf else self._cooling[1]
 
     def overdue(self) -> list[WorkerRecord]:
-        """Kill workers whose deadline has passed. Return the workers that cannot be killed."""
+        """Kill the workers that have missed a deadline. Return those that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
                 break  # The remaining workers were started later.

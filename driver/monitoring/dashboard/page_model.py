@@ -106,9 +106,8 @@ class PageModel(ViewReader):
         self._grid = WorkerGrid(self.state, self.view)
         self._looked_at = -math.inf  # time of the last update of all workers
         self._rates = JobRates(spent)
-        self._measured: tuple[float, float] | None = (
-            None  # commit rate that the page currently shows
-        )
+        # commit rate that the page currently shows
+        self._measured: tuple[float, float] | None = None
         self._commit: Commit | None = None  # newest commit that the page currently shows
         self._shards = ShardStatus()
         self._change_waits = ChangeWaits(self.view)

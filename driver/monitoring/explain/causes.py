@@ -22,7 +22,8 @@ class Cause(enum.Enum):
 
     EXCEPTION = "exception"  # the script raised an exception
     MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
-    STATE_MISMATCH = "state mismatch"  # the model or optimizer differs from the other workers
+    # the structure of the worker's model or optimizer differs from the other workers'
+    STATE_MISMATCH = "state mismatch"
     MISSING_MODULE = "missing module"
     MEMORY_ERROR = "memory error"  # Python or torch failed to allocate memory
     GPU_MEMORY = "gpu memory"
@@ -40,9 +41,8 @@ class Cause(enum.Enum):
     GPU_HANGS = "gpu hangs"
     DAMAGED = "damaged"  # bits in the worker's memory or parameters were flipped
     MISCOMPUTED = "miscomputed"  # the worker's gradients were wrong
-    TOO_SLOW = (
-        "too slow"  # the worker exceeded its time limit for calling init() or for becoming ready
-    )
+    # the worker exceeded its time limit for calling init() or for becoming ready
+    TOO_SLOW = "too slow"
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
