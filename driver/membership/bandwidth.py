@@ -134,8 +134,8 @@ class HostBandwidth(Part):
         """Yield the times at which `settled` may yield other workers."""
         if self._pending is not None:
             yield self._result_by
-        # The first measurement waits until the other hosts have passed their health checks.
         elif self._wanted:
+            # The first measurement waits until the other hosts have passed their health checks.
             yield min(self._wanted.values()) + TOGETHER_S
         yield from (since + WAIT_S for since in self._waiting.values())
 

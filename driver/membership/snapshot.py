@@ -81,7 +81,7 @@ from elastic.protocol.messages import (
     Worker,
 )
 
-# Objects of these classes are created empty and then filled. They are compared by identity.
+# Instances are created empty and then filled, because they may form cycles. They are compared by identity.
 OBJECTS: tuple[type, ...] = (
     *(
         Membership,
@@ -217,13 +217,15 @@ def _nothing_collected() -> Iterator[None]:
 class _Taking:
     """Serializer that traverses all objects of a membership.
 
-    Objects whose content can be added later are queued, so the depth of the object graph does not matter.
+    Mutable objects are queued instead of being visited recursively, so a deep object graph cannot exceed the recursion
+    limit.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._settings = membership.settings
-        self._places: dict[int, list[int]] = {}  # position of each object in the table, by identity
-        # Equal values are interchangeable, so each is stored once.
+        # index of each object in the table, by object identity
+        self._places: dict[int, list[int]] = {}
+        # Index of each immutable value in the table. Equal values are stored once.
         self._values: dict[Value, list[int]] = {}
         self._methods: dict[tuple[int, str], list[int]] = {}
         self._kinds: dict[tuple[str, ...], int] = {}
@@ -269,7 +271,7 @@ class _Taking:
         place = self._places[id(value)] = [len(self._objects) - 1]
         return place
 
-    # Immutable objects follow their parts in the table.
+    # An immutable object is created from its parts, so it must follow them in the table.
 
     def _struct(self, value: Any) -> list[int]:
         if isinstance(value, Value) and (same := self._values.get(value)) is not None:
@@ -328,7 +330,7 @@ class _Taking:
             row.append(value.maxlen)
             row.extend(map(part, value))
         elif kind is set:
-            # The order of a set is arbitrary, so its items are sorted.
+            # Sets have no defined order, so their items are sorted for a reproducible snapshot.
             row.extend(map(part, sorted(value)))
         elif kind is list:
             row.extend(map(part, value))
@@ -404,7 +406,7 @@ class _Making:
 
 
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
-    """Raise Invalid if the snapshot was written by a version of this program whose classes have other fields."""
+    """Raise Invalid if the classes in the snapshot have other fields than those of this version of the program."""
     ours = _Taking(Membership(settings)).snapshot.kinds
     expected = {name: set(names) for name, *names in ours}
     for cls in (*OBJECTS, *STRUCTS):

@@ -17,7 +17,7 @@ class Versions:
         """Record a host's torch version.
 
         Returns:
-            A warning if a version other than the first is reported for the first time, otherwise the empty string.
+            A warning if a second or further version is reported for the first time, otherwise an empty string.
         """
         if not version or version in self._first:
             return ""

@@ -1,4 +1,4 @@
-"""Decisions about the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
+"""Handle the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
 
 Every event about a world carries its generation. Each handler starts by dropping events of older generations. Failures
 are handled in `failures`, and workers without progress in `failure_detection`.
@@ -21,7 +21,7 @@ BEFORE = "model before the gradients became infinite or NaN"
 class IllegalEvent(AssertionError):
     """Error raised for a current event that is impossible in the current state. It indicates a bug.
 
-    The message contains the preceding events.
+    The message lists the preceding events.
     """
 
 
@@ -82,9 +82,9 @@ class WorkerReports(Part):
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
-            return  # The worker has not received its world yet.
+            return  # The message with the new world has not reached the worker yet.
         if 0 < event.number < record.readies:
-            return  # The message belongs to an earlier wait of the worker.
+            return  # This message belongs to a wait that has already ended.
         record.readies = event.number
         # Repeat the notification, because the earlier message may have been lost.
         record.stands_by = False
@@ -116,7 +116,7 @@ class WorkerReports(Part):
 
     def _newcomer_ready(self, record: WorkerRecord) -> None:
         if self.worlds.members and not record.running:
-            # The worker connects too late for the world of init().
+            # The worker connected too late to be included in the world of init().
             self.staff.welcome(record, self.worlds.members)
         elif (
             record.layout and self.worlds.world.layout and record.layout != self.worlds.world.layout
@@ -135,7 +135,7 @@ class WorkerReports(Part):
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
-        # The preemption notice of the worker's machine determines when it leaves.
+        # The preemption notice of the machine determines when this worker leaves.
         if record is not None and not record.noticed:
             self.staff.leave(record, as_sentence(event.reason), self.worlds.world.places)
 
@@ -188,7 +188,7 @@ class WorkerReports(Part):
     def miscomputed(self, event: events.WorkerMiscomputed) -> None:
         """Fence a worker whose gradients are wrong, and quarantine its slot.
 
-        Every rank reports such a worker, and only the first report counts.
+        Every rank reports the worker. Reports after the first are ignored.
         """
         members = self.worlds.members
         if event.generation != self.worlds.generation or not 0 <= event.rank < len(members):
@@ -229,7 +229,8 @@ class WorkerReports(Part):
         if self.worlds.phase is Phase.STOPPING and any(
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
-            # The worker returned while other members stopped. Only a new world can include all of them.
+            # The worker returned while the other members stopped for a planned change. Only a new world can include all
+            # of them.
             returned = because(ReasonKind.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return

@@ -48,7 +48,7 @@ def compose(
         workers_min: smallest size of a world.
         workers_max: largest size of a world.
         layout: layout of the state in the last world. The layout of a holder of the newest commit takes precedence.
-        all_stay: whether no worker may leave.
+        all_stay: whether all workers must stay.
     """
     newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)
     holders = [s for s in old if commits.get(s.worker) == newest]
@@ -74,7 +74,7 @@ def compose(
 
     room = max(0, workers_max - len(kept))
     if keeper and not staying:
-        # Another worker must receive the state first, even if the world has room for only one worker.
+        # Another worker must receive the state first, even if the world has room for only one more worker.
         room = max(1, room)
     joining = willing[:room]
     arrangement = arrange([s.worker for s in kept], [s.worker for s in joining], commits)

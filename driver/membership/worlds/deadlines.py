@@ -91,7 +91,7 @@ class Deadlines(Part):
                 pass
 
     def restarted(self) -> None:
-        """Extend all deadlines after a driver failover, because the failover, and not a worker, caused the delay."""
+        """Extend all deadlines after a driver failover, so that workers are not blamed for the delay."""
         self.worlds.gathering.begin_again(self.actions.now)
         by = self.actions.now + self.settings.elastic_timeout_s
         self.worlds.change.by = None if self.worlds.change.by is None else by

@@ -41,7 +41,7 @@ class Gathering:
     began_at: float
     settings: Settings
     had_loss: bool = False
-    # ``late_at`` has passed: old members outside elastic.run are no longer awaited.
+    # Whether ``late_at`` has passed. Members of the last world that are outside elastic.run are then no longer awaited.
     late: bool = False
     # No worker holds a commit, so all start from a checkpoint or from the beginning, and every starting worker is
     # awaited.
@@ -49,8 +49,9 @@ class Gathering:
     # Outside elastic.run the job restarts from the beginning. Missing workers are also awaited, because they cannot
     # join later.
     whole: bool = False
-    short_by: float | None = None  # deadline while too few workers are ready and none is awaited
-    # last logged shortage: ready workers, needed workers, queued hosts
+    # deadline for enough workers to become ready, set while too few are ready and none is awaited
+    short_by: float | None = None
+    # last logged shortage: numbers of ready workers, needed workers and queued hosts
     said: tuple[int, int, int] | None = None
     _more: int = 0  # number of lost workers not named in the reason
     # seconds after began_at at which the awaited workers are logged again; 0 means the default for the kind of
@@ -117,13 +118,13 @@ class Gathering:
         self.reason = because(ReasonKind.SEVERAL, causes=causes, more=self._more)
 
     def awaited(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Yield the workers that the gathering waits for."""
+        """Yield the workers that prevent the gathering from ending."""
         for record in self.missing(roster):
             if record.running or not self.late:
                 yield record
 
     def missing(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Yield the old members that are not ready yet."""
+        """Yield the members of the last world that are not ready yet."""
         return roster.first_at(WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
@@ -133,8 +134,8 @@ def candidates(
     """Classify ready workers into three lists.
 
     Returns:
-        Ready old members in rank order, ready newcomers, and ready workers that need the other kind of world (of init()
-        or of elastic.run).
+        Three lists: members of the last world in rank order, newcomers, and workers that need the other kind of world
+        (of init() or of elastic.run).
     """
     rank = {worker: index for index, worker in enumerate(members)}
     old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])

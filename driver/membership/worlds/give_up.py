@@ -41,7 +41,9 @@ class GiveUpRules:
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """Count a failed world. Return the reason to end the job if --reset-limit is reached."""
+        """Count a failed world. Return the reason to end the job if the limit of --reset-limit is reached, otherwise
+        None.
+        """
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
@@ -93,7 +95,7 @@ class GiveUpRules:
         self._restarts = 0
 
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
-        """Record the rejection of a worker whose state differs from the world's.
+        """Record that a worker was rejected because its state differs from the world's.
 
         Return the reason to end the job if the previous member in its slot had the same difference, because every later
         worker would also be rejected.
@@ -130,7 +132,7 @@ class GiveUpRules:
         self._stuck_in.add(generation)
 
     def hung(self, generation: int) -> None:
-        """Record that the world failed because all GPUs waited for each other."""
+        """Record that the world failed because all ranks waited on their GPUs and no worker was blamed."""
         self._hung_in.add(generation)
 
     @property
@@ -219,7 +221,7 @@ class GiveUpRules:
         )
 
     def too_few(self) -> Reason:
-        """Return the reason to end the job because there were too few workers for too long."""
+        """Return the reason to end the job, namely that there were too few workers for too long."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
         return self._of_healthy(

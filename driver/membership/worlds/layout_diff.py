@@ -10,8 +10,9 @@ SHOWN = 10  # maximum number of lines in a description
 def difference(own: str, expected: str) -> str:
     """Describe the differences between a worker's layout and the world's.
 
-    The result has at most SHOWN + 1 lines. A layout has one line per tensor or option, which begins with the name:
-    ``model.0.weight float32 [10, 20]``.
+    Returns:
+        At most SHOWN + 1 lines, about entries that only one of the layouts has. A layout has one line per tensor or
+        option, which begins with its name: ``model.0.weight float32 [10, 20]``.
     """
     only_own = _surplus(own, expected)
     only_expected = dict(_named(line) for line in _surplus(expected, own))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic.protocol.messages import Worker
 
-ANSWER_S = 0.05  # seconds for an answer, once all other workers are ready
+ANSWER_S = 0.05  # seconds that standbys have for an answer after all other workers are ready
 
 
 @dataclass
@@ -30,18 +30,18 @@ class LivenessProbes:
         self.asked, self.by = set(standbys), None
 
     def wait_for_others(self) -> None:
-        """Restart the time limit for answers, because the gathering waits for other workers again."""
+        """Restart the time limit for answers, because other workers are not ready any more."""
         self.by = None
 
     def heard(self, worker: Worker) -> None:
-        """Record that a standby answered, possibly late, or that its process exited."""
+        """Record that a standby has answered, possibly late, or that its process has exited."""
         self.asked.discard(worker)
         self.silent.discard(worker)
 
     def awaited(self, now: float) -> bool:
         """Return whether the gathering must still wait for answers after all other workers are ready.
 
-        Standbys that are too late are marked as silent.
+        Standbys that have missed the deadline are marked as silent.
         """
         if self.by is None and self.asked:
             self.by = now + ANSWER_S

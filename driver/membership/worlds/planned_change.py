@@ -1,7 +1,7 @@
 """Start time of a planned change, and the safepoint at which all members stop for it. Pure: no I/O, no clock.
 
-Every member answers with the number of safepoints that it has passed, and waits at the next one. No member has passed
-the safepoint after the largest answer, so all members continue to this safepoint and stop at the same point.
+Every member reports the number of safepoints that it has passed, and then waits at its next safepoint. All members
+continue to the safepoint after the largest reported number, which no member has passed, and stop there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REMIND_S = 30.0
 class PlannedChange:
     """Current or most recent planned change.
 
-    Fields ending in ``_s`` are seconds, other times are on the caller's clock.
+    Fields ending in ``_s`` are durations in seconds. Other times are in seconds on the caller's clock.
     """
 
     settings: Settings
@@ -30,7 +30,7 @@ class PlannedChange:
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
     began_at: float = 0.0
-    # seconds after the beginning at which the change is logged next
+    # seconds after the start of the change at which it is logged next
     remind_after_s: float = REMIND_S
     _answers: dict[Worker, int] = field(default_factory=dict)
     _settle_by: float | None = None
@@ -69,7 +69,7 @@ class PlannedChange:
         self.silent.discard(worker)
 
     def stop(self, now: float) -> int:
-        """Return the number of the safepoint at which all members stop. Call this after all have answered."""
+        """Return the number of the safepoint at which all members stop. All members must have answered."""
         self.check = max(self._answers.values()) + 1
         self.by = now + self.settings.elastic_timeout_s
         return self.check

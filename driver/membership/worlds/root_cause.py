@@ -57,12 +57,12 @@ class RootCauseSearch:
     root_cause: Worker | None = None
 
     def name_root_cause(self, worker: Worker, verdict: Reason) -> None:
-        """Record a worker whose own exception explains the failure. The first such worker is the root cause."""
+        """Record a worker whose own exception explains the failure. The first recorded worker is the root cause."""
         if self.root_cause is None and worker not in self.reporters:
             self.root_cause, self.verdict = worker, verdict
 
     def settled(self, members: Iterable[Worker]) -> bool:
-        """Return whether the search is obsolete.
+        """Return whether the search is no longer needed.
 
         This is the case if no root cause is known and a new world contains every worker that reported the failure: the
         script has recovered by calling init() again in a retry loop.
@@ -70,7 +70,7 @@ class RootCauseSearch:
         return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
-        """Return whether the search continues after the time ``by``, because a suspect may only be slow."""
+        """Return whether the search continues after the time ``by``, because a suspect may still exit."""
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False
         self.by = self.latest
@@ -88,12 +88,12 @@ class Mismatches:
     """Mismatched calls of the last world's ranks, which made the world fail."""
 
     _generation: int = 0
-    _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each call
+    _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each mismatched call
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
         """Record the calls that made the world fail. Return whether the previous world failed in the same calls.
 
-        A rank that did not receive the calls of the other ranks has reported only its own call.
+        A rank may have reported only its own call, if it did not receive those of the other ranks.
         """
         now = frozenset((each.name, each.line) for each in calls)
         again = generation == self._generation + 1 and not now.isdisjoint(self._calls)
@@ -122,7 +122,9 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """Record a new checkpoint. Exceptions raised before it do not count as repeated after a restart from it."""
+        """Record a new checkpoint. An earlier exception that occurs again after a restart from it does not count as
+        repeated.
+        """
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 
     def _first_name(self, commit: Commit) -> Commit:

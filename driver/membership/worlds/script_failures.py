@@ -1,8 +1,8 @@
-"""Record of the workers that are missing because their script failed or their state differs.
+"""Record of workers that are missing because their script failed or their state differs.
 
 Pure: no I/O, no clock.
 
-A kill, the loss of a machine, or a lost driver does not count as a failure of the script.
+Workers that are missing because of a kill, a lost machine or a lost driver do not count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ScriptFailures:
         self._of[slot] = reason
 
     def exited(self, slot: Slot, code: int, cause: ExitCause, reason: Reason) -> None:
-        """Record an exit with a nonzero code that the worker had not announced.
+        """Record an exit with a nonzero code for which the worker did not report a reason.
 
         An uncaught exception counts as a failure of the script. An unexplained exit code counts only if the slot's
         previous worker exited with the same code. Exits caused by the loss of a peer or of the driver never count.
@@ -58,11 +58,11 @@ class ScriptFailures:
             self.lost(slot)
 
     def lost(self, slot: Slot) -> None:
-        """Record that a slot's worker was lost for another reason."""
+        """Record that the worker of a slot was lost for a reason other than its script."""
         self._of.pop(slot, None)
 
     def world_began(self, members: Collection[Worker]) -> None:
-        """Reset the failure records of the slots of a new world's members."""
+        """Clear the failures of the slots that are used by the members of a new world."""
         self.began = self.began or len(members)
         for worker in members:
             self.lost((worker.host, worker.slot))
@@ -78,12 +78,12 @@ class ScriptFailures:
         return [*self._of.values()] if returned < self.began else []
 
     def repeats(self, worker: Worker, layout: str, *, member_of: int | None) -> Worker | None:
-        """Return the previous member in this worker's slot, if both were rejected for the same layout.
+        """Return the previous member in the worker's slot if both were rejected for the same layout, otherwise None.
 
         Args:
             worker: the rejected worker.
-            layout: the digest of its layout.
-            member_of: the generation in which it was a member, or None.
+            layout: digest of its layout.
+            member_of: generation in which the worker was a member, or None.
         """
         slot = (worker.host, worker.slot)
         if member_of is not None:

@@ -32,14 +32,14 @@ class Beginning:
 
 @dataclass
 class SpoiltCommits:
-    """Doubtful commits of a job: all commits after the commit ``after``, up to generation ``until``."""
+    """Doubtful commits of a job: those after the commit ``after``, up to generation ``until``."""
 
     after: Commit | None = None
     until: int = 0
-    culprit: str = ""  # the last worker that was found to compute wrong gradients
+    culprit: str = ""  # the last worker that computed wrong gradients
 
     def found(self, record: WorkerRecord, generation: int) -> None:
-        """Mark all commits since a worker's first step as doubtful. The worker was a member of ``generation``."""
+        """Mark all commits since the first step of a worker as doubtful. The worker was a member of ``generation``."""
         since = Commit(record.first_generation, 0)
         known = self.after is not None and self.until == generation
         self.after = min(self.after, since) if known and self.after is not None else since

@@ -1,7 +1,7 @@
 """Handling of requests to stop a job. Deterministic.
 
-The job ends immediately or, if the request leaves time and the job makes checkpoints, once a last checkpoint is
-durable. Until then the world changes only when workers are lost. A second request ends the job immediately.
+A job that makes checkpoints first writes a last checkpoint, if the request allows time for it. Any other job ends
+immediately. Until the end, the world changes only when workers are lost. A second request ends the job immediately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.protocol.messages import Commit
 
 
 class Stop(Part):
-    """Handler of a stop request that waits for a last checkpoint."""
+    """Handler of stop requests, which waits for the last checkpoint."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -34,7 +34,7 @@ class Stop(Part):
         # Oldest commit whose checkpoint counts as the last one. Older checkpoints were already being written at the
         # time of the request.
         self._least: Commit | None = None
-        self._newest: Commit | None = None  # newest durable commit
+        self._newest: Commit | None = None  # newest commit with a durable checkpoint
 
     def heard(self, event: Event) -> None:
         """Observe an event that another part handles."""
@@ -47,12 +47,13 @@ class Stop(Part):
                 if self._request is not None and self._is_last(commit):
                     self._end(made=True)
             case WorkerReconnected(worker) if worker in self.worlds.members[:1]:
-                self._asked_in = None  # The previous driver may not have sent the request.
+                # The previous driver may not have sent the checkpoint request.
+                self._asked_in = None
             case _:
                 pass
 
     def requested(self, event: StopRequested) -> None:
-        """End the job, or request a last checkpoint first."""
+        """Handle a stop request: end the job, or first request a last checkpoint."""
         waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, as_sentence(event.reason))
@@ -82,7 +83,7 @@ class Stop(Part):
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
-        """Return whether the checkpoint of a commit was written because of this stop.
+        """Return whether the checkpoint of a commit was written because of the stop request.
 
         If the write began earlier, the checkpoint belongs to an earlier world or is older than the last report of rank
         0.

@@ -26,9 +26,9 @@ DIGESTS = 64  # maximum number of commits with stored digests
 
 @dataclass
 class World:
-    """Published world.
+    """The last published world.
 
-    ``members`` are in rank order, and include dead members. Generation 0 means that no world has been published yet.
+    ``members`` are in rank order and include dead members. In generation 0, no world has been published yet.
     """
 
     generation: int = 0
@@ -85,7 +85,7 @@ class World:
         """Compare a reported digest of a commit with the first digest reported for the same commit.
 
         Returns:
-            The wrong worker and the right worker if the digests differ, otherwise None.
+            If the digests differ, the worker considered wrong and the worker considered right. Otherwise None.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:
@@ -94,7 +94,7 @@ class World:
             return None
         other = roster.get(first[0])
         if other is None or other.killed_for or other.stage is WorkerStage.DISMISSED:
-            # The first worker that reported the digest is already leaving.
+            # The worker that first reported a digest is leaving, so it is not compared.
             self._digests[event.commit] = (event.worker, event.digest)
             return None
         # The lower rank's state was sent to the other ranks, so it counts as right.

@@ -49,7 +49,7 @@ class JobFinished(Exception):
 
 
 class Worlds:
-    """Sequence of the worlds of one job. Methods add their actions to the list of the current event."""
+    """Sequence of the worlds of one job. Its methods append actions to the list of the current event."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -63,7 +63,8 @@ class Worlds:
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
         self.gathering = Gathering(Kind.START, because(ReasonKind.FIRST_START), 0.0, settings)
         self.change = PlannedChange(settings)
-        self.change_reason = because(ReasonKind.NOT_WANTED)  # reason of the last change, if any
+        # reason for the last change of the world, if any
+        self.change_reason = because(ReasonKind.NOT_WANTED)
         self.exceptions = Exceptions()
         self.mismatches = Mismatches()
         self.spoilt = SpoiltCommits()
@@ -99,7 +100,7 @@ class Worlds:
         return self.phase is Phase.DONE
 
     def place_of(self, worker: Worker) -> Place | None:
-        """Return the worker's place in the last published world. Return None if the worker has no place."""
+        """Return the place of a worker in the last published world, or None if the worker is not in it."""
         return self.world.places.get(worker)
 
     # ---- after each event ------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Worlds:
                     self._try_to_finish()
 
     def welcome(self, record: WorkerRecord) -> None:
-        """Answer init() of a new worker. If the health check of its slot is pending, answer after the check."""
+        """Answer init() of a new worker, or postpone the answer until the health check of its slot has ended."""
         if record.unchecked:
             self.staff.hold(record)
             return
@@ -251,10 +252,10 @@ class Worlds:
             holders=arranged.holders,
             commit=arranged.commit,
             reason=reason,
-            # The script may not reach another commit, because the workers of its data loader may not start in time.
+            # The script may never reach another commit, because its data loader workers may not start in time.
             checkpoint=(
                 self.settings.durable
-                # The same applies if the newest checkpoint contains steps that are repeated now.
+                # The same applies if the newest checkpoint contains steps that are now repeated.
                 and (self.stopping or self.all_go or beginning.older is not None)
                 and arranged.commit is not None
             ),
@@ -262,7 +263,7 @@ class Worlds:
         self.actions.add(self.published)
 
     def _report_doubts(self, beginning: Beginning) -> None:
-        """Log that the world begins with an older commit, and whether wrong gradients may remain in it."""
+        """Log that the world begins from an older commit, and whether wrong gradients may remain in that commit."""
         culprit, older = self.spoilt.culprit, beginning.older
         if older is not None:
             back = because(
@@ -325,7 +326,7 @@ class Worlds:
         joining = self.joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False
-        # Checking all members after every answer would take too long if nothing has changed.
+        # Checking all members after each answer would be slow, so the check is skipped if nothing has changed.
         basis = (self.generation, self.roster.shifts, self.staff.slots.version)
         if self._wished is None or self._wished[0] != basis:
             self._wished = (basis, self._compose_wish(joining))
@@ -385,7 +386,7 @@ class Worlds:
         self.actions.add(events.FinishWorld(self.generation, [s.worker for s in returned]))
 
     def one_returned(self, record: WorkerRecord) -> None:
-        """Handle the return of a member from elastic.run, and set a deadline for the other members."""
+        """Handle the return of a member from elastic.run. The other members must return before a deadline."""
         returned = because(ReasonKind.RETURNED, worker=str(record.worker))
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
@@ -459,14 +460,14 @@ class Worlds:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def awaited(self, record: WorkerRecord) -> bool:
-        """Return whether the formation of the next world waits for a worker."""
+        """Return whether a worker must become ready before the next world can be formed."""
         if self.phase is not Phase.GATHERING or not self.members:
             return False
         at_work = record.stage is not WorkerStage.READY
         return at_work and (record.running or not self.gathering.late)
 
     def live(self) -> list[WorkerRecord]:
-        """Return the live members that were not dismissed, in rank order."""
+        """Return the live members that have not been dismissed, in rank order."""
         return self.roster.live(self.members)
 
     def _compose(
