@@ -27,7 +27,7 @@ SAME_SITE = ("same-origin", "")
 
 @dataclass(frozen=True)
 class PageRefusal:
-    """Reason why a request is refused.
+    """Refusal of an HTTP request, with the reason.
 
     Args:
         status: HTTP status code and phrase.
@@ -50,10 +50,10 @@ class RequestGuard:
     names: Collection[str] = ("localhost",)
 
     def answer(self, head: bytes) -> str | PageRefusal:
-        """Return ``page``, ``events``, or the refusal of a request.
+        """Decide how to answer a request: ``page``, ``events``, or a refusal.
 
         Args:
-            head: the request up to the empty line.
+            head: the head of the request, up to the empty line.
         """
         try:
             first, *lines = head.decode("ascii").split("\r\n")
@@ -75,7 +75,7 @@ class RequestGuard:
             return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
-                # The page is also served if the user followed a link on another site.
+                # The page itself is also served if the user followed a link from another site.
                 return "page"
             case "/events" if _foreign(headers):
                 return PageRefusal("403 Forbidden", "the request came from another site")

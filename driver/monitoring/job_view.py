@@ -2,16 +2,17 @@
 
 Pure: no I/O, no clock.
 
-`JobView` is the only class that derives these facts. It receives each decision once. The page, the metrics, the time
-accounting, the stalls, ``explain``, the report, the timeline and the log are readers that follow it:
+`JobView` is the only class that derives these facts. It receives each event and its actions once. The live page, the
+metrics, the time accounting, the stall detection, ``explain``, the report, the timeline and the log are readers of the
+view:
 
     view = JobView()
     page = PageModel(TimeSpent(view), name="bert", command=[], least=2, most=4)    # follows the view
     view.note(event, actions, now)
 
-A reader is called when the view contains the event, and again for each action that the view contains, so it can
-distinguish the changes by the event from those by an action. The invariant checker, ``chaos/invariants``, derives its
-own state on purpose.
+A reader is called after the view has been updated with an event, and again after each of its actions, so it can tell
+apart the changes made by the event and by each action. The invariant checker in ``chaos/invariants`` does not use the
+view, so that it can detect errors in it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from elastic.driver.monitoring.late_islands import LateIslands
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
 
-STEPS = 64  # number of commits whose steps are kept
-# Reasons for the kill of a worker that has not failed: it had not called init() yet, or did not exit after its release.
+STEPS = 64  # number of latest commits whose steps are kept
+# Reasons for which workers are killed without having failed: no init() yet, or no exit after their release.
 REMOVALS = frozenset(
     {
         ReasonKind.TOLD,  # the worker received SIGTERM
@@ -46,109 +47,113 @@ REMOVALS = frozenset(
 class Stage(enum.Enum):
     """Stage of a running worker process. The values are labels of a metric."""
 
-    STARTING = "starting"  # it was ordered, and has not called init()
-    # It has called init(). In an elastic job, members of a world outside elastic.run stay connected.
+    STARTING = "starting"  # start was ordered; init() not called yet
+    # After init(). In an elastic job, members of a world outside elastic.run stay in this stage.
     CONNECTED = "connected"
-    READY = "ready"  # the worker waits for a world; a member waits for the next world
+    READY = "ready"  # waiting for a world; members of the previous world wait for the next one
     STANDBY = "standby"
-    # The worker computes in the newest world, or announced its end in an earlier world.
+    # Computing in the newest world; or, in an earlier world, about to exit.
     IN_WORLD = "training"
-    RETURNED = "returned"  # the worker's function returned
-    LEAVING = "leaving"  # the worker was asked to leave; late reports do not change this
-    KILLED = "killed"  # the kill of the worker was ordered; final
+    RETURNED = "returned"  # the worker's training function returned
+    LEAVING = "leaving"  # the worker was asked to leave; later reports do not change this stage
+    KILLED = "killed"  # the driver ordered the kill of the worker; this stage is final
 
-    __hash__ = object.__hash__  # An enum's own hash is computed in Python, which is slow.
+    __hash__ = object.__hash__  # An enum's default hash is computed in Python, which is slow.
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that a worker reported: an exception of the script, or an exit with an error."""
+    """Failure that a worker reported: an exception in the script, or an imminent exit with an error."""
 
     raised: bool
-    # summary of the exception, or the call that ended the worker; empty if the worker's state differs
+    # summary of the exception, or the call that ended the worker; empty if the worker was rejected for its state
     what: str
 
 
 @dataclass(eq=False, slots=True)
 class WorkerView:
-    """One worker process, from the order to start it to its exit."""
+    """One worker process, from the order to start it until its exit."""
 
     worker: Worker
     stage: Stage = Stage.STARTING
     pid: int = 0  # process ID, or 0 if unknown
     connected_at: float | None = None  # time of init(), or None if init() was not observed
-    # the worker is in `JobView.ranks`; true for IN_WORLD until the worker's end is announced
+    # whether the worker is in `JobView.ranks`; true for IN_WORLD until the worker announces its exit
     member: bool = False
-    rank: int | None = None  # rank in the worker's last world, or None without one
-    # the worker's world failed, and no other world was published since; implies `member`
+    rank: int | None = None  # rank in the worker's last world, or None if it was in no world
+    # whether the worker's world failed and no newer world was published; implies `member`
     recovering: bool = False
     running: bool = False  # whether the worker was in elastic.run at its last Ready
-    # reason why the worker cannot run, empty if unknown, or None if the worker can run
+    # reason why the worker cannot run: empty if unknown, None if it can run
     frozen: str | None = None
-    why: Reason | None = None  # reason for LEAVING or KILLED; None in other stages
-    # whether the job does without the worker although it did not fail, so that neither its exit nor its kill is a loss
+    why: Reason | None = None  # reason for the stage LEAVING or KILLED; None in other stages
+    # whether the worker is no longer needed although it did not fail, so its exit or kill does not count as a loss
     removed: bool = False
     failure: Failure | None = None
-    code: int | None = None  # exit code, or None if the worker runs or was lost with its host
+    # exit code; None while the worker runs, and if it was lost with its host
+    code: int | None = None
 
 
 class ViewReader:
     """Base class of the readers of a `JobView`."""
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Handle an event that the view already contains. The view does not contain the resulting ``actions`` yet."""
+        """Handle an event, after the view was updated with it but not with the resulting ``actions``."""
 
     def decided(self, action: events.Action, now: float) -> None:
-        """Handle an action that the view already contains."""
+        """Handle an action, after the view was updated with it."""
 
     def adopted(self, now: float) -> None:
-        """Handle the workers of a previous driver, which the view already contains."""
+        """Handle the takeover of a previous driver's workers, after the view was updated with them."""
 
 
 class JobView:
     """State of one job. Times are seconds on one clock, chosen by the caller."""
 
     def __init__(self) -> None:
-        # Ordered workers that are not known to have exited, in the order in which they were first mentioned.
+        # Workers whose start was ordered and whose exit is unknown, in the order in which they were first mentioned.
         self.workers: dict[Worker, WorkerView] = {}
-        self._on_host: dict[str, dict[Worker, None]] = {}  # the keys of `workers` on each host
-        # Processes that the current event ended. They are no longer in `workers`.
+        self._on_host: dict[str, dict[Worker, None]] = {}  # workers of `workers`, by host
+        # Processes that ended with the current event. They were removed from `workers`.
         self.exited: dict[Worker, WorkerView] = {}
-        # Running processes that the last event or action may have changed.
+        # Running processes that may have changed with the last event or action.
         self.touched: list[WorkerView] = []
-        self.started = 0  # number of processes that were ordered
-        # Members of the newest world in rank order, including those that have exited since, except under a previous
-        # driver. Replaced, never modified.
+        self.started = 0  # number of processes whose start was ordered
+        # Members of the newest world in rank order. Exited members are included, unless they exited under a previous
+        # driver. The mapping is replaced, never modified.
         self.ranks: Mapping[Worker, int] = {}
-        self.before: Mapping[Worker, int] = {}  # members of the previous world by rank
+        self.before: Mapping[Worker, int] = {}  # rank of each member of the previous world
         self.generation = 0  # generation of the newest world, or 0 if there was none
-        self.world: events.PublishWorld | None = None  # None after the end of the newest world
-        self.broken = False  # the newest world failed
-        self.trains = False  # a member of the newest world has entered elastic.run
-        self.elastic = False  # the job is elastic, so its training begins in elastic.run
-        self.newest: Commit | None = None  # newest commit that any worker has reported
+        # the newest world, or None after it has ended
+        self.world: events.PublishWorld | None = None
+        self.broken = False  # whether the newest world failed
+        self.trains = False  # whether a member of the newest world has entered elastic.run
+        self.elastic = False  # whether the job is elastic, so its training begins in elastic.run
+        self.newest: Commit | None = None  # newest commit that any worker reported
         self.newest_at = 0.0  # time at which `newest` was reported
         self.commits = 0  # number of commits in all generations
-        self.mistakes: dict[str, str] = {}  # mistakes that the script checks found, by kind
-        self.islands = LateIslands()  # of elastic.DiLoCo
-        self._adopted = False  # a previous driver may have learned of more commits
-        # Steps of the state at the commits that were reported last.
+        self.mistakes: dict[str, str] = {}  # mistakes found by the script checks, by kind
+        self.islands = LateIslands()  # late islands of elastic.DiLoCo
+        # whether a previous driver led the job, which may have received reports of more commits
+        self._adopted = False
+        # Step counters of the state at the latest reported commits.
         self._steps: dict[Commit, int] = {}
-        self._earlier: dict[int, int] = {}  # number of commits before each generation that made one
-        # Commit of the newest checkpoint. Never newer than `newest`.
+        # for each generation with commits, the number of commits in all earlier generations
+        self._earlier: dict[int, int] = {}
+        # Commit of the newest checkpoint, which is never newer than `newest`.
         self.durable: Commit | None = None
         self.checkpoints = 0
         # Time of the last checkpoint, or None if there was none.
         self.checkpoint_at: float | None = None
-        # Slots with a failed last health check, and its result.
+        # Slots that failed their last health check, and the result.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
-        # For each slot, the number of failed health checks, and the last failure.
+        # Number of failed health checks and the last failure, by slot.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
-        # Latest measurement of each listed host that succeeded.
+        # Latest successful measurement of each listed host.
         self.bandwidth: dict[str, events.BandwidthMeasured] = {}
-        # Quarantined slots with a worker that computed wrong results, and the reason of its fence.
+        # Quarantined slots, and the reason for which their worker was fenced.
         self.quarantined: dict[tuple[str, int], Reason] = {}
-        self.end: events.EndJob | None = None  # the first decision to end the job
+        self.end: events.EndJob | None = None  # the first decision that ended the job
         # Incarnation of the last exited process of each slot. Its later reports are ignored.
         self._last: dict[tuple[str, int], int] = {}
         self._of_events: list[Callable[[events.Event, Sequence[events.Action], float], None]] = []
@@ -214,12 +219,12 @@ class JobView:
 
     @property
     def prepares(self) -> bool:
-        """Whether the newest world of an elastic job is outside elastic.run, so that training has not begun."""
+        """Whether the newest world of an elastic job is outside elastic.run, so training has not begun."""
         return self.elastic and not self.trains
 
     @property
     def uncommitted(self) -> bool:
-        """Whether workers report only their initial state, as no commit was made in this job.
+        """Whether no commit was made in this job, so workers report only their initial state.
 
         The initial state of a job that resumes is the checkpoint from which it began.
         """
@@ -236,18 +241,20 @@ class JobView:
         return max(0, self.commits - earlier - self.durable.number)
 
     def step_of(self, commit: Commit | None) -> int | None:
-        """Return the state's step at a commit, or None if it was not among the last STEPS reported ones."""
+        """Return the step counter of the state at a commit, or None if the commit is not among the last STEPS reported
+        ones.
+        """
         return None if commit is None else self._steps.get(commit)
 
     def get(self, worker: Worker) -> WorkerView | None:
-        """Return the running process of a worker, or the process that the current event ended."""
+        """Return the process of a worker, if it is running or has ended with the current event."""
         return self.workers.get(worker) or self.exited.get(worker)
 
     # ---- private ---------------------------------------------------------------------------------------------------
 
     def _happened(self, event: events.Event, now: float) -> None:
         match event:
-            case events.WorkerSpent(worker):  # The most frequent events come first.
+            case events.WorkerSpent(worker):  # Ordered by frequency, most frequent first.
                 self._known(worker)
                 self._knows(event.commit, now)
                 self._counts(event.commit, event.step)
@@ -315,7 +322,8 @@ class JobView:
             case events.PublishWorld(generation, members):
                 self._publish({each.worker: rank for rank, each in enumerate(members)}, generation)
                 self.world = action
-                if self.newest is None:  # The commit was reported only to a previous driver.
+                if self.newest is None:
+                    # The commit was reported to a previous driver, and not to this one.
                     self._knows(action.commit, now)
             case events.BreakWorld(_, members):
                 self.world, self.broken = None, True
@@ -328,7 +336,8 @@ class JobView:
                 self.world = None
             case events.WelcomeWorker(worker, elastic=elastic):
                 self.elastic = elastic
-                self.unhealthy.pop((worker.host, worker.slot), None)  # its bandwidth was low before
+                # The host's bandwidth was already low before.
+                self.unhealthy.pop((worker.host, worker.slot), None)
             case events.TellStandby(worker) if worker in self.workers:
                 self._move(self.workers[worker], Stage.STANDBY)
             case events.LetGo(worker, reason) if worker in self.workers:
@@ -354,11 +363,11 @@ class JobView:
         slot = event.worker.host, event.worker.slot
         if event.outcome is events.HealthOutcome.PASSED:
             before = self.unhealthy.get(slot)
-            # The bandwidth of the host is measured after the check.
+            # The bandwidth of a host is measured after its health check.
             if before is not None and before.outcome is not events.HealthOutcome.LOW_BANDWIDTH:
                 del self.unhealthy[slot]
             self.quarantined.pop(slot, None)
-        elif self.unhealthy.get(slot) != event:  # Agents repeat results, which count once.
+        elif self.unhealthy.get(slot) != event:  # Agents may repeat a result, which counts once.
             self.unhealthy[slot] = event
             self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)
 

@@ -1,4 +1,4 @@
-"""Merges of elastic.DiLoCo that did not wait for a late island, by island. Pure: no I/O, no clock."""
+"""Record of the elastic.DiLoCo merges that did not wait for a late island, by island. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ISLANDS = 64  # maximum number of islands whose names are kept
 
 @dataclass
 class LateIsland:
-    """An island that was late for some merges. Times are seconds on the caller's clock."""
+    """An island that was too late for some merges. Times are in seconds on the caller's clock."""
 
     merges: int  # number of merges that did not wait for the island
     first_at: float
@@ -23,14 +23,14 @@ class LateIsland:
 class LateIslands:
     """Late islands of one job, from the reports of rank 0.
 
-    Rank 0 reports a merge at most once a second, unless other islands are late than before. A merge without a report
-    therefore has the same late islands as the last report before it.
+    Rank 0 reports at most one merge per second, unless the set of late islands has changed. A merge that is not
+    reported therefore has the same late islands as the previous report.
 
     Attributes:
         names: islands of the last reported world.
-        waited_s: seconds that rank 0 has waited for merges in its inner steps.
-        islands: islands that were late, by name.
-        more: whether further islands were late, whose names are not kept.
+        waited_s: seconds for which merges delayed the inner steps of rank 0.
+        islands: the islands that were late for any merge, by name.
+        more: whether more islands were late than are kept.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,10 @@ class LateIslands:
                 self.more = True
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each island of the last reported world and for each late island: the number of merges that
-        did not wait for it, and whether the last merge did not.
+        """Return a row for each late island and each island of the last reported world.
+
+        A row contains the number of merges that did not wait for the island, and whether this applies to the last
+        merge.
         """
         rows = []
         for name in dict.fromkeys([*self.names, *self.islands]):

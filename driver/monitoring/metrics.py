@@ -39,13 +39,13 @@ from elastic.protocol.report_values import Report
 
 VISITORS = 32  # maximum number of concurrent scrapes
 VISIT_S = 5.0
-PHASES = 64  # maximum number of recovery phases, over all kinds
-# Reported values are limited to ranks below RANKS and this many names of each.
+PHASES = 64  # maximum number of phases in the recovery metrics, counted over all kinds of recovery
+# Reported values are exported for ranks below RANKS, and for at most this many names per rank.
 RANKS, NAMES = 64, 64
 # upper bounds of the histograms' buckets, in seconds
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LOW = events.HealthOutcome.LOW_BANDWIDTH.value
-# Kills that are fences, and the label under which they are counted.
+# Kills that count as fences, with the value of the metric's label.
 FENCES = {
     ReasonKind.FROZEN: "frozen",
     ReasonKind.IDLE: "stuck",
@@ -63,7 +63,9 @@ FENCES = {
 
 @dataclass
 class Waits:
-    """Collectives of one worker in the current world, and the time spent in them, from the worker's own reports."""
+    """Number of collectives of one worker in the current world and the seconds spent in them, as reported by the
+    worker.
+    """
 
     collectives: int = 0
     waited_s: float = 0.0
@@ -374,19 +376,19 @@ def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float
 
 
 def bound_visitors(server: Any) -> None:
-    """Limit the connections of a server that untrusted clients can reach.
+    """Limit the connections to a server, because untrusted clients can reach it.
 
-    At most VISITORS connections are served at a time, with VISIT_S seconds for each read and write. Further connections
-    are closed immediately. Errors of a connection are not logged.
+    At most VISITORS connections are served concurrently, with a timeout of VISIT_S seconds for each read and write.
+    Further connections are closed immediately. Connection errors are not logged.
     """
     inside = threading.BoundedSemaphore(VISITORS)
     begin, process = server.process_request, server.process_request_thread
 
     class Visit(server.RequestHandlerClass):  # type: ignore[misc]
-        timeout = VISIT_S  # seconds for each read and write
+        timeout = VISIT_S  # timeout in seconds for each read and write
 
     def admit(request: Any, address: Any) -> None:
-        """Serve requests in the order of arrival, because their threads may start in another order."""
+        """Count connections in the order of arrival, before their threads start."""
         if not inside.acquire(blocking=False):
             server.shutdown_request(request)
             return
@@ -410,7 +412,7 @@ def bound_visitors(server: Any) -> None:
 def refuse_other_names(server: Any, own: str) -> None:
     """Refuse requests to a server on loopback if the Host header names another machine.
 
-    Such a request can come from a website that resolves to this address (DNS rebinding).
+    Such a request may come from a website that changed its DNS entry to this address (DNS rebinding).
     """
     names = {"localhost", own.lower(), socket.gethostname().lower()}
     app = server.get_app()
@@ -433,8 +435,9 @@ class MetricsServer(Collector):
     Args:
         address: address to listen on.
         port: port to listen on. 0 means any free port.
-        figures: the metrics to serve.
-        changing: lock that the driver's thread holds while it changes ``figures``, which the threads of scrapes read.
+        figures: metrics to serve.
+        changing: lock that protects ``figures``. The driver's thread holds it while changing them, and scrapes hold it
+            while reading.
 
     Raises:
         Invalid: the address cannot be bound.
@@ -465,7 +468,8 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
-            self._figures.spent.go_on(time.time())  # This only advances the end of the accounting.
+            # This only extends the accounted time to the present.
+            self._figures.spent.go_on(time.time())
             return [*families(self._figures, time.time())]
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 Pure: no I/O, no clock.
 
-Under load, the exceptions and exits caused by one fault may be seconds apart: an interpreter that has loaded torch
-takes seconds to exit, and ranks are scheduled at different times.
+On a busy machine, the exceptions and exits caused by one fault may be seconds apart, because an interpreter that has
+loaded torch takes seconds to exit, and ranks are scheduled at different times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def failure_lasts(view: JobView, ending: Collection[Worker]) -> bool:
 
     Args:
         view: state of the job.
-        ending: workers that have reported an exception.
+        ending: workers that have reported an exception and may not have exited yet.
     """
     failed = view.end is not None and view.end.code != 0
     return failed or view.broken or not view.workers.keys().isdisjoint(ending)

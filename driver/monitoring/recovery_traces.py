@@ -2,8 +2,8 @@
 
 Enabled by `--opentelemetry`. The SDK is configured by its own environment variables: OTEL_EXPORTER_OTLP_ENDPOINT,
 _HEADERS and the like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
-OTEL_BSP_*. Spans wait in a bounded queue, from which a thread of the SDK sends them: the driver never waits for a
-collector, and spans that cannot be sent are lost.
+OTEL_BSP_*. Spans are stored in a bounded queue, and a thread of the SDK sends them. The driver therefore never waits
+for a collector, but spans that cannot be sent are lost.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from elastic.errors import Invalid
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-CLOSE_S = 3.0  # seconds for sending the remaining spans at the end of a job
+CLOSE_S = 3.0  # timeout in seconds for sending the remaining spans when a job ends
 INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 
 
 def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
-    """Return the phases of a recovery, each with its begin and end in milliseconds since the cause was noticed.
+    """Return the phases of a recovery, each with its start and end in milliseconds since the cause was noticed.
 
-    The duration of a phase is that of the slowest member. Until the world is published (gathered), members abort their
-    work (raised), restore their commit (restored), and wait for the world (waited). Then they create their groups
-    (formed) while the state is copied (synced), and complete their first collective. No phase extends beyond the
-    recovery.
+    The phases up to the publication of the world are: gathered, raised (members abort their work), restored (they
+    restore their commit) and waited (they wait for the world). After it, members create their groups (formed) while the
+    state is copied (synced), and complete their first collective. The duration of a phase is that of the slowest
+    member. No phase ends after the recovery.
     """
     total, phases = report.total_ms, report.phases_ms
     world = phases.get("gathered", 0.0)
@@ -55,7 +55,7 @@ class RecoveryTraces(ViewReader):
     """OpenTelemetry traces of one job, on a clock of seconds since 1970.
 
     Args:
-        processors: destinations of spans (default: those that the environment variables configure).
+        processors: span processors (default: those configured by the environment variables).
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RecoveryTraces(ViewReader):
 
 
 class ExportErrorHandler(logging.Handler):
-    """Handler that logs the SDK's first warning, for example about an unreachable collector, in the driver's log."""
+    """Handler that writes the SDK's first warning, for example about an unreachable collector, to the driver's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -161,7 +161,7 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
             )
         try:
             found.append(BatchSpanProcessor(next(iter(exporters)).load()()))
-        # The SDK raises various exceptions, for example for an invalid variable or a missing certificate.
+        # The SDK raises various types of exceptions, for example for an invalid variable or a missing certificate.
         except Exception as error:
             raise Invalid(
                 f"the OpenTelemetry exporter {wanted} (--opentelemetry) can't be created: {error}. Check its OTEL_"

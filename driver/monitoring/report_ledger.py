@@ -1,8 +1,8 @@
-"""Record of the reports of workers, which shows which are new and which workers need an acknowledgement.
+"""Record of workers' reports, which detects repeated reports and determines which acknowledgements to send.
 
 Pure: no I/O, no clock.
 
-A worker numbers its reports and repeats them if some may have been lost. See `elastic.monitoring.report_queue`.
+A worker numbers its reports, and repeats those that may have been lost. See `elastic.monitoring.report_queue`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Container
 
 from elastic.protocol.messages import Reported, ReportsTaken, Worker
 
-# A quarter of a worker's window. From this number of bytes on, reports are acknowledged immediately.
+# Number of pending bytes from which reports are acknowledged immediately. It is a quarter of a worker's send window.
 PRESSING_BYTES = 32 * 1024
 OVERHEAD_BYTES = 100
 
@@ -23,11 +23,11 @@ class ReportLedger:
         self._taken: dict[Worker, int] = {}  # number of the last accepted report of each worker
         # number of unacknowledged bytes of each worker
         self._unacknowledged: dict[Worker, int] = {}
-        # number of reports that each worker has dropped since the last reset
+        # number of reports dropped by each worker since the last reset
         self.dropped: dict[Worker, int] = {}
 
     def heard(self, worker: Worker, report: Reported) -> bool:
-        """Record a report. Return whether it is the next one of its worker.
+        """Record a report. Return whether it is the next one of its worker and must be processed.
 
         A worker repeats an accepted report if the acknowledgement was lost. After a gap, the worker sends all missing
         reports again.
@@ -50,7 +50,7 @@ class ReportLedger:
         return self._unacknowledged.get(worker, 0) >= PRESSING_BYTES
 
     def answers(self) -> list[tuple[Worker, ReportsTaken]]:
-        """Return the acknowledgements that are due, with their workers, ordered by host."""
+        """Return the acknowledgements that are due, as pairs of worker and message, ordered by host."""
         pending, self._unacknowledged = self._unacknowledged, {}
         return [(worker, ReportsTaken(self._taken.get(worker, 0))) for worker in sorted(pending)]
 

@@ -2,8 +2,8 @@
 
 Pure: no I/O, no clock.
 
-For each name, the reports of the lowest rank are shown, because the other ranks usually report the same values. When a
-series exceeds POINTS, every second point is dropped.
+For each name, only the values of the lowest reporting rank are kept, because the other ranks usually report the same.
+When a series exceeds POINTS, every second point is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES = 12
 POINTS = 2000
 TEXT = 4000  # maximum number of characters of a text
 STEP = "step"  # name under which a script reports its current step
-STEPS = "steps"  # name for the total number of steps, which is not shown as a curve
+STEPS = "steps"  # name of the total number of steps, which is not plotted
 
 
 class Series:
@@ -24,7 +24,7 @@ class Series:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # time in seconds since 1970, and value, of each point
+        # time of each point, in seconds since 1970, and its value
         self.points: list[tuple[float, float]] = []
         self.first = math.nan
         self.last = math.nan
@@ -50,8 +50,9 @@ class ReportedSeries:
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.texts: dict[str, str] = {}
-        self.steps = 0  # number of distinct steps, if the script reports its step
-        self.again = 0  # number of steps that were repeated after a return to a commit
+        self.steps = 0  # number of distinct steps that were reported
+        # number of steps that were repeated because the job returned to an earlier commit
+        self.again = 0
         self._step: float | None = None
         self._highest = -math.inf
 
@@ -69,7 +70,7 @@ class ReportedSeries:
                 self._number(rank, name, float(value), at)
 
     def shown(self) -> dict[str, Series]:
-        """Return the series to plot. Step counters are omitted, because they only serve to count repeated steps."""
+        """Return the series to plot. Step counters are omitted, because they only serve to count steps."""
         counted = (STEP, STEPS) if self.steps else ()
         return {name: each for name, each in self.series.items() if name not in counted}
 
@@ -89,7 +90,8 @@ class ReportedSeries:
     def _stepped(self, step: float) -> None:
         """Record the step that a worker reported, to count repeated steps.
 
-        A step is reported just before its commit, so a repetition of the last step alone means that no work was lost.
+        A script reports a step just before the commit. If only the last step is repeated, no committed work was lost,
+        so it is not counted.
         """
         before, self._step = self._step, step
         if step > self._highest:

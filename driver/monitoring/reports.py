@@ -1,4 +1,4 @@
-"""Delivery of workers' reports to a callback, and their acknowledgement. `report_ledger` decides which reports are new.
+"""Delivery of workers' reports to a callback, and acknowledgement of the reports. `report_ledger` detects repetitions.
 
 The callback runs in the event loop's thread, so it blocks the driver while it runs.
 """
@@ -14,7 +14,7 @@ from elastic.driver.sinks import Log
 from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked
 
-ANSWER_S = 0.05  # seconds within which workers receive acknowledgements
+ANSWER_S = 0.05  # maximum delay in seconds of acknowledgements
 DROPPED_SAID_S = 30.0  # interval between two log lines about dropped reports
 SHOWN = 200  # maximum number of characters of a report that are logged
 
@@ -23,7 +23,7 @@ SendEach = Callable[[Iterable[tuple[Worker, Message]]], object]
 
 
 class Reports:
-    """Reports of one job. All methods must be called in the event loop's thread."""
+    """Receiver of the reports of one job's workers. All methods must be called in the event loop's thread."""
 
     def __init__(self, reported: Callback | None, log: Log) -> None:
         self._reported = reported
@@ -32,8 +32,8 @@ class Reports:
         self._ledger = ReportLedger()
         self._last: dict[Worker, Report] = {}
         self._answering: asyncio.TimerHandle | None = None
-        self._raised = False  # whether an exception of the callback was logged
-        self._strange: set[str] = set()  # hosts that sent an invalid report
+        self._raised = False  # whether an exception raised by the callback was already logged
+        self._strange: set[str] = set()  # hosts from which an invalid report was received
         self._dropped_said_at = float("-inf")
 
     def serve(self, send_each: SendEach) -> None:
@@ -50,7 +50,7 @@ class Reports:
         return True
 
     def by_rank(self, places: Mapping[Worker, Place]) -> dict[int, Report]:
-        """Return the last report of each of these workers, by rank. Workers that have not reported are omitted."""
+        """Return the last report of each of these workers, by rank. Workers without a report are omitted."""
         ranks = {place.rank: worker for worker, place in places.items() if worker in self._last}
         return {rank: self._last[ranks[rank]] for rank in sorted(ranks)}
 
@@ -61,7 +61,7 @@ class Reports:
             del self._last[worker]
 
     def close(self) -> None:
-        """At the end of the job, log the dropped reports that were not logged yet."""
+        """Log the dropped reports that were not logged yet, because the job has ended."""
         if self._answering is not None:
             self._answering.cancel()
             self._answering = None
@@ -105,7 +105,7 @@ class Reports:
         self._log_dropped()
 
     def _log_dropped(self, *, always: bool = False) -> None:
-        """Log dropped reports: the first immediately, later ones in one line at intervals."""
+        """Log dropped reports: the first one immediately, later ones combined in one line at intervals."""
         dropped = self._ledger.dropped
         if not dropped:
             return

@@ -16,7 +16,7 @@ from elastic.driver.reasons import counted
 from elastic.protocol.messages import Commit
 
 Facts = Mapping[str, Any]
-# For each field of `RowBytes`, the source of a lost shard's rows in words.
+# display text for each field of `RowBytes`, which states the source of a lost shard's rows
 _ORIGINS = {
     "memory": "a copy in its new worker's memory",
     "host": "memory of its host",
@@ -26,14 +26,14 @@ _ORIGINS = {
 
 
 class ShardStatus:
-    """Newest reports on the sharded state of one job. If the job has no such state, `facts` is None."""
+    """Latest reports about the sharded state of one job. If the state is not sharded, `facts` is None."""
 
     def __init__(self) -> None:
         self._workers = 0
-        # Division of the state in the newest world of which all members trained.
+        # Division of the state in the newest world in which all members have trained.
         self._divided: ShardsDivided | None = None
         self._sealed: Commit | None = None
-        self._step: int | None = None  # step of the state at the newest sealed commit
+        self._step: int | None = None  # step counter of the state at the newest sealed commit
 
     def note(self, event: events.Event, actions: Sequence[events.Action]) -> bool:
         """Record an event and its actions. Return whether `facts` may have changed."""

@@ -1,6 +1,7 @@
-"""Stragglers of a job: the speed of each, the duration, and the end of its slow period. Pure: no I/O, no clock.
+"""Record of the stragglers of a job: the speed of each, and the duration and the end of its slow periods. Pure: no I/O,
+no clock.
 
-The driver names stragglers (`failure_detection.stragglers`) and logs each change of the list. ``explain``, the report
+`failure_detection.stragglers` detects stragglers, and the driver logs each change of the list. ``explain``, the report
 and the metrics read the same `SlowWorkers`.
 """
 
@@ -16,16 +17,16 @@ from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-KEPT = 200  # workers stored; later ones are only counted
+KEPT = 200  # number of workers stored; further stragglers are only counted
 
 
 class SlowEnd(enum.Enum):
-    """Cause of the end of a worker's last slow period."""
+    """Reason why a worker's last slow period ended."""
 
-    RECOVERED = "recovered"  # its speed exceeded the factor again
-    REPLACED = "replaced"  # by a standby (--replace-stragglers)
+    RECOVERED = "recovered"  # the worker's speed exceeded the factor again
+    REPLACED = "replaced"  # the worker was replaced by a standby (--replace-stragglers)
     LEFT = "left"  # the worker left the world for another reason, or was lost
-    WORLD_ENDED = "world ended"  # speeds are measured again in the next world
+    WORLD_ENDED = "world ended"  # a new world began, in which speeds are measured again
     JOB_ENDED = "job ended"
 
 
@@ -35,8 +36,8 @@ class SlowWorker:
 
     Args:
         since: beginning of the first period.
-        speed: lowest speed at the beginning of a period, as a share of the median of the other workers.
-        seconds: total duration of the periods that have ended, in seconds.
+        speed: lowest speed measured at the beginning of a period, as a fraction of the median of the other workers.
+        seconds: total duration of the ended periods, in seconds.
         waited_s: seconds that the other workers spent in collectives during the periods, from their reports.
         over_s: seconds that these reports cover.
         end: cause of the end of the last period, or None while it lasts.
@@ -51,10 +52,10 @@ class SlowWorker:
     waited_s: float = 0.0
     over_s: float = 0.0
     end: SlowEnd | None = None
-    began: float = 0.0  # beginning of the current period
+    began: float = 0.0  # time at which the current period began
 
     def facts(self, now: float) -> dict[str, Any]:
-        """Return the worker as JSON."""
+        """Return the fields of the worker as a dict that can be encoded as JSON."""
         lasting = now - self.began if self.end is None else 0.0
         return {
             "rank": self.rank,
@@ -109,7 +110,7 @@ class SlowWorkers(ViewReader):
                 pass
 
     def _named(self, about: Reason, now: float) -> None:
-        """Compare the driver's list of stragglers with the current ones."""
+        """Update the current stragglers from the driver's list."""
         names, speeds = str(about.facts["workers"]), str(about.facts["speeds"])
         listed = dict(zip(names.split(", "), speeds.split(", "), strict=True)) if names else {}
         found = {each: listed[str(each)] for each in self.view.ranks if str(each) in listed}

@@ -1,6 +1,6 @@
 """Extraction of the script's frames and the blocking call from the stacks of a worker. Pure: no I/O, no clock.
 
-The frames are written by Python's faulthandler, and the header by `header_of`:
+Python's faulthandler writes the frames, and `header_of` the header line before them:
 
     Training thread 4711 [python] (most recent call first):
       File ".../torch/autograd/graph.py", line 979 in _engine_run_backward
@@ -15,9 +15,9 @@ from elastic.protocol.uncaught.folded_traceback import SCRIPT, library_of
 from elastic.protocol.uncaught.sending import StackOf
 
 TRAINING = "Training thread"
-INNERMOST = 8  # maximum number of frames that are shown if none belongs to the script
-STACK = "Stack (most recent call first):"  # header that Python writes if it writes one thread
-# A script may have installed its own handler, which writes all threads.
+INNERMOST = 8  # maximum number of frames shown for a stack without a frame of the script
+STACK = "Stack (most recent call first):"  # header line if faulthandler writes a single thread
+# faulthandler output with all threads, from a handler that the script installed.
 _HEADER = re.compile(r"(Training thread|Current thread|Thread) (0x)?[0-9a-f]+ |" + re.escape(STACK))
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -31,7 +31,7 @@ def header_of(stack: StackOf) -> str:
 def training_stack(text: str) -> str:
     """Return the stack of the training thread as lines.
 
-    If no thread is marked as the training thread, return the stack of the main thread, which is the last one.
+    If no thread is marked as the training thread, return the last stack, which is that of the main thread.
     """
     threads: list[list[str]] = []
     for line in text.splitlines():

@@ -1,15 +1,15 @@
-"""Detection of training stalls: their begin, and the ranks for which the other ranks wait.
+"""Detection of training stalls, and of the ranks that cause them.
 
 Pure: no I/O, no clock.
 
-    a member waits inside a collective, or where all are to stop
+    a member waits inside a collective, or at a safepoint where all members stop
       --STALL_S, and a usual interval between collectives-->  stall: the members that do not wait are its culprits
       --ALL_WAIT_S, if every member waits-->                  stall without a culprit: the network, or different calls
     the collective completes, a culprit is killed or exits, the world fails, the job ends  -->  over
 
-A stall begins when the first member began to wait, not when the stall was detected. A member in a phase that the script
-marks as long is not a culprit. The page, ``status``, metrics, ``explain`` and the report use the same `Stalls` object,
-an attribute of `TimeSpent`.
+The start of a stall is the time at which the first member began to wait, not the time of its detection. A member in a
+phase that the script marks as long is never a culprit. The page, ``status``, metrics, ``explain`` and the report use
+the same `Stalls` object, an attribute of `TimeSpent`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
-# Minimum wait of the other members, about the time until the driver looks up the script line.
+# Minimum wait of the other members, approximately the time until the driver requests the script line.
 STALL_S = 5.0
-# As in failure_detection.stuck: a large collective may take long without a fault.
+# As in failure_detection.stuck: a large collective may take this long without a fault.
 ALL_WAIT_S = 30.0
 CULPRITS = 8  # maximum number of culprits that are listed
 KEPT = 200  # number of past stalls that are stored individually
@@ -36,18 +36,18 @@ INTERVALS = 9  # number of reports that determine the usual interval between col
 
 
 class StallEnd(enum.Enum):
-    """The event that ended a stall."""
+    """Event that ended a stall."""
 
     RESUMED = "resumed"
     KILLED = "killed"  # the driver killed a culprit
-    LOST = "lost"  # a culprit exited by itself, or its host was lost
-    BROKEN = "broken"  # the world failed for another reason
+    LOST = "lost"  # a culprit exited without being killed by the driver, or its host was lost
+    BROKEN = "broken"  # the world failed for a reason other than the loss of a culprit
     JOB_ENDED = "job ended"
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Member for which the other members wait in a stall.
+    """Member that the other members wait for in a stall.
 
     Args:
         line: line of the script that the member executes, as ``train.py:12``. Empty if unknown.
@@ -56,7 +56,7 @@ class Culprit:
     worker: Worker
     rank: int
     line: str = ""
-    # reason why the worker cannot run, according to its agent; empty if it can run
+    # reason, reported by its agent, why the worker cannot run; empty if it can run
     frozen: str = ""
 
 
@@ -65,7 +65,7 @@ class Stall:
     """One stall of training. Times are in seconds.
 
     Args:
-        until: end of the stall, or the time of the query if ``end`` is None.
+        until: end of the stall. While it lasts (``end`` is None), the time of the query.
     """
 
     since: float
@@ -73,7 +73,7 @@ class Stall:
     culprits: tuple[Culprit, ...] = ()
     more: int = 0  # number of culprits that are not listed
     others: int = 0  # number of waiting members
-    where: str = ""  # the collective in which the first waiting member waits
+    where: str = ""  # name of the collective in which the first waiting member waits
     line: str = ""  # script line at which that member waits
     end: StallEnd | None = None
 
@@ -82,10 +82,10 @@ class Stall:
         return self.until - self.since
 
     def facts(self, offset: float = 0.0) -> dict[str, Any]:
-        """Return the stall as values for JSON.
+        """Return the fields of the stall as a dict that can be encoded as JSON.
 
         Args:
-            offset: seconds to add to each time.
+            offset: seconds to add to each time, to convert it to another clock.
         """
         return {
             "since": self.since + offset,
@@ -104,10 +104,10 @@ class Stall:
 
 @dataclass
 class OpenWait:
-    """Members that currently wait in one collective."""
+    """Wait of one or more members in the same collective that has not completed."""
 
     since: float
-    last: float  # time at which the last of the waiting members began to wait
+    last: float  # time at which the last of these members began to wait
     where: str
     line: str
     workers: set[Worker] = field(default_factory=set)
@@ -116,26 +116,26 @@ class OpenWait:
 class Stalls(ViewReader):
     """Stalls of one job.
 
-    The cost of an event does not depend on the number of members, except at the end of a world or of a wait.
+    The cost of an event does not depend on the number of members, unless a world or a wait ends.
     """
 
     def __init__(self, view: JobView) -> None:
         self.view = view
-        self._ranks: Mapping[Worker, int] = {}  # generation of the world with members that may wait
+        self._ranks: Mapping[Worker, int] = {}  # generation of the world whose members are observed
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
-        # whether the world has several members and has not failed, as far as known
+        # whether the world has several members and is not known to have failed
         self._whole = False
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}
-        self._late: dict[Worker, None] = {}  # members that do not wait and have not returned
+        self._late: dict[Worker, None] = {}  # members that neither wait nor have returned
         self._progressed_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # members in a phase that the script marks as long
-        # For each member, the script lines that it reported in the current wait, with counts, because the member may
-        # have moved before the last report.
+        # For each member, the script lines that it reported during the current wait, with counts: its last report alone
+        # may be outdated.
         self._lines: dict[Worker, Counter[str]] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
-        # Past stalls, with overlaps merged: beginnings, ends, and cumulative durations.
+        # Start times, end times and cumulative durations of past stalls, with overlapping stalls merged.
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._sums: list[float] = []
@@ -165,7 +165,7 @@ class Stalls(ViewReader):
                     self._leave(worker, now)
                     if view.trains:
                         self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
-                    # A script that is still preparing is not a culprit.
+                    # A worker whose script is still preparing is not a culprit.
                     self._late.pop(worker, None)
             case events.WorkerReturned(worker):
                 self._leave(worker, now)
@@ -173,7 +173,7 @@ class Stalls(ViewReader):
             case events.WorkerRaised(worker) | events.WorkerQuit(worker):
                 self._gone(worker, now, StallEnd.LOST)
             case events.DriverRestarted():
-                self._forget()  # Workers repeatedly report how long they have waited.
+                self._forget()  # Workers repeat this report while they wait.
             case _:
                 pass
 
@@ -186,7 +186,7 @@ class Stalls(ViewReader):
             case events.CallOffChange():
                 self._complete(("", -1), now)
             case events.PublishWorld():
-                # The world ends because of a planned change, which is not a failure.
+                # The world ends because of a planned change, so the stall did not end with a failure.
                 self._over(now, StallEnd.RESUMED)
                 self._new_world()
             case events.FinishWorld():
@@ -204,7 +204,7 @@ class Stalls(ViewReader):
             self._marked.discard(worker)
             self._progressed_at[worker] = now
         if event.inside and self._waits_in.get(worker) == key:
-            return  # The report is a repetition.
+            return  # The worker repeats its report of the same wait.
         self._leave(worker, now)
         if event.inside:
             since = now - event.waited_s
@@ -214,7 +214,7 @@ class Stalls(ViewReader):
 
     def _paced(self, event: events.WorkerPaced, now: float) -> None:
         since = now - event.over_s
-        # These collectives do not include the waiting members. They may belong to another process set.
+        # The worker completed these collectives without the waiting members, possibly in another process set.
         self._progressed_at[event.worker] = max(since, self._progressed_at.get(event.worker, since))
         if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
             self._intervals.append(event.over_s / event.collectives)
@@ -223,9 +223,9 @@ class Stalls(ViewReader):
 
     @property
     def waits_since(self) -> float | None:
-        """Return the time since which members have waited in a collective, including brief waits.
+        """Return the time at which members began to wait in the current collective, or None if no member waits.
 
-        None if no member waits.
+        Brief waits count too.
         """
         return min((wait.since for wait in self._waits.values()), default=None)
 
@@ -237,9 +237,9 @@ class Stalls(ViewReader):
         )
 
     def awaited(self, now: float) -> Stall | None:
-        """Return the current wait as a stall, however short.
+        """Return the current wait as a stall, even if it is too short for one.
 
-        None if no member waits, or if the culprits are more than half of the members.
+        None if no member waits, or if more than half of the members would be culprits.
         """
         if not self._waits or 2 * len(self._late) > len(self._ranks):
             return None
@@ -247,12 +247,12 @@ class Stalls(ViewReader):
         return self._of(wait, now, [*self._late]) if self._late else None
 
     def seconds(self, since: float, until: float, lasting: Stall | None) -> float:
-        """Return the seconds of an interval in which training stalled.
+        """Return how many seconds of an interval were spent in stalls.
 
         Args:
             since: beginning of the interval.
             until: end of the interval.
-            lasting: result of `current` at ``until``. No past stall may end later.
+            lasting: result of `current` at ``until``. No past stall may end after ``until``.
         """
         first = bisect_right(self._ends, since)
         before = self._sums[first - 1] if first else 0.0
@@ -265,7 +265,7 @@ class Stalls(ViewReader):
         return found
 
     def undecided_since(self, now: float) -> float:
-        """Return the time up to which all stalls are known. A later wait may still turn out to be a stall."""
+        """Return the time up to which all stalls are known. A wait that began later may still become a stall."""
         if self.current(now) is not None:
             return now
         return min([now, *(wait.since for wait in self._waits.values())])
@@ -281,7 +281,7 @@ class Stalls(ViewReader):
         self._marked.clear()
 
     def _enter(self, worker: Worker, key: tuple[str, int], made: OpenWait) -> None:
-        if len(self._late) == 1 and worker in self._late:  # From now on, all members wait.
+        if len(self._late) == 1 and worker in self._late:  # All members wait from now on.
             for each in self._waits.values():
                 stall = self._stall(each, made.since)
                 if stall is not None:
@@ -299,7 +299,7 @@ class Stalls(ViewReader):
     def _leave(self, worker: Worker, now: float) -> None:
         key = self._waits_in.get(worker)
         if key is not None:
-            # The other members leave the collective too, and will report this.
+            # If one member has left the collective, the others leave it as well, and report this later.
             self._complete(key, now)
 
     def _complete(self, key: tuple[str, int], now: float) -> None:
@@ -389,7 +389,7 @@ class Stalls(ViewReader):
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
         if last is not None and stall.since < last.until and last.culprits == stall.culprits:
-            # The same ranks also hold up another process set.
+            # These ranks also block another process set.
             self.past[-1] = replace(stall, since=min(last.since, stall.since))
         else:
             self.past.append(stall)
@@ -410,7 +410,11 @@ ENDS = {
 
 
 def blamed(facts: Mapping[str, Any]) -> str:
-    """Describe the culprits in a stall's facts, as ``rank 1 (h:1#1) at train.py:12``. Empty if there are none."""
+    """Describe the culprits of a stall, as ``rank 1 (h:1#1) at train.py:12``. Empty if there are none.
+
+    Args:
+        facts: result of `Stall.facts`.
+    """
     names = [
         f"rank {each['rank']} ({each['worker']})"
         + (f" at {each['line']}" if each["line"] else "")

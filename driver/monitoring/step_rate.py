@@ -1,4 +1,4 @@
-"""Optimizer steps and samples per second of a job, from the reports of its first worker.
+"""Optimizer steps and samples per second of a job, computed from the reports of one worker.
 
 Pure: no I/O, no clock.
 """
@@ -20,12 +20,12 @@ class StepRate:
         self._steps = 0
         self._batch: int | None = None
         self._reported_at: float | None = None
-        # Steps made so far: the sum of the differences between reports of the same worker.
+        # Total number of steps: the sum of the differences between successive reports of the same worker.
         self._made = 0
         self._over_s = 0.0
 
     def told(self, worker: Worker, steps: int | None, batch: int | None, now: float) -> None:
-        """Record that ``worker`` has made ``steps`` steps of ``batch`` samples each since the worker began.
+        """Record that ``worker`` has made ``steps`` steps, of ``batch`` samples each, since its start.
 
         A report of another worker, or with fewer steps than before, starts a new measurement.
         """
@@ -45,18 +45,20 @@ class StepRate:
 
     @property
     def reported_at(self) -> float | None:
-        """Return the time of the last report of a number of steps, or None."""
+        """Return the time of the last report with a number of steps, or None."""
         return self._reported_at
 
     def steps(self, now: float) -> float | None:
         """Return steps per second, or None if unknown.
 
-        While no steps are made, the rate decays to 0 as in `CommitRate.value`.
+        Without new steps, the rate decays to 0 as in `CommitRate.value`.
         """
         return self._rate.value(now)
 
     def mean(self) -> float | None:
-        """Return the steps per second of the whole job, including recoveries and stalls, or None if unknown."""
+        """Return the mean number of steps per second of the whole job, including recoveries and stalls, or None if
+        unknown.
+        """
         return self._made / self._over_s if self._over_s > 0 else None
 
     def samples(self, now: float, size: int) -> float | None:

@@ -3,8 +3,9 @@
 Pure: no I/O, no clock.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
-collective waits least in it, so the difference between two workers' means is the time that one waited for the other. A
-report is a mean over 5 to 30 s. A histogram distinguishes a rank that is always late from one that was late once.
+collective spends the least time in it, so the difference between the mean times of two workers is the time that one
+waited for the other. A report covers 5 to 30 s. The histograms of these waiting times show whether a rank is always
+late or was late once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 
 @dataclass
 class Histogram:
-    """Histogram of durations: for each of ``bounds``, in seconds, the number of values up to it, and the number of
-    larger values.
+    """Histogram of durations, with one bucket for each upper bound in ``bounds`` (in seconds), and one for larger
+    values.
     """
 
     bounds: tuple[float, ...]
@@ -46,14 +47,14 @@ class Histogram:
 class StragglerWaits:
     """How long the members of one job wait for the slowest member.
 
-    The cost of a report is constant, except for reports of the worker that waits least.
+    A report takes constant time, except for reports of the worker that waits least.
     """
 
     def __init__(self) -> None:
         self.by_worker: dict[Worker, Histogram] = {}
         # mean seconds per collective of each worker in the current world
         self._means: dict[Worker, float] = {}
-        self._last: Worker | None = None  # the worker that waits least
+        self._last: Worker | None = None  # the worker that waits least, which is the slowest
 
     def new_world(self) -> None:
         self._means.clear()

@@ -1,7 +1,7 @@
 """TensorBoard scalars of workers' reports, recoveries and world sizes.
 
-tensorboardX writes the scalars in a thread of its own. The driver never waits for the disk, and scalars that cannot be
-written in time are lost.
+A separate thread writes the scalars with tensorboardX. The driver therefore never waits for the disk, but scalars that
+cannot be written in time are lost.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 INSTALL = "pip install 'hvd-elastic[tensorboard]'"
-MOST = 10_000  # maximum number of scalars that wait to be written
+MOST = 10_000  # maximum number of scalars waiting to be written
 FLUSH_S = 2.0
-CLOSE_S = 3.0  # seconds for writing the remaining scalars at the end of a job
-# Folder of the driver's own measurements. Each rank that reports has a folder of its own.
+CLOSE_S = 3.0  # timeout in seconds for writing the remaining scalars when a job ends
+# Folder for the driver's own measurements. The values of each rank are written to a folder for that rank.
 JOB = "job"
 
 
@@ -37,7 +37,7 @@ class Scalar(NamedTuple):
     """One point of a curve in TensorBoard.
 
     Args:
-        run: subfolder of the curve's file.
+        run: name of the subfolder that contains the curve's file.
         at: time of the point, in seconds since 1970.
     """
 
@@ -49,15 +49,15 @@ class Scalar(NamedTuple):
 
 
 class ScalarsOfReports:
-    """Conversion of a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
+    """Converter of a job's reports to TensorBoard scalars. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}  # number of reports of each rank
+        self._counts: dict[int, int] = {}  # number of reports received from each rank
 
     def of(self, report: Report) -> list[Scalar]:
-        """Return the numbers of a report as scalars. A number in nested dicts is named ``outer/inner``.
+        """Convert a worker's report to scalars. A number in nested dicts is named ``outer/inner``.
 
-        The step of each scalar is the value reported as ``step``, or else the number of the rank's report.
+        The step of each scalar is the value reported as ``step``, or otherwise the number of reports from this rank.
         """
         count = self._counts[report.rank] = self._counts.get(report.rank, -1) + 1
         reported_step = report.metrics.get(STEP)
@@ -101,7 +101,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 class TensorBoard(ViewReader):
-    """Writer of the scalars of one job below ``folder``.
+    """Writer of TensorBoard scalars to subfolders of ``folder``.
 
     Raises:
         Invalid: tensorboardX is not installed.
@@ -172,7 +172,7 @@ class TensorBoard(ViewReader):
             self._trouble = self._trouble or str(error)
 
     def _add(self, scalar: Scalar) -> None:
-        # Imported in this thread, because the import takes seconds.
+        # The import takes seconds, so it runs in this thread and not in the driver's.
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event

@@ -2,15 +2,14 @@
 
 Pure: no I/O, no clock.
 
-A worker reports how it spent its time since ``init()``. This module adds the remaining time. From its start to
-``init()``, a worker is joining. From its last report to its exit, it continues its last activity. A worker that died
-cannot report how much training it lost. The first survivor of its world lost the same time; if all workers died, it is
-the training time since the newest checkpoint. The parts of a worker therefore sum to the time from its start to its
-exit.
+A worker reports how it has spent its time since ``init()``. This module accounts for the remaining time. The time from
+a worker's start to ``init()`` counts as joining. The time from its last report to its exit counts for the activity in
+that report. A worker that died cannot report how much training it lost. Its lost time is assumed to equal that of the
+first survivor of its world or, if all workers died, the training time since the newest checkpoint. The parts of a
+worker therefore sum to the time from its start to its exit.
 
-A worker that trains alternates between the parts of a step. The time since its last report is therefore not attributed
-entirely to its activity at that moment, such as a commit of a millisecond. It is divided in the proportions measured
-between two reports of this worker, or of another one.
+While training, a worker alternates between the parts of a step. The time since its last report is therefore divided
+among these parts, in the proportions measured between two reports of this worker or of another.
 
 Time in which the world stalled (see `stalls`) is counted as stalled instead of as training, waiting for data or lost,
 both for workers and for the job.
@@ -40,17 +39,17 @@ STRETCHES: tuple[Stretch, ...] = (
     "changing",
     "ending",
 )
-SHOWN = 32  # maximum number of workers in a summary
+SHOWN = 32  # maximum number of workers listed in a summary
 IN_STEPS: tuple[Part, ...] = ("training", "committing", "data")  # parts of each step
-# Minimum interval between two reports in seconds. Proportions of a shorter one are unreliable.
+# Minimum interval in seconds between two reports from which proportions are computed. Shorter ones are inaccurate.
 MEASURED_S = 1.0
-LEAST_S = 0.005  # smaller values are displayed as 0.00
-# Number of exited workers that are listed individually, up to twice as many. Older ones are aggregated.
+LEAST_S = 0.005  # smaller values would be displayed as 0.00
+# Number of exited workers listed individually. When there are twice as many, the older ones are aggregated.
 KEPT = 100
 
 
 class Seconds(Times):  # type: ignore[misc]  # a struct is as frozen as its base
-    """Seconds of a worker by part, as reported, with the stalled time separated."""
+    """Seconds that a worker spent on each part, as reported, without the time in stalls."""
 
     stalled: float = 0.0
 
@@ -69,19 +68,21 @@ class Spent:
     said_at: float | None = None
     doing: Part = "joining"
     generation: int = 0  # generation of the worker's last world
-    joined: int = 0  # generation of the first world in which the worker trains
+    joined: int = 0  # generation of the first world in which the worker took part
     trains_since: float | None = None  # time at which that world was published
-    lost: float = 0.0  # lost seconds in addition to those that the worker reported
-    # stalled seconds, by the activity that the worker reported
+    lost: float = 0.0  # lost seconds that are not included in the worker's reports
+    # seconds in stalls, by the activity that the worker reported
     stalled: dict[str, float] = field(default_factory=dict)
-    stalled_last: float = 0.0  # stalled seconds since the worker's last report in its last world
-    stalled_to: float = math.inf  # time up to which stalls are counted; inf outside a world
-    steps: Mapping[str, float] | None = None  # seconds by part of its steps, between two reports
+    stalled_last: float = 0.0  # seconds in stalls since the worker's last report in its last world
+    # time up to which stalls were counted; inf while the worker is in no world
+    stalled_to: float = math.inf
+    # seconds spent on each part of a step between two reports
+    steps: Mapping[str, float] | None = None
 
     def counts(self, report: Times, seconds: float) -> None:
-        """Attribute stalled time to the parts of a new report.
+        """Subtract stalled time from the parts in a new report.
 
-        The time is taken first from lost time, because no commits are made in a stall, and then from the largest parts.
+        It is subtracted from lost time first, because no commits are made in a stall, and then from the largest parts.
 
         Args:
             report: the new report of the worker.
@@ -91,7 +92,8 @@ class Spent:
             return
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(report)
         parts = {part: after[part] - before[part] for part in after}
-        # The worker returned to an earlier commit, so the stall counts as lost time.
+        # If a part has decreased, the worker returned to an earlier commit, so stalled time in that part becomes lost
+        # time.
         for part, more in parts.items():
             moved = min(self.stalled.get(part, 0.0), max(0.0, -more))
             if moved:
@@ -103,13 +105,13 @@ class Spent:
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
-        if seconds > 0:  # Part of a stall was not known at the worker's last report.
+        if seconds > 0:  # A part of the stall was not known yet at the worker's last report.
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
-        """Return the shares of the parts in the worker's steps since its last report.
+        """Return the share of each part in the worker's time since its last report.
 
-        Return None if the worker did not train the whole time, or if the time is too short.
+        Return None if the worker did not train during the whole time, or if the time is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -126,7 +128,7 @@ class Spent:
         Args:
             now: current time on the driver's clock.
             stalled_s: stalled seconds since the worker's last report.
-            steps: result of `measured` for another worker. Used if this worker has not reported enough itself.
+            steps: result of `measured` for another worker, used if this worker has no measurement.
         """
         parts = msgspec.structs.asdict(self.said)
         end = now if self.ended is None else self.ended
@@ -135,10 +137,10 @@ class Spent:
         known_to = end if known_to is None else known_to
         parts["joining"] += max(0.0, known_to - self.began - sum(parts.values()))
         since = max(0.0, end - known_to)
-        if doing in IN_STEPS:  # During a stall, the worker stayed in one part of a step.
+        if doing in IN_STEPS:  # During a stall, the worker remained in one part of a step.
             held = min(since, stalled_s + self.stalled_last)
             parts[doing] += held
-            # A commit takes only a moment, so most of the time was training.
+            # A commit takes very little time, so most of the time was spent training.
             rest = "training" if doing == "committing" else doing
             shares = self.steps or steps or {rest: 1.0}
             for part, share in shares.items():
@@ -150,7 +152,7 @@ class Spent:
         parts["lost"] += lost
         stalled = defaultdict[str, float](float, self.stalled)
         stalled[doing] += stalled_s
-        # No commit was made in the worker's last stall.
+        # No commit was made during the last stall of the worker.
         again = min(lost, self.stalled_last, stalled[doing])
         stalled[doing] -= again
         stalled["lost"] += again
@@ -180,17 +182,17 @@ class TimeSpent(ViewReader):
         self.stalls = Stalls(view)
         self.running: dict[Worker, Spent] = {}
         self.gone: list[Spent] = []
-        self.older = Seconds()  # total of exited workers that are no longer listed
+        self.older = Seconds()  # sum over the exited workers that are no longer listed
         self.older_count = 0
         self.job: dict[Stretch, float] = dict.fromkeys(STRETCHES, 0.0)
         self.count: dict[Stretch, int] = dict.fromkeys(STRETCHES, 0)
         self.now = 0.0  # time of the latest event
         self._stretch: Stretch = "starting"
         self._since: float | None = None
-        self._trained = False  # whether any worker was in elastic.run
-        # parts of a step, from the last worker that reported them
+        self._trained = False  # whether any worker has been in elastic.run
+        # proportions of the parts of a step, from the last worker that reported them
         self._steps: Mapping[str, float] | None = None
-        self._died: list[Spent] = []  # dead workers whose lost time is not known yet
+        self._died: list[Spent] = []  # dead workers whose lost time is still unknown
         view.follow(self)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
@@ -206,22 +208,22 @@ class TimeSpent(ViewReader):
                 if worker in self.view.ranks and self._stretch == "training":
                     self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
-                # Since when the job trained under the previous driver is unknown, so all of it counts as training.
+                # It is unknown when training under the previous driver began, so the whole time counts as training.
                 self._stretch = "starting" if self.view.prepares else "training"
             case _:
                 pass
 
     def go_on(self, now: float) -> None:
-        """Count the time up to ``now`` without an event.
+        """Account for the time up to ``now``, although no event has occurred.
 
-        Time after the end of the job and all its workers does not count.
+        Time after the end of the job and of all its workers does not count.
         """
         if self._since is not None and not self.over:
             self.now = max(self.now, now)
 
     @property
     def over(self) -> bool:
-        """Return whether the job and all its workers have ended, so that the numbers are final."""
+        """Return whether the job and all its workers have ended, so that the times are final."""
         return self._stretch == "ending" and not self.running
 
     def decided(self, action: events.Action, now: float) -> None:
@@ -246,7 +248,7 @@ class TimeSpent(ViewReader):
                         spent.joined, spent.trains_since = generation, now
                 if self._stretch == "starting":
                     self._begin("training", now)
-            # The same interval as in the log: a recovery lasts until all members train again.
+            # As in the log, a recovery lasts until all members train again.
             case events.ReportRecovery() if self._stretch in ("recovering", "changing"):
                 self._begin("training", now)
             case events.EndJob():
@@ -278,12 +280,12 @@ class TimeSpent(ViewReader):
         spent = self.running.get(event.worker)
         if spent is None:
             if event.worker not in self.view.workers:
-                return  # The report arrived after the worker's host was given up.
-            # The worker was started under the previous driver, at an unknown time.
+                return  # The report arrived after the driver had given up the worker's host.
+            # The worker was started under the previous driver, so the time of its start is computed from its report.
             age = sum(msgspec.structs.astuple(event.times))
             spent = self.running[event.worker] = Spent(event.worker, now - age)
             spent.joined = spent.generation = event.generation
-            if event.generation:  # Workers that wait for their first world do not count.
+            if event.generation:  # A worker that waits for its first world has not trained.
                 self._trained = True
                 spent.stalled_to = spent.began
         self._count_stalls(spent, event.times, now)
@@ -330,9 +332,9 @@ class TimeSpent(ViewReader):
             del self.gone[:KEPT]
 
     def _all_exited(self) -> None:
-        """Record the loss of all commits in memory.
+        """Record that all commits in memory are lost.
 
-        Training since the newest checkpoint, or since the beginning, must be repeated.
+        Training must be repeated from the newest checkpoint, or from the beginning if there is none.
         """
         for dead in self._died:
             assert dead.ended is not None
@@ -344,7 +346,7 @@ class TimeSpent(ViewReader):
     # ---- queries: up to the latest event ---------------------------------------------------------------------------
 
     def stretches(self) -> dict[Stretch, float]:
-        """Return the job's seconds by stretch. They sum to the time since this driver's first event."""
+        """Return the job's seconds in each stretch. Their sum is the time since this driver's first event."""
         job = dict(self.job)
         if self._since is not None:
             stalled = self._stalled_s(self._since, self.now)
@@ -358,7 +360,7 @@ class TimeSpent(ViewReader):
         return self.stalls.current(self.now)
 
     def workers(self) -> list[tuple[Spent, Seconds]]:
-        """Return the times of each listed worker, in the order of their starts."""
+        """Return the times of each individually listed worker, in the order of their starts."""
         ordered = sorted([*self.gone, *self.running.values()], key=lambda each: each.began)
         now, lasting = self.now, self.stall
         found: list[tuple[Spent, Seconds]] = []
@@ -369,7 +371,7 @@ class TimeSpent(ViewReader):
         return found
 
     def total(self) -> Seconds:
-        """Return the sum of the seconds of all workers by part."""
+        """Return the seconds of all workers together, by part."""
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
@@ -398,7 +400,7 @@ WORDS: dict[Stretch, str] = {
 
 
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
-    """Return the summary of the time as lines of a table, with up to SHOWN workers.
+    """Return a table of the time spent, as lines of text, with up to SHOWN workers.
 
     Args:
         spent: time of the job and its workers.
@@ -435,7 +437,7 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    # A recovery takes less than 0.1 s, so two decimals are shown.
+    # Two decimals are shown, because a recovery takes less than 0.1 s.
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 

@@ -1,7 +1,7 @@
 """Timeline of a job: ranks of workers, the driver's events and actions, and the workers' own records.
 
-Converts records to text. Pure: times are passed as arguments, in nanoseconds on the driver's monotonic clock, and the
-results are events as JSON, to be written in this order. The viewer shows the driver as a process with these rows:
+Converts records to trace events in JSON, which must be written in order. Pure: times are arguments, in nanoseconds on
+the driver's monotonic clock. The viewer shows the driver as a process with these rows:
 
     generations   a span for each world, from its publication to its end
     recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
@@ -9,8 +9,8 @@ results are events as JSON, to be written in this order. The viewer shows the dr
     changes       planned changes, from the request to the new world or the cancellation
     warnings      warnings and errors of the log
 
-Each worker is a process named after its last rank. It has a row ``world`` for its ranks, and the rows that the worker
-recorded. A new incarnation is another process.
+Each incarnation of a worker is a process, named after its last rank. It has a row ``world`` with its ranks, and the
+rows that the worker recorded.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from elastic.protocol.messages import Worker
 from elastic.protocol.trace_format import TraceFormat
 
 DRIVER = "driver"
-WORLD = "world"  # name of a worker's row with its ranks
+WORLD = "world"  # name of the row with a worker's ranks
 MEMBERS_SHOWN = 64
 
 
 class Timeline:
     """Timeline of one job, written to one or several files.
 
-    The timeline runs in a separate thread, so the state of the view at the time of a call is passed as arguments.
+    The methods run in a separate thread, so the required state of the view is passed to them as arguments.
     """
 
     def __init__(self) -> None:
         self._format = TraceFormat(0, 0)
-        # for each process and row, the name of the open span
+        # name of the open span of each process and row
         self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0
 
@@ -66,7 +66,7 @@ class Timeline:
 
         Args:
             worker: the worker.
-            message: its records.
+            message: the worker's records.
             ranks: ranks of the workers in the newest world.
         """
         key = str(worker)

@@ -1,4 +1,4 @@
-"""Collection of the trace records of all workers in one file, which a separate thread writes.
+"""Collection of the trace records of all workers into one file, written by a separate thread.
 
     nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
     recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records
@@ -29,9 +29,10 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 from elastic.protocol.trace_file import TraceFile, is_free
 
-END_S = 2.0  # Seconds for workers to send the remaining records. A frozen worker sends none.
-CLOSE_S = 10.0  # seconds for the last write
-WAITING_LIMIT = 500_000  # maximum number of records that wait to be written
+# Timeout in seconds for workers to send their remaining records. A frozen worker sends none.
+END_S = 2.0
+CLOSE_S = 10.0  # timeout in seconds for the last write
+WAITING_LIMIT = 500_000  # maximum number of records waiting to be written
 AT_ONCE = 64  # maximum number of messages in one write
 
 Send = Callable[[Worker, Message], object]
@@ -39,7 +40,7 @@ Send = Callable[[Worker, Message], object]
 
 @dataclass
 class _Ending:
-    """State of a timeline that is ending: the workers from which records are awaited, and pending requests."""
+    """Timeline that is ending: the workers whose records are awaited, and pending requests."""
 
     awaited: set[Worker]
     asked: list[tuple[Worker, int]] = field(default_factory=list)
@@ -55,11 +56,11 @@ class Tracing(ViewReader):
         self._view = view
         self._send: Send = lambda worker, message: None
         self._workers: set[Worker] = set()  # connected workers
-        self._number = 0  # number of the newest timeline
+        self._number = 0  # sequence number of the newest timeline
         self._path = ""  # file of the current timeline, or empty if none is recorded
         self._mark_cycles = False
         self._ending: _Ending | None = None
-        self._waiting = 0  # number of records that wait to be written
+        self._waiting = 0  # number of records waiting to be written
         self._timeline = Timeline()
         self._writer: _Writer | None = None
         view.follow(self)
@@ -80,7 +81,7 @@ class Tracing(ViewReader):
             self._announce(worker)
 
     def serve(self, send: Send) -> None:
-        """Set the function that sends messages to workers. Called once the server runs."""
+        """Set the function that sends messages to workers. Call this after the server has started."""
         self._send = send
         if self._writer is not None:
             self._writer.start()
@@ -116,7 +117,7 @@ class Tracing(ViewReader):
         return True
 
     def gone(self, worker: Worker) -> None:
-        """Handle the end of a worker's connection."""
+        """Handle the loss of a worker's connection."""
         self._workers.discard(worker)
         self._complete(worker, self._number)
 
@@ -125,7 +126,7 @@ class Tracing(ViewReader):
 
     def _traced(self, worker: Worker, message: messages.Traced) -> None:
         if message.timeline != self._number or not self._path or self._writer is None:
-            return  # The message belongs to a previous timeline, for which no answer is expected.
+            return  # The message belongs to a previous timeline, which is no longer recorded.
         if self._waiting > WAITING_LIMIT:
             lost = message.dropped + len(message.records)
             message = messages.Traced(message.timeline, message.offset_ns, [], lost)
@@ -239,12 +240,12 @@ class _Writer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._file: TraceFile | None = None
-        self._number = 0  # number of the file, as counted by `Tracing`
+        self._number = 0  # sequence number of the file's timeline, see `Tracing`
         self._over = False
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Must be called in the event loop, in which the thread's callbacks run."""
+        """Start the thread. Must be called in the event loop, which runs the thread's callbacks."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
@@ -258,7 +259,7 @@ class _Writer:
             return self._timeline.begin(now_ns, epoch_us, world)
 
         self._jobs.put(_Job(opened, first=True))
-        # If no event loop is running, `serve` starts the thread.
+        # Without a running event loop, `serve` starts the thread later.
         with contextlib.suppress(RuntimeError):
             self.start()
 
@@ -268,8 +269,9 @@ class _Writer:
         """Queue lines for the file.
 
         Args:
-            lines: called in the thread. Returns the lines.
-            taken: the worker to notify when the lines are written, and the numbers to send to it. None means no worker.
+            lines: function that returns the lines. It is called in the writing thread.
+            taken: the worker to notify after the lines are written, the number of the timeline and the number of
+                records. None if no worker is notified.
         """
         self._jobs.put(_Job(lines, taken))
 
@@ -279,7 +281,7 @@ class _Writer:
         self._jobs.put(_Job(lambda: self._timeline.end(now_ns), done=done, last=True))
 
     def close(self) -> None:
-        """Block until everything is written, for at most CLOSE_S seconds."""
+        """Wait until everything is written, for at most CLOSE_S seconds."""
         if self._loop is None:
             return
         self.end(None)
@@ -325,7 +327,7 @@ class _Writer:
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
             self._loop.call_soon_threadsafe(function, *arguments)
 
 

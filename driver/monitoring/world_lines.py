@@ -9,8 +9,8 @@ from elastic.driver.monitoring.shard_status import recovery_facts, source_senten
 from elastic.driver.reasons import ReasonKind, because, counted
 
 _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
-LONG_S = 5.0  # duration of a start from which its parts are logged
-SHORT_S = 0.5  # duration of a part below which it is not logged
+LONG_S = 5.0  # Minimum duration of a job's start, in seconds, for which its parts are logged
+SHORT_S = 0.5  # minimum duration of a part that is logged, in seconds
 
 
 @dataclass
@@ -19,8 +19,9 @@ class JobStart:
 
     Args:
         began: time at which the driver ordered the first workers.
-        connected: time of the first world, for which all of its workers had called init(), or None before it.
-        entered: time of the newest world, which is the first one in elastic.run when training begins.
+        connected: time at which the first world was published, when all its workers had called init(). None before.
+        entered: time at which the newest world was published. When training begins, this is the first world in
+            elastic.run.
     """
 
     began: float
@@ -33,7 +34,9 @@ class JobStart:
         self.entered = now
 
     def parts(self, now: float) -> list[tuple[str, float]]:
-        """Return the parts of the start of a job that trains since ``now``, in order: the end of each, and seconds."""
+        """Return the parts of the start of a job that began to train at ``now``, in order: the description and seconds
+        of each.
+        """
         parts = [("a step", now - (self.entered or self.began))]
         if self.connected is not None and self.entered is not None:
             if self.entered > self.connected:
@@ -46,7 +49,7 @@ def start_line(report: ReportRecovery, start: JobStart, now: float) -> str:
     """Return the log line about the start of training, for example ``training started after 78 s with 2 workers: 71 s
     to init(), 5.1 s to elastic.run, 1.7 s to a step``.
 
-    Short parts are omitted, and all parts of a short start.
+    Short parts are omitted. If the whole start was short, all parts are omitted.
     """
     total_s = now - start.began
     text = f"training started after {_s(total_s)} with {counted(report.size, 'worker')}"
@@ -59,8 +62,8 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
 
     Args:
         world: the new world.
-        before: the previous log line. If it ends with the same cause, the new line does not repeat the cause.
-        wanted: value of -np.
+        before: the previous log line. If it ends with the same cause, the cause is not repeated.
+        wanted: number of workers given by -np.
         slots: number of listed slots.
     """
     size, reason = len(world.members), world.reason
@@ -82,8 +85,8 @@ def recovery_line(
 
     Args:
         report: the recovery.
-        held: whether a member held a commit. Every survivor holds a commit that all members of the previous world made.
-        committed: whether any commit was made in this job. Without one, members hold the initial state.
+        held: whether a member held a commit.
+        committed: whether any commit was made in this job. Otherwise members hold the initial state.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")

@@ -36,7 +36,7 @@ from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Worker
 
 INCIDENTS = 5000  # maximum number of stored incidents; later ones are only counted
-# maximum number of stored operator requests, and of removed workers that were killed; later ones are dropped
+# maximum number of stored operator requests, and of stored removals that ended with a kill; later ones are dropped
 REQUESTS = 24
 SILENCES = 24  # maximum number of stored etcd outages; later ones are only counted
 TRACES = 20  # maximum number of distinct tracebacks that are stored
@@ -47,7 +47,7 @@ TRACE = 20_000  # maximum number of characters of a traceback
 class Incident:
     """Incident in a job: a failure and the recovery from it.
 
-    Times are seconds on the journal's clock.
+    Times are in seconds on the journal's clock.
 
     Args:
         size: size of the world before the incident.
@@ -59,10 +59,11 @@ class Incident:
     broke: Reason | None = None
     size: int = 0
     size_after: int | None = None
-    newest: Commit | None = None  # newest known commit at the beginning of the incident
-    newest_step: int | None = None  # step of the state at that commit, or None
+    newest: Commit | None = None  # newest known commit when the incident began
+    # the state's step counter at that commit, or None if it has none
+    newest_step: int | None = None
     commit: Commit | None = None  # commit from which training resumed
-    step: int | None = None  # step of the state at that commit, or None
+    step: int | None = None  # the state's step counter at that commit, or None if it has none
     from_checkpoint: bool = False
     uncommitted: bool = False  # training restarted from the initial state
     recovered_ms: float | None = None  # from the cause to the first collective of all members
@@ -70,16 +71,16 @@ class Incident:
     copied_bytes: int = 0
     # partition of the sharded state after the incident, or None
     shards: events.ShardsDivided | None = None
-    ended: bool = False  # the incident ended the job
+    ended: bool = False  # whether the incident ended the job
 
     @property
     def spoilt(self) -> bool:
-        """Return whether damaged memory of one worker corrupted the commits of all workers."""
+        """Return whether one worker's damaged memory corrupted the commits of all workers."""
         return self.broke is not None and self.broke.kind is ReasonKind.SPOILT
 
     @property
     def first(self) -> Death | None:
-        """Return the first loss that was not a consequence of another worker's loss."""
+        """Return the first loss that was not caused by the loss of another worker."""
         own = [death for death in self.deaths if death.cause not in FOLLOWS]
         return min(own or self.deaths, key=lambda death: death.at, default=None)
 
@@ -106,7 +107,7 @@ class Planned:
 
 
 class JobHistory(ViewReader):
-    """History of one job. ``spent`` contains the same numbers as the final summary of elasticrun.
+    """History of one job. ``spent`` accounts for the time, as in the final summary of elasticrun.
 
     Attributes:
         begins: the checkpoint from which the job begins, or None.
@@ -128,13 +129,13 @@ class JobHistory(ViewReader):
         # Start of the first world in elastic.run, or of the first world in a fixed-size job.
         self.trained_at: float | None = None
         self.end_at = 0.0
-        # loss of a process that failed after training had succeeded
+        # loss of a worker that failed after training had succeeded
         self.after: Death | None = None
         # The training function itself raised after the other workers had returned, so training had not ended on this
         # worker.
         self.after_raised = False
-        self.stop: str | None = None  # reason of a stop request, or None
-        # operator requests, and whether each was carried out
+        self.stop: str | None = None  # reason for the stop request, or None if there was none
+        # operator requests, each with whether it was carried out
         self.requests: list[tuple[float, events.Event, bool]] = []
         # workers that were removed but did not exit and were killed: time, and reasons for removal and kill
         self.overdue: list[tuple[float, Worker, Reason, Reason]] = []
@@ -153,7 +154,7 @@ class JobHistory(ViewReader):
         self._going: dict[Worker, Reason] = {}
         self._open: Incident | None = None
         self._traces: set[str] = set()
-        self._running = False  # whether the current world is in elastic.run
+        self._running = False  # whether the current world is a world of elastic.run
         self._event: events.Event = events.TimePassed()  # the last event
         self.view.follow(self)
 
@@ -165,7 +166,8 @@ class JobHistory(ViewReader):
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def adopted(self, now: float) -> None:
-        self.begins = None  # The workers hold newer commits than the start checkpoint.
+        # After a driver failover, workers hold commits newer than the start checkpoint.
+        self.begins = None
         self.began = self.last = now
         self.hosts.update(worker.host for worker in self.view.workers)
         self.largest = len(self.view.ranks)

@@ -35,7 +35,7 @@ _HINTS = {
 }
 # Maximum length of a line in bytes. A snapshot of 100,000 workers takes about 50 MB.
 LINE_LIMIT = 256 << 20
-NO_JOURNAL = 100  # a file that begins with this many invalid lines is not a journal
+NO_JOURNAL = 100  # number of invalid lines at the beginning after which the file is rejected
 
 
 @dataclass
@@ -71,8 +71,8 @@ class JournalEntries:
     """Iterator over the entries of a journal with their actions. If an archived journal omits the actions, they are
     recomputed.
 
-    Must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first entry, if
-    the file cannot be read or is not a journal.
+    The iterator must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first
+    entry, if the file cannot be read or is not a journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class JournalEntries:
             self._file.close()
             raise
         self.reading = JournalReading(header, settings, _offset(header))
-        self._membership: Membership | None = None  # membership that recomputes omitted actions
+        self._membership: Membership | None = None  # membership that recomputes the omitted actions
         self._read = self._left_out = 0
         self._torn = self._middle = False
 
@@ -180,7 +180,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _is_written(file: BinaryIO) -> bool | None:
-    """Return whether a driver holds the lock on the file, or None if the file system has no locks."""
+    """Return whether a driver holds the lock on the file, or None if the file system does not support locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -211,7 +211,7 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     try:
         return header, Settings(**header.settings)
     except (TypeError, Invalid):
-        # The journal has another version, but its events can still be reported.
+        # The journal has another version, but its events can be reported.
         return header, None
 
 

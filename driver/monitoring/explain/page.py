@@ -50,7 +50,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class PageJob:
-    """Contents of a report page.
+    """Data shown on a report page.
 
     Args:
         offset: seconds to add to the times of the history to obtain seconds since 1970, or None if unknown.
@@ -65,7 +65,7 @@ class PageJob:
 
 
 def page(job: PageJob) -> str:
-    """Return the report page as the text of an HTML file."""
+    """Render the report page as the text of an HTML file."""
     script = _text("../charts.js") + _text("report.js")
     grouped = sections(job.findings)
     began = job.story.began or 0.0
@@ -85,7 +85,7 @@ def _text(name: str) -> str:
 
 
 def _embedded(value: Any) -> str:
-    """Encode a value as JSON that cannot end the HTML element around it."""
+    """Encode a value as JSON that is safe inside an HTML element, because it cannot close the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -1,4 +1,4 @@
-"""Report on a running job, written as a page at the end of the job. Performs I/O."""
+"""Report page about a job, written by its driver when the job ends. Performs I/O."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check_replaceable(file: Path, beginning: str) -> None:
 
     Args:
         file: path of the new file.
-        beginning: the first characters of the new file, by which an earlier file of the same kind is recognized.
+        beginning: the first characters of the new file, which identify its kind.
     """
     if file.is_dir() or not file.exists():
         return
