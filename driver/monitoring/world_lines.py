@@ -34,8 +34,8 @@ class JobStart:
         self.entered = now
 
     def parts(self, now: float) -> list[tuple[str, float]]:
-        """Return the parts of the start of a job that began to train at ``now``, in order: the description and seconds
-        of each.
+        """Return the parts of a job's start, given that training began at ``now``: the name of each part's end, and its
+        seconds.
         """
         parts = [("a step", now - (self.entered or self.began))]
         if self.connected is not None and self.entered is not None:

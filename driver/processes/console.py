@@ -28,7 +28,7 @@ COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 class WriterThread:
     """Queue of writes, with a thread that performs them in order. ``put`` is thread-safe.
 
-    ``failed`` is called in the writing thread the first time a write fails.
+    ``failed`` is called in the writing thread when a write fails for the first time.
     """
 
     def __init__(self, name: str, failed: Callable[[str], None], limit: int = QUEUE_LIMIT) -> None:
@@ -74,7 +74,7 @@ class WriterThread:
         """Wait as `wait` does, then end the thread. Later writes are discarded."""
         try:
             complete = self.wait(timeout_s)
-        finally:  # Ctrl-C may end the wait.
+        finally:  # Ctrl-C ends the wait.
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
@@ -123,9 +123,9 @@ class WriterThread:
 
 
 def write_to(stream: TextIO | None) -> Write:
-    """Return a function that writes to a stream such as sys.stdout, through its descriptor if possible.
+    """Return a function that writes to a stream such as sys.stdout, through its file descriptor if possible.
 
-    If the stream is None, the function drops everything. sys.stdout is None if a daemon or a batch system closed it
+    If the stream is None, the function discards the data. sys.stdout is None if a daemon or a batch system closed it
     before Python started. The descriptor is used because a thread that blocks in the lock of a Python stream makes the
     interpreter fail at exit, while a thread that blocks in the system call does not.
     """
@@ -146,7 +146,8 @@ def write_to(stream: TextIO | None) -> Write:
         while rest:
             try:
                 rest = rest[os.write(fd, rest) :]
-            except BlockingIOError:  # Another process has made the terminal nonblocking.
+            except BlockingIOError:
+                # The terminal is nonblocking because another process changed its mode.
                 select.select([], [fd], [], 1.0)
 
     return write_fd
@@ -168,13 +169,13 @@ def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Wri
 def replace_closed_streams() -> None:
     """Open /dev/null for each standard stream that was closed before Python started, as in some batch systems.
 
-    Otherwise the next file or socket would get descriptor 2 and receive the output for stderr.
+    Otherwise the next file or socket could get descriptor 2 and receive the output for stderr.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            # The new file gets the lowest free descriptor, which is the closed one.
+            # The new file gets the lowest free descriptor, which is that of the closed stream.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(fd, True)
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115

@@ -69,7 +69,7 @@ class HealthCheckRun:
 
     Args:
         done: called once with the result, unless the check is cancelled first.
-        reaped: called with the process ID when the check's process was reaped.
+        reaped: called with the process ID after the check's process has been reaped.
     """
 
     def __init__(
@@ -148,7 +148,9 @@ class HealthCheckRun:
         return bool(data)
 
     def _late(self, limit_s: float) -> None:
-        """Report the timeout immediately, because a process that hangs in the kernel may survive SIGKILL."""
+        """Report the timeout without waiting for the exit, because a process that hangs in the kernel may survive
+        SIGKILL.
+        """
         self._end(HealthOutcome.TIMED_OUT, None, self._last_line() or f"no result in {limit_s:g} s")
         self._kill()
 

@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-PAUSE_S = 1.0  # A longer gap between two checks means that the observer was paused.
+PAUSE_S = 1.0  # If two checks are further apart than this, the observer was paused.
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class LivenessTimeouts(Generic[Key]):
-    """Liveness timeouts of equal length, one for each key. Times are in seconds on the caller's clock."""
+    """Liveness timeouts of the same length, one for each key. Times are in seconds on the caller's clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -59,7 +59,9 @@ class LivenessTimeouts(Generic[Key]):
         self._out.discard(key)
 
     def expired(self, now: float) -> list[Key]:
-        """Return the keys that expired since the last check, least recently renewed first."""
+        """Return the keys that have expired since the last check, least recently renewed first. Each is returned
+        once.
+        """
         if now - self._looked_at > PAUSE_S:
             for key, renewed_at in self._renewed.items():
                 self._renewed[key] = max(now, renewed_at)
@@ -77,7 +79,7 @@ class LivenessTimeouts(Generic[Key]):
     def next_deadline(self) -> float | None:
         """Return the latest time for the next call of `expired`.
 
-        A longer gap would count as a pause of the observer.
+        A later call would be treated as a pause of the observer.
         """
         if not self._renewed:
             return None
@@ -86,6 +88,6 @@ class LivenessTimeouts(Generic[Key]):
 
     def _put(self, key: Key, now: float) -> None:
         if not self._renewed:
-            self._looked_at = now  # No check was needed before.
+            self._looked_at = now  # There was no key before, so no check was due.
         self._renewed[key] = now
         self._renewed.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Process that briefly outlives the driver to kill the driver's remaining processes.
+"""Process that kills the remaining workers after the driver has exited, and then exits.
 
 The agent starts the reaper in a new session. The reaper's standard input is a pipe from the agent with lines
 ``+pgid`` and ``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session
@@ -62,7 +62,7 @@ def state_of(pid: int) -> tuple[str, int]:
     """Return the state letter and the session of a process. Return ("X", 0) if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command name is in parentheses and may contain any character.
+            # The command name is in parentheses and may itself contain any character.
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[3])
     except (OSError, IndexError):
@@ -70,7 +70,7 @@ def state_of(pid: int) -> tuple[str, int]:
 
 
 def heed(groups: set[int], text: bytes) -> bytes:
-    """Apply the complete lines of ``text`` to ``groups``. Return the incomplete last line."""
+    """Apply complete lines of the form ``+pgid`` or ``-pgid`` to ``groups``. Return the incomplete last line."""
     *lines, rest = text.split(b"\n")
     for line in lines:
         if line[:1] == b"+":
@@ -100,7 +100,7 @@ def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
 
 
 def watch(driver: int) -> set[int]:
-    """Wait until the driver exits. Return the process groups that are still listed then."""
+    """Wait until the driver exits. Return the process groups that are still registered."""
     groups: set[int] = set()
     rest = b""
 

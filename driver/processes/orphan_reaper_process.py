@@ -21,12 +21,12 @@ from elastic.driver.sinks import Log
 class OrphanReaper:
     """Manager of an agent's orphan reaper. It starts the reaper when needed and replaces it when it exits.
 
-    ``groups`` returns all current groups, which a new reaper receives.
+    ``groups`` returns all current process groups, which are sent to a new reaper.
     """
 
     # An exit within this number of seconds after the start counts as a failure.
     QUICK_S = 1.0
-    ATTEMPTS = 3  # number of consecutive failures after which no more reapers are started
+    ATTEMPTS = 3  # number of consecutive failures after which no reaper is started any more
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, groups: Callable[[], list[int]], log: Log
@@ -47,7 +47,7 @@ class OrphanReaper:
         """Start a reaper, unless one is running or too many have failed."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
-        # Standard error is closed too: a reaper must not keep the terminal or a pipe of the driver's parent open.
+        # Standard error is redirected too, because a reaper must not keep the driver's terminal or pipes open.
         command = [sys.executable, "-I", "-S", str(Path(orphan_reaper.__file__)), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
@@ -91,11 +91,12 @@ class OrphanReaper:
     def announce(self, pid: int) -> None:
         """Announce a child process to the reaper.
 
-        Called in the child, between fork and exec, so that the reaper always knows a child before it runs.
+        Called in the child between fork and exec, so that every child is registered before its program runs.
         """
         if self._popen is None or self._popen.stdin is None:
             return
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # subprocess has restored the default action.
+        # subprocess has reset SIGPIPE to the default action, which would end the child.
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             os.write(self._popen.stdin.fileno(), f"+{pid}\n".encode())
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -139,7 +140,7 @@ class OrphanReaper:
         """Close the pipe to the reaper, which then kills the remaining sessions and exits."""
         if self._popen is None:
             return
-        self._unwatch()  # No other reaper is started after this exit.
+        self._unwatch()  # This prevents that the exit of this reaper starts another one.
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         deadline = self._loop.time() + 5.0

@@ -53,7 +53,8 @@ class OutOfMemory:
     def __post_init__(self) -> None:
         second, first = memory_groups(_read(self.root / "proc/self/cgroup"))
         mounted = self.root / "sys/fs/cgroup"
-        # In a container, the path may be that on the host, although only the container's own group is mounted.
+        # In a container, this path may be relative to the host's hierarchy, but only the container's own group is
+        # mounted.
         places: list[tuple[Path, str, str]] = []
         for path in (first, "/") if first is not None else ():
             folder = mounted / "memory" / path.lstrip("/")
@@ -83,8 +84,9 @@ class OutOfMemory:
         return int(text) if limited else None
 
     def available_bytes(self) -> int:
-        """Return the bytes of memory that this process's cgroup can still allocate: MemAvailable of the machine, or
-        less if there is a limit.
+        """Return the number of bytes that this process's cgroup can still allocate.
+
+        This is MemAvailable of the machine, or less if the cgroup has a memory limit.
 
         File caches count as available. Return 0 if the kernel reports neither value.
         """

@@ -22,7 +22,7 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 
-# Called with the worker, its name, the stream and the lines.
+# called with the worker, its name, the stream and the lines
 Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]
 
 LINE_LIMIT = 64 * 1024  # Maximum length of a line in bytes. A longer line is split.
@@ -44,7 +44,7 @@ class Output:
         stderr: function that writes to the driver's stderr.
         failed: called once when a stream cannot be written.
         verbose: whether to show exceptions with all frames.
-        unsaid: called when ``tracebacks.rest()`` has new lines.
+        unsaid: called when ``tracebacks.rest()`` has new lines to log.
         asked: returns whether an operator requested a worker's stacks.
         timestamps: whether to prefix lines with the time.
         folder: folder for output files. None means no files.
@@ -91,11 +91,11 @@ class Output:
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
-        """Write a line of the driver to stderr, between the lines of workers."""
+        """Write a line of the driver to stderr, without splitting lines of workers."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
     def write_separately(self, write: Write, data: bytes) -> None:
-        """Call ``write(data)`` in the thread that writes stderr, in order with other output."""
+        """Call ``write(data)`` in the thread that writes stderr, in order with other output to stderr."""
         self._writers["stderr"].put(write, data)
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
@@ -150,7 +150,7 @@ class Output:
         self._diagnostics.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until all pending data are written, or until the reader, such as ``cat``, has closed the stream.
+        """Wait until all pending data are written, or the reader has closed the stream.
 
         Args:
             timeout_s: time limit for each stream, in seconds. By default there is no limit, because no other process
@@ -230,7 +230,8 @@ def _prefixed(prefix: bytes, piece: bytes) -> bytes:
     An incomplete line is completed by a newline, so that the output of another worker starts on a new line.
     """
     if piece == b"\r":
-        return piece  # A progress bar may start with a carriage return, so no newline is inserted.
+        # A progress bar may start with a carriage return, so no newline is inserted before it.
+        return piece
     return prefix + piece if piece[-1:] in b"\r\n" else prefix + piece + b"\n"
 
 

@@ -10,9 +10,9 @@ from elastic.driver.sinks import Sink, Stream
 from elastic.protocol.messages import Worker
 
 CHUNK = 64 * 1024
-# Maximum number of bytes read from a dead worker's pipe before its exit is reported.
+# Maximum number of bytes read from an exited worker's pipe before the exit is reported.
 DRAIN_LIMIT = 1024 * 1024
-PROMPT_S = 0.1  # seconds after which an incomplete line is considered a prompt
+PROMPT_S = 0.1  # seconds after which an incomplete line is treated as a prompt
 
 
 class Pipe:

@@ -34,7 +34,7 @@ AUTO, MODULE = "auto", "-m "
 TORCH = "torch"
 OURS = (
     TORCH,
-    "torch._dynamo",  # The first optimizer imports this module, but torch does not.
+    "torch._dynamo",  # torch imports this module only when the first optimizer is created.
     *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
     *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
     *("elastic.state.torch_state", "elastic.state.join_preparation"),
@@ -42,16 +42,20 @@ OURS = (
 )
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 OOM_SCORE = "/proc/self/oom_score_adj"
-OOM_FIRST = "1000"  # the out-of-memory killer selects this process first
+OOM_FIRST = "1000"  # score with which the out-of-memory killer selects this process first
 
 
 def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], bool]:
-    """Return the modules that a source file imports before any other statement, and whether the file contains only
-    imports.
+    """Find the modules that a source file imports before any other statement.
+
+    Returns:
+        The names of the modules, and whether the file consists only of imports.
 
     Statements before an import may affect it, so the search stops at the first statement that is not an import, and at
-    the first import of a module of the script's own package or folder (``own``). Raises SyntaxError if ``source`` is
-    not valid Python.
+    the first import of a module of the script's own package or folder (``own``).
+
+    Raises:
+        SyntaxError: ``source`` is not valid Python.
     """
     names: list[str] = []
     for number, node in enumerate(ast.parse(source).body):
@@ -60,7 +64,7 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
                 found = [each.name for each in node.names]
             case ast.ImportFrom(module=str(module), level=0):
                 found = [] if module == "__future__" else [module]
-            # The first statement may be the docstring.
+            # The docstring, if any, is the first statement.
             case ast.Expr(ast.Constant()) if number == 0:
                 found = []
             case _:
@@ -93,7 +97,9 @@ def sources(script: str) -> list[Path]:
 def script_imports(script: str, folder: str) -> list[str]:
     """Return the modules that the source files of a script import before any other statement.
 
-    Raises OSError if a file or the folder cannot be read, and SyntaxError or ValueError if a file is not valid Python.
+    Raises:
+        OSError: a file or the folder cannot be read.
+        SyntaxError, ValueError: a file is not valid Python.
     """
     own = {path.stem for path in Path(folder).iterdir()}
     own |= {script.removeprefix(MODULE).partition(".")[0]}
@@ -152,7 +158,7 @@ def become(
     if oom_score is not None:
         with contextlib.suppress(OSError):
             Path(OOM_SCORE).write_text(oom_score)
-    coerced = os.environ.get("LC_CTYPE")  # the interpreter may have set this variable (PEP 538)
+    coerced = os.environ.get("LC_CTYPE")  # variable that the interpreter may have set (PEP 538)
     os.environ.clear()
     os.environ.update(environ)
     if coerced is not None:
@@ -164,8 +170,9 @@ def become(
 
 
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Write command line and environment into /proc/PID/cmdline and /proc/PID/environ, for `ps` and for tools that look
-    for a rank.
+    """Make the worker's command line and environment visible in /proc/PID/cmdline and /proc/PID/environ.
+
+    They are used by `ps` and by tools that look for a worker's rank.
 
     This does not affect libc's environment variables, which are stored elsewhere: os.environ.clear() removed the
     originals, and setenv() allocated new ones.
@@ -176,7 +183,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     line = line if len(line) <= end - begin else line[: end - begin - 1] + b"\0"
     ctypes.memmove(begin, line + bytes(end - begin - len(line)), end - begin)
     shorter = ctypes.c_ulong(begin + len(line))
-    # The call fails without permission, which is harmless.
+    # Without the required permission, this call fails, and `ps` then shows padding after the command.
     ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)
     block, room = (
         _strings([f"{n}={text}" for n, text in environ.items()]),
@@ -191,7 +198,7 @@ def _strings(words: Iterable[str]) -> bytes:
 
 
 def run(words: Sequence[str]) -> None:
-    """Run a program as ``python SCRIPT ...`` or ``python -m MODULE ...`` does. ``words`` starts with SCRIPT or -m."""
+    """Run a program as ``python SCRIPT ...`` or ``python -m MODULE ...`` does. ``words`` begins with SCRIPT or -m."""
     if words[0] == "-m":
         sys.argv = [words[1], *words[2:]]
         sys.path[0] = os.getcwd()

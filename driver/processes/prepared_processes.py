@@ -23,8 +23,8 @@ PREPARED = "ELASTIC_PREPARED"  # variable that marks a process that is not a wor
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
 MOST = 64  # maximum number of preloaded processes
-# A process that has imported torch uses 0.3 GB (measured with the CPU build of torch 2.13). A host with less available
-# memory than this needs it for training.
+# Minimum available memory. A process that has imported torch uses 0.3 GB (measured with the CPU build of torch 2.13),
+# and a host with less memory needs it for training.
 AVAILABLE_BYTES_MIN = 2 << 30
 # Delay after the last worker start, in seconds, because starting workers need the CPUs.
 QUIET_S = 3.0
@@ -38,17 +38,17 @@ PLACES = {
     for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
 }
 
-# Limit in seconds of the wait for all preloaded processes after SIGKILL. A process needs processor time to release its
-# memory, of which a busy host has little, and the driver blocks meanwhile.
+# Timeout in seconds of the wait for all preloaded processes after SIGKILL. On a busy host, it takes time until they
+# have released their memory, and the driver is blocked meanwhile.
 DEATH_S = 10.0
 REAP_S = 0.005
 LOOK_S = 0.05
 
-# Arguments are the command, environment, folder and inherited descriptors. Raises like `spawning.spawn`.
+# Starts a process, given the command, environment, folder and inherited descriptors. Raises like `spawning.spawn`.
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
 ]
-# interpreter, whether its output is unbuffered, and the script or module that it runs
+# the interpreter, whether its output is unbuffered, and the words that name the script or module
 Plain = tuple[str, bool, list[str]]
 
 
@@ -81,8 +81,8 @@ class _Kept:
     """Waiting preloaded process, and the workers that it can become."""
 
     process: subprocess.Popen[bytes]
-    told: int  # this end of the pipe to the process
-    what: int  # descriptor of a file in memory, for the command
+    told: int  # the driver's end of the pipe to the process
+    what: int  # descriptor of an in-memory file for the worker's command
     plain: Plain
     environ: dict[str, str]
 
@@ -154,7 +154,7 @@ class PreparedProcesses:
     ) -> subprocess.Popen[bytes] | None:
         """Return the preloaded process that becomes this worker, and schedule a replacement.
 
-        Return None if the worker must be started instead.
+        Return None if no preloaded process is suitable.
         """
         if not self.modules:
             return None
@@ -237,7 +237,7 @@ class PreparedProcesses:
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:
                 pipe.close()
-        if kept.process.returncode is None:  # After the exit, the process ID may be reused.
+        if kept.process.returncode is None:  # The process ID may be reused after the exit.
             orphan_reaper.kill_group(kept.process.pid)
         self._killed.append(kept.process)
 

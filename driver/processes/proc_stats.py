@@ -1,7 +1,7 @@
 """State and resource counters of processes, read from /proc. Makes no decisions.
 
-A process keeps its process ID until it is reaped, so the values cannot be those of another process. The ``parse_``
-functions are pure. The other functions read one or a few small files, without waiting.
+A process ID is not reused before the process is reaped, so the values cannot belong to another process. The ``parse_``
+functions are pure. The other functions read one or a few small files and do not block.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ThreadStatus:
 
 @dataclass(frozen=True)
 class ProcSample:
-    """Resources used by a process and its whole session.
+    """Resources used by all processes of a session together.
 
     Args:
         io_bytes: cumulative number of bytes read and written, including cached I/O.
@@ -84,20 +84,20 @@ def parse_stat(text: bytes) -> Stat:
 
 
 def parse_end(text: bytes) -> tuple[bool, int]:
-    """Return whether a thread will never run again, and the wait status of its process."""
+    """Return whether a thread has ended or is exiting, and the wait status of its process."""
     fields = text.rpartition(b")")[2].split()
     ending = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
     return ending, int(fields[49])
 
 
 def parse_status(text: bytes) -> tuple[int, int]:
-    """Return the pid of the tracer (0 without a tracer) and the handled signals as bits."""
+    """Return the process ID of the tracer (0 without a tracer) and a bit mask of the handled signals."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"TracerPid", b"0")), int(fields.get(b"SigCgt", b"0"), 16)
 
 
 def parse_thread(text: bytes) -> ThreadStatus:
-    """Parse /proc/PID/task/TID/status. Raises ValueError."""
+    """Parse /proc/PID/task/TID/status. Raises ValueError if a field is missing."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     try:
         return ThreadStatus(
@@ -124,7 +124,7 @@ def parse_statm(text: bytes) -> tuple[int, int]:
 
 
 def parse_mounts(text: bytes) -> dict[str, str]:
-    """Return the mount folders of cgroups by kind: ``freezer`` (version 1) or ``unified`` (version 2)."""
+    """Return the mount points of cgroups by kind: ``freezer`` (version 1) or ``unified`` (version 2)."""
     found: dict[str, str] = {}
     for line in text.decode(errors="surrogateescape").splitlines():
         _, folder, kind, options, *_ = [*line.split(" "), "", "", "", ""]
@@ -153,7 +153,7 @@ def parse_cgroup(text: bytes, mounts: Mapping[str, str]) -> list[str]:
 
 
 def is_frozen(text: bytes) -> bool:
-    """Return whether the content of a freezer's state file means that the cgroup is frozen."""
+    """Return whether a cgroup is frozen, given the content of its freezer's state file."""
     return text.strip() == b"FROZEN" or b"frozen 1" in text.splitlines()
 
 
@@ -169,16 +169,15 @@ def stat_of(pid: int) -> Stat:
 
 
 def end_of(pid: int) -> int | None:
-    """Return the exit code, or minus the signal, of a process if its threads will never run again.
+    """Return the exit code, or the negative signal number, of a process whose threads have all ended or are exiting.
 
-    Otherwise return None.
-
-    The memory, descriptors and sockets of the process may still exist.
+    Return None for a process that is still running. The kernel may not have released the memory, descriptors and
+    sockets of the process yet.
     """
     try:
         _, code = parse_end(_read(f"/proc/{pid}/stat"))
         for thread in os.listdir(f"/proc/{pid}/task"):
-            # The process may have exited meanwhile.
+            # The process may have been reaped in the meantime.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if not parse_end(_read(f"/proc/{pid}/task/{thread}/stat"))[0]:
                     return None
@@ -190,7 +189,7 @@ def end_of(pid: int) -> int | None:
 def uses_devices(pid: int) -> bool:
     """Return whether a process has a device such as a GPU open, which may still be working for it.
 
-    Also returns True if this cannot be determined.
+    Returns True if this cannot be determined.
 
     The threads of an exiting process release their descriptors one by one, the main thread early. Therefore the first
     thread that still has descriptors is examined.
@@ -205,12 +204,12 @@ def uses_devices(pid: int) -> bool:
                 )
     except OSError:
         return True
-    return True  # All descriptors are being closed.
+    return True  # All descriptors have been released, but the devices may still be closing.
 
 
 def _open_in(folder: str) -> list[str]:
     paths = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread may have exited.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has exited.
         for descriptor in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
                 paths.append(os.readlink(f"{folder}/{descriptor}"))
@@ -223,7 +222,7 @@ def traced(pid: int) -> bool:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether a process handles this signal, which would otherwise end it."""
+    """Return whether a process has a handler for this signal. Without one, the signal would end the process."""
     return bool(_status(pid)[1] >> (number - 1) & 1)
 
 
@@ -262,7 +261,7 @@ def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
-        # A debugger stops the process that it inspects. Such a process does not count as frozen.
+        # A process that a debugger has stopped does not count as frozen.
         return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):
@@ -306,7 +305,8 @@ def _mounts() -> dict[str, str]:
     global _known_mounts
     if _known_mounts is None:
         with open("/proc/self/mounts", "rb") as file:
-            _known_mounts = parse_mounts(file.read())  # The content may need several reads.
+            # The content may be returned in several reads.
+            _known_mounts = parse_mounts(file.read())
     return _known_mounts
 
 

@@ -1,6 +1,6 @@
 """Start of worker processes in separate sessions, and explanations of failed starts. Makes no decisions.
 
-The worker dies with the thread that started it (PDEATHSIG).
+The worker is killed when the thread that started it ends (PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def spawn(
     """
     driver = os.getpid()
 
-    def before_exec() -> None:  # This function runs in the child.
+    def before_exec() -> None:  # Runs in the child.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != driver:  # The driver died before PDEATHSIG was set.
+        if os.getppid() != driver:  # The driver exited before PDEATHSIG was set.
             os.kill(os.getpid(), signal.SIGKILL)
         announce(os.getpid())
 
     with warnings.catch_warnings():
-        # Python 3.12 warns about forks in a process with threads; this one only makes a few system calls and execs.
+        # Python 3.12 warns about forks in a process with threads. This child only makes a few system calls before exec.
         warnings.simplefilter("ignore", DeprecationWarning)
         return subprocess.Popen(
             list(command),

@@ -16,7 +16,7 @@ from elastic.driver.processes.console import Write
 
 ERASE = b"\r\x1b[2K"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-WIDTH = 80  # default if the terminal does not report its width
+WIDTH = 80  # width assumed if the terminal does not report one
 
 
 class StatusLine:
@@ -32,11 +32,11 @@ class StatusLine:
         self._columns = columns
         self._line = b""
         self._drawn = False
-        self._at_start = True  # the cursor is at the start of a line
+        self._at_start = True  # whether the cursor is at the start of a line
         self._changing = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """Write scrolling output. Replaces the terminal's own write function."""
+        """Write scrolling output. This method replaces the terminal's original write function."""
         with self._changing:
             self._at_start = data.endswith(b"\n")
             drawn, self._drawn = self._drawn, self._at_start and bool(self._line)
@@ -61,7 +61,7 @@ class StatusLine:
 
 
 def columns_of(fd: int) -> int:
-    """Return the current width of the terminal behind a descriptor."""
+    """Return the current width of the terminal with this file descriptor."""
     try:
         return os.get_terminal_size(fd).columns or WIDTH
     except OSError:

@@ -22,20 +22,23 @@ NAMED = 16  # maximum number of rank ranges in a line
 
 Raiser = tuple[
     str, Worker
-]  # the rank, or ``host:slot``, when the exception arrived; and the worker
+]  # the rank, or ``host:slot``, when the exception was received, and the worker
 
 
 class DiagnosticLines:
-    """Assembler of the lines of workers' diagnostic streams from chunks."""
+    """Parser of the workers' diagnostic streams, which assembles lines from chunks."""
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
         self._training: dict[Worker, int] = {}  # native ID of the training thread
-        self._next: dict[Worker, StackOf] = {}  # thread that may write its stack next
+        self._next: dict[Worker, StackOf] = {}  # thread whose stack may arrive next
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
-        """Add a chunk. Return the reports that are now complete, and the lines of stacks, without line ends. Each
-        stack has the header of its thread. Threads without Python code write no stack.
+        """Add a chunk of a worker's stream.
+
+        Returns:
+            The reports that are now complete, and lines of stacks without line ends. Each stack begins with the header
+            of its thread. A thread without Python code has no stack.
         """
         rest = self._partial.setdefault(worker, bytearray())
         rest += data
@@ -134,7 +137,8 @@ class TracebackLedger:
 
     def __init__(self, *, verbose: bool = False) -> None:
         self.shown = 0  # number of tracebacks shown
-        self.stopped = False  # An operator stopped the job, so all workers lose their peers.
+        # whether an operator stopped the job, in which case all workers lose their peers
+        self.stopped = False
         self._verbose = verbose
         # summary, and the worker whose traceback was shown, by digest; oldest first
         self._known: dict[str, tuple[str, Raiser]] = {}
@@ -143,7 +147,7 @@ class TracebackLedger:
         self._lost: dict[tuple[str, str], list[Raiser]] = {}  # workers by summary and script line
 
     def add(self, worker: Worker, name: str, uncaught: Uncaught) -> str:
-        """Return the text to show now, if any.
+        """Return the text to show now for an exception. It is empty if nothing is shown.
 
         Args:
             worker: the worker that raised the exception.
@@ -169,8 +173,8 @@ class TracebackLedger:
     def rest(self) -> list[str]:
         """Return and clear the pending lines.
 
-        Each line reports an exception that was already shown and that other workers also raised. The first line also
-        counts the workers that only lost a peer. Without such a line, these workers have a separate line.
+        Each line reports which other workers raised an exception that was already shown. The workers that only lost a
+        peer are added to the first line, or listed in a separate line.
         """
         lost = self._lost_peers()
         lines = []
@@ -197,7 +201,9 @@ class TracebackLedger:
 
 
 def _labels(raisers: Sequence[Raiser]) -> list[str]:
-    """Return a label for each worker. Workers that had one rank in different generations are named by their slots."""
+    """Return a label for each worker. Workers that had the same rank in different generations are labelled by their
+    slots.
+    """
     holders: dict[str, set[Worker]] = {}
     for name, worker in raisers:
         holders.setdefault(name, set()).add(worker)

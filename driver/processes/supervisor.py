@@ -1,6 +1,6 @@
 """Supervisor that starts, monitors and kills the worker processes of this host.
 
-Makes no decisions: it carries out orders and reports events.
+It carries out orders and reports events, but makes no decisions.
 
 A worker's exit is detected by its pidfd, not by the end of its output, because its children may hold the pipes longer.
 The steps are, in order: read the exit status without reaping, kill the rest of the worker's process group, read its
@@ -8,8 +8,8 @@ pipes, report the exit. Shortly afterwards the whole session is killed. Only the
 process ID cannot be reused earlier.
 
 The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds for an imported
-framework, and seconds for a large model. The exit of a worker that was ended by a signal or an error is reported before
-that, as soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
+framework, and seconds for a large model. If a signal or an error ended the worker, its exit is reported earlier, as
+soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
 
 The state of all processes is checked four times a second. A process that cannot run for a whole liveness timeout is
 reported as frozen, and as thawed when it runs again. Resource counters are only read on request.
@@ -59,14 +59,15 @@ SWEEP_S = 0.01  # delay that combines the session kills of workers that exit tog
 DEATH_S = 10.0
 # Seconds between two checks of all processes. With a shorter liveness timeout, the interval is a quarter of it.
 LOOK_S = 0.25
-LEAST_LOOK_S = 0.05  # minimum of LOOK_S
-# Seconds between two checks whether all threads of a process have ended, after its main thread has ended.
+LEAST_LOOK_S = 0.05  # minimum of LOOK_S, in seconds
+# Seconds between two checks whether all threads of a process have ended. The checks begin when its main thread has
+# ended.
 ENDING_S = 0.001
 ENDING_LOOKS = 50  # number of such checks; afterwards, wait for the exit of the process instead
 
 
 class ProcessSupervisor:
-    """The worker processes of this host.
+    """Supervisor of the worker processes of this host.
 
     Args:
         exited: called once for each started worker.
@@ -91,12 +92,13 @@ class ProcessSupervisor:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
-        # processes whose exit was reported before they were reaped
+        # processes whose exit was reported but which are not reaped yet
         self._dying: set[_Process] = set()
         # starts that wait for the end of such a process
         self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
-        self._checks: dict[Worker, HealthCheckRun] = {}  # health checks of starting workers
+        # health checks that accompany the starts of workers
+        self._checks: dict[Worker, HealthCheckRun] = {}
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(lease_s)
@@ -108,7 +110,8 @@ class ProcessSupervisor:
         self._measures = False
         self._memory = OutOfMemory()
         self._dumps: set[asyncio.Task[None]] = set()
-        self._born = mmap.mmap(-1, 8)  # memory shared with child processes, for their process IDs
+        # memory shared with forked children, into which they write their process IDs
+        self._born = mmap.mmap(-1, 8)
         self._life_locks = LifeLocks()
         self._reaper = OrphanReaper(self._loop, self._groups, log)
         self.prepared = PreparedProcesses(
@@ -181,7 +184,7 @@ class ProcessSupervisor:
             os.close(written)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
-        # The line is sent again, because the reaper may have been replaced meanwhile.
+        # The line is sent again, because the reaper may have been replaced since.
         self._reaper.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         self._check_health(worker, command, given, folder)
@@ -211,7 +214,7 @@ class ProcessSupervisor:
     def _check_health(
         self, worker: Worker, command: Sequence[str], env: Mapping[str, str], folder: str | None
     ) -> None:
-        """Begin the health check that accompanies a start, if the job has one. The result is reported as an event."""
+        """Start the health check for a starting worker, if the job has one. The result is reported as an event."""
         if not env.get(health_check_run.COMMAND):
             return
         self._checks = {each: check for each, check in self._checks.items() if check.running}
@@ -302,7 +305,7 @@ class ProcessSupervisor:
         return frozenset(self._processes) | frozenset(self._held)
 
     def pid(self, worker: Worker) -> int | None:
-        """Return the pid of a running worker."""
+        """Return the process ID of a running worker."""
         process = self._processes.get(worker)
         return process.pid if process else None
 
@@ -324,7 +327,7 @@ class ProcessSupervisor:
             or self._pipes
             or any(check.running for check in self._checks.values())
         ) and self._loop.time() < deadline:
-            # During the wait, exits and pipes are still watched.
+            # The loop keeps handling exits and pipes during the wait.
             await asyncio.sleep(0.002)
         for process in (*self._processes.values(), *self._dying):
             self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
@@ -353,12 +356,13 @@ class ProcessSupervisor:
             raise
 
     def _has_exited(self, pid: int) -> None:
-        """Remove an exited process from the orphan reaper, because its process ID may be reused from now on."""
+        """Remove an exited process from the orphan reaper, because its process ID may now be reused."""
         self._reaper.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
-        """Announce a child from within the child. If its exec fails, the parent can read its process ID only from
-        the shared memory.
+        """Announce a child to the orphan reaper, from within the child.
+
+        If its exec fails, the parent can only learn its process ID from the shared memory.
         """
         self._born[:] = pid.to_bytes(len(self._born), "little")
         self._reaper.announce(pid)
@@ -376,7 +380,7 @@ class ProcessSupervisor:
                 self._noticed(WorkerThawed(worker))
         expired = self._leases.expired(now)
         for worker, process in self._processes.items():
-            # The report is repeated, because a delayed message of the worker may have made it look awake.
+            # The report is repeated, because a delayed message may have made a frozen worker appear to run.
             said_at = process.frozen_said_at
             again = said_at is not None and now - said_at >= self._leases.lease_s
             if worker in expired or (again and process.hindrance):
@@ -409,7 +413,7 @@ class ProcessSupervisor:
     def _watch(self, process: _Process) -> None:
         try:
             process.pidfd = os.pidfd_open(process.pid)
-        except OSError:  # Some sandboxes forbid pidfds. In this case, a thread waits for the exit.
+        except OSError:  # Some sandboxes forbid pidfds. A thread then waits for the exit.
             target = self._wait_in_thread
             threading.Thread(target=target, args=(process,), daemon=True).start()
         else:
@@ -421,7 +425,7 @@ class ProcessSupervisor:
         self._from_thread(self._on_exit, process)
 
     def _from_thread(self, done: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # The event loop has been closed.
             self._loop.call_soon_threadsafe(done, *arguments)
 
     def _on_ending(self, process: _Process, looks: int) -> None:
@@ -459,7 +463,7 @@ class ProcessSupervisor:
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
-        # Otherwise DataLoader workers of the process would keep its sockets open.
+        # Otherwise the worker's DataLoader processes would keep its sockets open.
         orphan_reaper.kill_group(process.pid)
         for pipe in list(process.pipes):
             pipe.drain()
@@ -488,7 +492,8 @@ class ProcessSupervisor:
         orphan_reaper.kill_sessions({process.pid for process in dead})
         for process in dead:
             self._has_exited(process.pid)
-            process.popen.wait()  # The process is a zombie, so this returns immediately.
+            # The process has exited but is not reaped, so this returns immediately.
+            process.popen.wait()
 
     def _groups(self) -> list[int]:
         processes = (*self._processes.values(), *self._dying, *self._unreaped)
@@ -504,8 +509,9 @@ class ProcessSupervisor:
 
 
 def _reporting_to(pipe: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a worker needs to report its uncaught exception through a pipe. See
-    `uncaught.sending`.
+    """Return the environment variables that a worker needs to report its uncaught exception through a pipe.
+
+    See `uncaught.sending`.
     """
     start = os.path.dirname(sitecustomize.__file__)
     path = os.pathsep.join(filter(None, (start, env.get("PYTHONPATH"))))
@@ -518,7 +524,7 @@ def _one_slot(a: Worker, b: Worker) -> bool:
 
 
 class _Process:
-    """One worker process, from start to reaping."""
+    """One worker process, from its start until it is reaped."""
 
     def __init__(
         self,
@@ -534,17 +540,17 @@ class _Process:
         self.life_lock = life_lock
         self.pid = popen.pid
         self.pidfd: int | None = None
-        self.pipes: list[Pipe] = []  # open pipes
-        self.reported = False  # whether the process's exit was reported
+        self.pipes: list[Pipe] = []  # pipes that are still open
+        self.reported = False  # whether the exit of the process was reported
         self.overdue: asyncio.TimerHandle | None = None
-        self.stat: proc_stats.Stat | None = None  # state at the last check
-        self.hindrance = ""  # reason why the process could not run at that check
+        self.stat: proc_stats.Stat | None = None  # state of the process at the last check
+        self.hindrance = ""  # reason why the process could not run at the last check
         self.frozen_said_at: float | None = None
-        # Only one thread writes its stack at a time, since all write to one pipe.
+        # Threads write their stacks one at a time, because they share a pipe.
         self.stacks = asyncio.Lock()
 
     def status(self) -> tuple[int, str]:
-        """Return the exit code, or minus the signal, and the state of the process, without reaping it."""
+        """Return the exit code, or the negative signal number, and the state of the process, without reaping it."""
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:

@@ -1,8 +1,8 @@
 """Signals that make a worker's threads write their Python stacks one after another. `in_order` is pure.
 
-The worker's handler writes the stack of the thread that receives the signal. A thread that runs no Python code writes
-nothing. The handler blocks the signal while it runs. Therefore a thread has finished when the signal is neither
-pending nor blocked.
+The signal handler writes the stack of the thread that receives the signal. For a thread without Python code, it writes
+nothing. The signal is blocked while the handler runs, so a thread has finished when the signal is neither pending nor
+blocked.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from functools import partial
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import ThreadStatus
 
-STACKS_S = 4.0  # seconds for all threads of a worker
-LOOK_S = 0.001  # interval of the checks whether a thread has finished
+STACKS_S = 4.0  # timeout in seconds for all threads of a worker
+LOOK_S = 0.001  # seconds between two checks whether a thread has finished
 UNINTERRUPTIBLE = "D"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _TGKILL = {
     "x86_64": 234,
     "aarch64": 131,
-}  # system calls, since glibc has tgkill() only from 2.30 on
+}  # numbers of the system call tgkill, for which glibc has a function only from 2.30 on
 
 
 def in_order(
@@ -33,7 +33,7 @@ def in_order(
 ) -> list[ThreadStatus]:
     """Return the threads that can receive a signal, in the order in which it is sent to them. Pure.
 
-    A thread in an uninterruptible system call is last, because the next thread would have to wait for it.
+    A thread in an uninterruptible system call comes last, because the threads after it would have to wait.
 
     Args:
         threads: all threads of a process.
@@ -74,7 +74,7 @@ async def signal_in_turn(
             signal_thread(pid, thread.id, number)
         except ProcessLookupError:
             continue
-        # The kernel removes a signal from the pending ones shortly before it blocks it, so one check is not sufficient.
+        # The kernel clears the pending bit shortly before it blocks the signal, so a single check is not sufficient.
         finished = 0
         while finished < 2:
             if loop.time() >= deadline:

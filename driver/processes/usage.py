@@ -1,4 +1,4 @@
-"""Resource usage of each worker of this host, including its whole session: processors, memory, GPUs.
+"""Measurement of the CPU, memory and GPU usage of each worker of this host, including its child processes.
 
 `Rates` is pure. `Gpus` queries NVML if nvidia-ml-py (extra ``gpu-usage``) and the driver are installed. In a container
 with its own pid namespace, NVML reports different pids, so the use of GPUs is unknown.
@@ -24,7 +24,7 @@ class Rates:
     """CPU time per second of processes, from two consecutive samples."""
 
     def __init__(self) -> None:
-        # For each process ID, the time of the last measurement and the processor time in seconds.
+        # Time of the last measurement and CPU time in seconds, by process ID.
         self._before: dict[int, tuple[float, float]] = {}
 
     def between(
@@ -32,7 +32,7 @@ class Rates:
     ) -> dict[int, Usage]:
         """Return the usage of each running process since the previous call.
 
-        The first measurement of a process has no ``cores``.
+        In the first measurement of a process, ``cores`` is missing.
         """
         found: dict[int, Usage] = {}
         before, self._before = self._before, {}
@@ -69,7 +69,7 @@ class Gpus:
         if self._nvml is None:
             return found
         count = 0
-        with contextlib.suppress(self._nvml.NVMLError):  # A GPU or its driver may have failed.
+        with contextlib.suppress(self._nvml.NVMLError):  # The GPU or its driver may have failed.
             count = self._nvml.nvmlDeviceGetCount()
         for index in range(count):
             with contextlib.suppress(self._nvml.NVMLError):
@@ -116,5 +116,5 @@ class UsageMeter:
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of the given processes that are running. Raises OSError if /proc cannot be read."""
+        """Return the usage of those of the given processes that are running. Raises OSError if /proc cannot be read."""
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)
