@@ -60,7 +60,7 @@ class AgentManager:
         reach: called with a host. Returns the configuration that the host's agent needs to find this driver.
         folder: working folder of the workers.
         adopted: workers of the previous driver.
-        environ_of: called with a host. Returns environment variables to add to its workers.
+        environ_of: function that returns, for a host, the environment variables to add to its workers.
         connected: called after each change with the slots of all hosts with agents, if these hosts form the list of
             hosts.
         deposed: returns whether another driver leads the job. If so, this driver sends nothing and kills nothing.
@@ -125,7 +125,9 @@ class AgentManager:
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
-        """Send messages to the agent of a host. If the agent is not connected, drop the messages and return False."""
+        """Send messages to the agent of a host. Return False if the agent is not connected, in which case they are
+        dropped.
+        """
         agent = None if self._leadership_lost() else self.pool.agent_of(name)
         return agent is not None and self._server.send(agent, *messages)
 
@@ -254,7 +256,7 @@ class AgentManager:
 
 
 class RelayedWorkers:
-    """Connections of all workers through their hosts' agents, with the interface of `ControlServer`."""
+    """Connections to all workers, relayed by their hosts' agents, with the interface of `ControlServer`."""
 
     def __init__(self, fleet: AgentManager) -> None:
         self._fleet = fleet
@@ -270,7 +272,7 @@ class RelayedWorkers:
     ) -> Address:
         """Start to serve agents. Parameters are those of `Server.open`.
 
-        Each agent decides which workers may connect, because it has started them.
+        Workers are authenticated by the agents that started them.
         """
         return await self._fleet.listen(interface, port, heard, gone)
 
@@ -278,8 +280,9 @@ class RelayedWorkers:
         return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        """Send messages. Consecutive messages for the same host are sent together, and hosts do not wait for each
-        other.
+        """Send messages to their workers.
+
+        Consecutive messages for the same host are sent together. Sending to one host does not delay the others.
         """
         for host, group in groupby(messages, key=lambda each: each[0].host):
             self._fleet.order(

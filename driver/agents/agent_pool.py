@@ -12,11 +12,10 @@ Pure: no I/O, no clock.
                                                (with an engine, the hosts are those with agents: ``lists_hosts``)
 
 On each new connection, the agent reports the running workers, from which a HostReported event is made, and its workers
-repeat their state. Orders sent on a lost connection are not repeated, since the report shows whether they were carried
-out.
+repeat their state. Orders sent on a lost connection are not repeated, because the report shows whether they were
+carried out.
 
-`agent_manager.AgentManager` performs the actions. The simulator in `elastic.chaos` performs them on a virtual
-clock.
+`agent_manager.AgentManager` performs the actions. The simulator in `elastic.chaos` performs them on a virtual clock.
 """
 
 from __future__ import annotations
@@ -73,20 +72,21 @@ ARRIVE_S = 30.0  # time limit from the start of an agent to its connection, in s
 CALL_S = 3.0  # connection timeout of a running agent, which retries every second
 RETURN_S = 0.5  # time limit for an agent to reconnect, in seconds; it tries immediately
 BEATS = 4  # number of heartbeats per liveness timeout
-REPEATED_S = 0.2  # minimum time after which the kernel retransmits unacknowledged data
-# seconds without a message from an agent, since its host's kernel acknowledges data even if the agent is stopped
+REPEATED_S = 0.2  # minimum time in seconds after which the kernel retransmits unacknowledged data
+# maximum time in seconds without a message from an agent; needed because the kernel acknowledges data even if the agent
+# is stopped
 STOPPED_S = 10.0
 TOGETHER_S = (
     0.2  # seconds within which all hosts that stopped responding for the same reason are detected
 )
-NO_AGENT = 126  # exit code of a worker that could not be started
+NO_AGENT = 126  # exit code reported for a worker that could not be started
 
 
 def silence_s(lease_s: float) -> float:
     """Return the time for which an agent's host may leave data unacknowledged, in seconds.
 
-    Together with the interval before the next heartbeat, this is one liveness timeout. Linux counts from the first
-    retransmission, and data of other hosts may be in flight at the same time.
+    Together with the interval until the next heartbeat, this is one liveness timeout. Linux measures the time from the
+    first retransmission.
     """
     return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
 
@@ -112,7 +112,7 @@ class AgentPool:
         self.attach = attach
         self._starts_agents = starts_agents
         self._lists_hosts = lists_hosts
-        self._connected: dict[str, int] = {}  # slots of the hosts that were reported last
+        self._connected: dict[str, int] = {}  # slots of each host in the last report
         self._hosts: dict[str, AgentRecord] = {}
         self._listed: set[str] = set()
         self._removed: set[str] = set()  # hosts that were removed from the list
@@ -133,7 +133,7 @@ class AgentPool:
         return known.agent if known is not None and known.here else None
 
     def alive(self) -> frozenset[Worker]:
-        """Return the workers that were started or reported as running, and were not reported as exited."""
+        """Return the workers that were started or reported as running, and whose exits were not reported."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
@@ -149,7 +149,7 @@ class AgentPool:
         )
 
     def next_deadline(self) -> float | None:
-        """Return the time by which `TimePassed` must be passed to `handle`, in seconds, or None."""
+        """Return the time, in seconds, by which `handle` must receive `TimePassed`, or None."""
         return self._due.first()
 
     # ---- one event -------------------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ class AgentPool:
         """Handle a new connection of an agent.
 
         The agent receives Attach and answers with Registered. If another agent of the host is connected, the agent with
-        the lower incarnation is outdated. The agent with the higher incarnation waits until the outdated one has
-        disconnected, because a reboot of the machine may not have been detected yet.
+        the lower incarnation is outdated. The newer agent must wait until the outdated one has disconnected: after a
+        reboot of the machine, the driver may not have noticed the loss of the old connection yet.
         """
         if host.agent is None or host.agent == agent or not host.here:
             self._actions.add(pool_events.SendToAgents([agent], [self.attach]))
@@ -289,7 +289,7 @@ class AgentPool:
         self, agent: AgentId, host: AgentRecord, message: Registered, caller: str
     ) -> None:
         if host.here and agent != host.agent:
-            return  # The agent was not attached yet.
+            return  # The agent was not attached when the connection was lost.
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
             text = "has a new agent; the workers of the previous agent were lost"
@@ -308,7 +308,7 @@ class AgentPool:
         for event in message.exits:
             self._exited(host, event)
         waiting = {order.worker for order in host.starts}
-        # Queued starts were not ordered on the last connection, so their workers are not missing.
+        # Queued starts were not sent on the last connection, so missing processes are expected.
         ordered = sorted(host.running - waiting)
         self._actions.add(
             pool_events.PostToDriver(
@@ -393,12 +393,12 @@ class AgentPool:
     def _part(self, host: AgentRecord) -> None:
         """Dismiss the agent of a host that was removed from the list, once the host's workers have exited.
 
-        The cluster may release a machine only when it is idle, and a running agent would prevent this. An agent that
-        was started externally stays.
+        Some clusters release a machine only when it is idle, which a running agent would prevent. An agent that was
+        started externally is not dismissed.
         """
         if self._closing or host.name in self._listed:
             return
-        # A new agent of an engine is not on the list yet.
+        # The new agent of an engine is not on the list of hosts yet.
         if not self._starts_agents and not (self._lists_hosts and host.name in self._removed):
             return
         if not host.here or host.running or host.starts:
@@ -429,7 +429,7 @@ class AgentPool:
     def _start_again(self, host: AgentRecord) -> None:
         """Schedule another start of an agent.
 
-        The processes on the host are unknown until its agent, or a new one, reports.
+        Until an agent of the host reports, it is unknown which processes run there.
         """
         if not self._starts_agents or self._closing or (host.name, DeadlineKind.RETRY) in self._due:
             return
@@ -476,8 +476,8 @@ class AgentPool:
             return
         host.starts.append(order)
         if (host.name, DeadlineKind.ARRIVAL) in self._due:
-            return  # A running agent is expected to reconnect.
-        # An attempt to start an agent ends by itself, with a reason if it fails.
+            return  # A running agent should reconnect soon.
+        # An attempt to start an agent ends without a timeout here, with a reason if it fails.
         if self._starts_agents:
             self._start_agent(host)
         else:
@@ -494,7 +494,7 @@ class AgentPool:
             host.doomed.add(worker)
 
     def _measure(self, host: str, peer: str) -> None:
-        """Begin a measurement. If an agent is lost afterwards, no result is reported."""
+        """Begin a measurement. If one of the agents is lost, there is no result."""
         absent = [name for name in (host, peer) if self.agent_of(name) is None]
         if absent:
             self._not_measured(host, peer, f"the agent of {absent[0]} is not connected")

@@ -171,7 +171,7 @@ def _await_starter(within_s: float) -> bool:
 
     Returns:
         Whether standard output still has a reader. If not, the starter or the ssh connection has ended, and the agent
-        must exit. After ``within_s`` seconds, the starter's host is considered lost, and the wait ends.
+        must exit. The wait ends after ``within_s`` seconds, because the starter's host may be lost.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
@@ -203,7 +203,7 @@ def _end_with_stdin(process: HostAgent) -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
-        with contextlib.suppress(RuntimeError):  # The event loop may be closed already.
+        with contextlib.suppress(RuntimeError):  # The event loop may already be closed.
             loop.call_soon_threadsafe(process.end, 0, "its parent process is gone")
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()

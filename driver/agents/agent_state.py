@@ -34,15 +34,16 @@ class AttachOutcome:
 class AgentState:
     """State of one agent. `HostAgent` may read the fields, but only this class modifies them."""
 
-    job: str = ""  # job that the agent serves, or empty
+    job: str = ""  # job that the agent serves; empty if none
     term: int = 0  # greatest term served in the last job
-    generation: int = 0  # greatest generation sent to workers here
+    generation: int = 0  # greatest generation sent to workers of this host
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
-    away_since: float | None = None  # time when the driver was lost, while a job is served
+    # time at which the driver was lost, while the agent serves a job
+    away_since: float | None = None
     _away_s: float = 0.0
     _lease_s: float = 0.0
     _last: str = ""  # the last job served
-    _over: str = ""  # the last job that was over
+    _over: str = ""  # the last job that has ended
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
         """Handle a driver's `Attach` message.
@@ -73,7 +74,7 @@ class AgentState:
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:
-        """Handle the end of the connection to the driver."""
+        """Handle the loss of the connection to the driver."""
         if self.job and self.away_since is None:
             self.away_since = now
 
@@ -90,7 +91,7 @@ class AgentState:
         return True
 
     def told(self, generation: int) -> None:
-        """Record the generation of a world that was announced to workers of this host."""
+        """Record the generation of a world that was sent to workers of this host."""
         self.generation = max(self.generation, generation)
 
     def fenced(self, generation: int, now: float) -> bool:
@@ -115,7 +116,7 @@ class AgentState:
         self.release()
 
     def release(self) -> None:
-        """Leave the job, which continued without this host's workers. The driver may connect again."""
+        """Leave the job, because it continued without this host's workers. The driver may connect again."""
         self.job, self.away_since = "", None
         self.exits.clear()
 

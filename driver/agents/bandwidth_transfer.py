@@ -47,7 +47,7 @@ class BandwidthMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Chunk(BandwidthMessage, frozen=True):
-    """A chunk of a transfer, in either direction."""
+    """Chunk of data, sent in either direction."""
 
     data: bytes
 
@@ -178,7 +178,8 @@ def measure(
             request = Fetch() if number % 2 else Chunk(bytes(CHUNK_BYTES))
             rate, complete = _transfer(client, encoded(request), deadline)
             if not complete and rate == 0.0:
-                raise TimeoutError("the other host did not answer")  # not a property of this host
+                # This failure is not a property of the measured host.
+                raise TimeoutError("the other host did not answer")
             best[type(request)] = max(rate, best.get(type(request), 0.0))
             if not complete:
                 break

@@ -1,7 +1,7 @@
 """Output sink of an agent process that forwards workers' output to the driver. Makes no decisions.
 
-Workers never wait for a missing driver: their output is buffered up to a limit. Output beyond the limit is replaced by
-a line with the number of omitted bytes.
+Workers never block on output while no driver is connected: their output is buffered up to a limit. Output beyond the
+limit is replaced by a line with the number of omitted bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ForwardingSink:
         self._tails.drop(worker)
 
     def catch_up(self) -> None:
-        """Send buffered output, if a driver is connected and not too many bytes wait to be sent."""
+        """Send buffered output, if a driver is connected and the connection can take more data."""
         while self._kept and self._backlog() < CONGESTED:
             if not self._send(self._kept[0]):
                 return

@@ -68,7 +68,7 @@ from elastic.rendezvous import nccl_settings
 from elastic.version import __version__
 
 LOOPBACK = "127.0.0.1"
-# Exit code after SIGTERM. With 0, a Kubernetes Job would count the pod as completed and not replace it.
+# Exit code after SIGTERM. It is not 0, because a Kubernetes Job would count the pod as completed and not replace it.
 TERMINATED = 143
 # time limit for killed workers to exit, in seconds; the agent then reports those that remain
 CLEARED_S = 12.0
@@ -142,7 +142,7 @@ class HostAgent:
             self.identity,
             self._secret,
             self._find,
-            opened=lambda: None,  # The driver sends the first message.
+            opened=lambda: None,  # The driver sends the first message on a connection.
             heard=self._on_driver_message,
             closed=self._driver_lost,
             missing=self._missing,
@@ -272,7 +272,7 @@ class HostAgent:
         try:
             own = interfaces.own_addresses()
             wanted, local = self.bootstrap.interfaces, self._uplink.bound
-            # Running workers keep the address on which they listen.
+            # Running workers keep listening on their address.
             if not self._bind or not self._agent.alive():
                 self._bind = choose_address.choose_bind(wanted, own, local=local)
             self._network = choose_address.worker_variables(self._bind, own, os.environ)
@@ -475,7 +475,7 @@ class HostAgent:
         self._uplink.send(Announced(self._machine.notice))
 
     def _asked_to_end(self, number: int) -> None:
-        """End the agent after a signal. Only the first SIGTERM gives the workers time to leave."""
+        """End the agent after a signal. Workers get time to leave only after the first SIGTERM."""
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
         if number != signal.SIGTERM:
             self.end(0, name)
@@ -501,7 +501,9 @@ class HostAgent:
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Put the folder of this agent's Python first in PATH, because a login over ssh may find a different Python."""
+    """Put the folder of this agent's Python first in PATH, because PATH in an ssh session may lead to a different
+    Python.
+    """
     own = os.path.dirname(sys.executable)
     path = environ.get("PATH", os.defpath)
     return {

@@ -12,7 +12,7 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-# The agent exits this many seconds before the expected SIGKILL, or after half of a shorter remaining time.
+# The agent exits this many seconds before the expected SIGKILL, or halfway to it if less than twice this time remains.
 LAST_S = 5.0
 
 
@@ -73,7 +73,7 @@ class HostPreemption:
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
-        """Record a signal that gives the workers time to leave. Return False if such a signal was already handled."""
+        """Handle a signal that gives the workers time to leave. Return False if such a signal was already handled."""
         if self._signal_reason:
             return False
         loop = asyncio.get_running_loop()

@@ -56,7 +56,7 @@ def kept_line(
 
 
 class CheckpointLines:
-    """Writer of the log lines about the checkpoints of one job."""
+    """Logger of the checkpoints of one job."""
 
     def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
         self._now = now

@@ -50,7 +50,7 @@ class CheckpointCompleted:
     place: str
     size: int  # size in bytes
     took_s: float
-    step: int | None = None  # step counter of the state
+    step: int | None = None  # step counter of the state at the commit
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class CheckpointFailed:
     number: int
     who: Worker
     reason: str
-    # False if the cause is a late message or an unfinished previous checkpoint.
+    # False if the cause is harmless: a late message, or a previous checkpoint that is still being written
     unusual: bool
 
 
 @dataclass(frozen=True)
 class ReplicaCorrupted:
-    """Action: report that a worker's replica differs from ``equal`` other replicas, although all were equal before."""
+    """Action: report that a worker's replica differs from ``equal`` other replicas, after all had been equal before."""
 
     worker: Worker
     generation: int
@@ -122,7 +122,7 @@ class CheckpointShares:
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # members of the world by rank
-    # digests of each rank's parts, by request
+    # digests of the parts of each rank's state, by request
     _written: dict[int, dict[Worker, dict[str, int]]] = field(default_factory=dict)
     _ever_equal: bool = False  # whether all replicas were equal at any checkpoint of this job
     _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # dropped checkpoints, by request

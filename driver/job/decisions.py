@@ -95,7 +95,7 @@ class JobDecisions:
         try:
             return self._membership.handle(event, now)
         except Exception:
-            self.raised = True  # The state of membership is unreliable after an exception.
+            self.raised = True  # After an exception, the state of membership may be inconsistent.
             raise
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
@@ -168,10 +168,11 @@ class JobDecisions:
         return outcome
 
     def _stopped(self, event: StopRequested, *, again: bool, now: float) -> list[Action]:
-        """Handle a stop request that arrived after the outcome of the job was known."""
+        """Handle a stop request that arrives after the outcome of the job is known."""
         assert self.ending is not None and self.stop_code is not None
         actions: list[Action] = []
-        if not again or self.ending.code == 0:  # The job had succeeded while a stop was pending.
+        if not again or self.ending.code == 0:
+            # A stop was requested, but the job succeeded before it took effect.
             self.ending.stopped(self.stop_code, now)
             actions.append(EndJob(self.stop_code, as_sentence(event.reason)))
         return actions + self.ending.hurried(now) if again else actions

@@ -118,8 +118,8 @@ class JobRuntime:
     secret: str = ""  # the job's secret, hexadecimal
     tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address on which the control server listens
-    advertised: str = ""  # address that workers connect to, if it differs
-    bind: str = "127.0.0.1"  # address on which a worker listens for its peers
+    advertised: str = ""  # address that workers connect to, if it differs from ``bind``
+    bind: str = "127.0.0.1"  # address on which a worker listens for connections from other workers
     port: int = 0
 
 
@@ -128,7 +128,7 @@ class Adopted:
     """State adopted from an earlier driver of the job.
 
     Args:
-        clock_offset: seconds to add to this machine's clock to continue the journal's clock.
+        clock_offset: seconds to add to this machine's clock to obtain the journal's clock.
     """
 
     running: Collection[Worker]
@@ -150,7 +150,7 @@ class Driver:
         discovery: source of the host list.
         journal: record of all events and decisions.
         log: called with a level and a text.
-        noted: called with every event, its actions and its time, like the journal.
+        noted: called with every event, its actions and its time.
         tracing: collects timelines.
         past: state of the previous driver, if membership was restored from its journal.
         listening: awaited with the driver's address before the job begins.
@@ -183,7 +183,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self._versions = Versions()
-        # Ranks assigned at the start, used until the first world forms.
+        # Ranks assigned when the job started, used until the first world is published.
         self._promised: dict[Worker, Place] = {}
         self.generation = past.generation if past else 0
         self.outcome = ""  # reason for the end of the job
@@ -232,7 +232,7 @@ class Driver:
         self._hurried = False
         # Pending journal write that the loop waits for, or None.
         self._settling: asyncio.Future[None] | None = None
-        self._signalled: int | None = None  # exit code of the last signal
+        self._signalled: int | None = None  # exit code that corresponds to the last signal
         self._signalled_at: dict[signal.Signals, float] = {}
         # exit code of a stop request received before run()
         self._early_stop: tuple[str, int] | None = None
@@ -290,7 +290,7 @@ class Driver:
         assert self._decisions.ending is not None
         heard = self._signalled if self._stop_code is None else self._stop_code
         if self._decisions.stop_code is None and heard is not None:
-            return heard  # The event arrived after the loop's last decision.
+            return heard  # The event arrived after the last iteration of the loop.
         return self._decisions.ending.code
 
     async def _run(self) -> None:
@@ -344,8 +344,8 @@ class Driver:
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
-            # Discoveries report errors of their sources themselves, so this error is a bug in the discovery, and the
-            # known hosts remain valid.
+            # Discovery reports errors of its source itself, so this exception is a bug in the discovery. The known list
+            # of hosts remains valid.
             trouble = repr(error)
             self._log(
                 "error", f"host discovery ended: {trouble}; the current list of hosts is kept"
@@ -507,7 +507,7 @@ class Driver:
             self._promised.pop(event.worker, None)  # another worker may receive its place
 
     def _decide(self, event: events.Event, now: float) -> list[events.Action]:
-        """Return the actions for an event. They are written to the journal before any of them is performed."""
+        """Return the actions for an event, after writing them to the journal."""
         try:
             answer = self._decisions.answer(event, now)
         except Exception as error:
@@ -524,7 +524,7 @@ class Driver:
         return self._decisions.follow(event, answer, now)
 
     def _set_alarm(self) -> None:
-        """Post TimePassed to the mailbox at the next deadline."""
+        """Schedule TimePassed for the next deadline."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -563,7 +563,7 @@ class Driver:
         self._log_workers("releasing", [a for a in actions if isinstance(a, events.LetGo)], given)
 
     def _do(self, action: events.Action) -> Line | None:
-        """Perform one action. Return a line to log about it, or None."""
+        """Perform one action. Return the line to log for it, or None."""
         send, broadcast = self._server.send, self._server.broadcast
         match action:
             case events.StartWorker():
@@ -631,7 +631,7 @@ class Driver:
                 if self._exits.shares(about, starting=starting):
                     return None
                 if level != "debug":
-                    self._exits.say()  # An exit may be the reason for this line.
+                    self._exits.say()  # This line may be caused by an exit that was not logged yet.
                 return (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)
@@ -640,7 +640,7 @@ class Driver:
                 self._log("debug", phases_line(action))
                 line = recovery_line(action, held=self._held, committed=self._committed)
                 if self._starts is not None:
-                    if action.kind != "start":  # A worker was lost before training began.
+                    if action.kind != "start":  # A worker was lost before training had begun.
                         self._log("info", line)
                     line = start_line(action, self._starts, self._now())
                     self._starts = None
@@ -734,7 +734,7 @@ class Driver:
         if outcome.code != 0:
             self._server.broadcast(self._decisions.running, protocol.End(reason))
         if self.outcome:
-            return None  # A stop request followed.
+            return None  # A stop was requested after this.
         self.outcome = reason
         self._about_checkpoints.ended()
         if outcome.code == 0:

@@ -45,8 +45,8 @@ class Job:
     settings: Settings
     hosts: dict[str, int] | None  # number of slots of each host, in order of preference
     script: list[str] | None  # absolute path of the discovery script, and its arguments
-    allocation: Allocation | None = None  # Slurm allocation whose nodes are the hosts
-    # settings for other hosts or driver failover; None: this machine only
+    allocation: Allocation | None = None  # Slurm allocation that supplies the hosts
+    # settings for other hosts or driver failover; None if all workers run on this machine without failover
     fleet: MultiHostPlan | None = None
     own_slots: bool = False  # whether the number of slots of this machine was not specified
     slots_per_host: int = 1  # number of slots of a host that the script lists without a number
@@ -56,7 +56,7 @@ class Job:
     # Called with each report of a worker, in the loop's thread.
     reported: Callable[[Report], object] | None = None
     preemption: str = "off"  # source of preemption notices; see `preemption.watch`
-    # Modules that the preloaded process for the next worker imports. See `processes.prepared`.
+    # Modules that a preloaded process for the next worker imports. See `processes.prepared`.
     preload: str = ""
     stdin_rank: int | None = None  # rank of the worker that inherits standard input
     # called with the driver when it has been created
@@ -67,16 +67,17 @@ class Job:
     output_dir: str | None = None  # existing, writable folder for output files
     prefix_timestamps: bool = False
     begins: StartCheckpoint | None = None
-    journal: str | None = None  # path of the journal, which is writable
-    summary: bool = False  # log a summary of the time spent at the end
-    report: str | None = None  # path of a report page, which is writable
+    journal: str | None = None  # writable path of the journal
+    summary: bool = False  # whether to log a summary of the time spent when the job ends
+    report: str | None = None  # writable path of the report page
     metrics: tuple[str, int] | None = None  # address and port of the metrics server
     dashboard: tuple[str, int] | None = None  # address and port of the live page
-    opentelemetry: bool = False  # send traces of recoveries, configured by variables in ``environ``
-    tensorboard: str | None = None  # folder for TensorBoard, which is writable
+    # whether to send traces of recoveries, configured by the variables in ``environ``
+    opentelemetry: bool = False
+    tensorboard: str | None = None  # writable folder for TensorBoard
     log_level: str = "INFO"  # one of `flags.LOG_LEVELS`
-    log_timestamps: bool = True  # prefix the driver's log lines with the time
-    # level and text of lines to log once
+    log_timestamps: bool = True  # whether to prefix the driver's log lines with the time
+    # level and text of log lines about the start of the job
     notes: list[tuple[str, str]] = field(default_factory=list)
     # Called if the start is refused. Removes the files created by the checks, unless the job has used them.
     refused: Callable[[], None] = lambda: None
@@ -90,10 +91,11 @@ class Job:
 async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
     """Return the hosts currently listed by the discovery script or Slurm, or None if the job uses neither.
 
-    Later failures of the script or of Slurm are only logged.
+    A script may list no hosts, because hosts may appear later.
 
-    Raises Invalid if there is no valid list, or if a job of a fixed size needs more slots than its allocation has. A
-    script may list no hosts, because hosts may appear later.
+    Raises:
+        Invalid: the list cannot be obtained or is invalid, or a job of a fixed size needs more slots than its
+            allocation has.
     """
     if job.allocation is not None:
         nodes = await job.allocation.hosts()
@@ -157,8 +159,8 @@ def room_for(
 
     Returns None if the user specified the slots.
 
-    The function returns "" on success, otherwise the reason for refusing. Its limit is `most_workers`, or the job's
-    earlier number of workers if this is higher.
+    The function returns "" on success, otherwise the reason for refusing. The limit is `most_workers`, or the number of
+    workers that the job already has if that is higher.
 
     Args:
         job: the job.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 STOPPED_S = 2.0  # time limit per stream for writing the remaining output after a stop, in seconds
 
-# Horovod's names, mapped to our four levels.
+# Horovod's names of log levels, and the corresponding levels of this program
 _LEVELS = {
     "TRACE": "debug",
     "DEBUG": "debug",
@@ -63,7 +63,7 @@ _LEVELS = {
 class JobIO:
     """I/O of one driver. ``place_of`` may be set later, when the membership exists."""
 
-    view: JobView  # view of the job on a clock of seconds since 1970
+    view: JobView  # view of the job, with times in seconds since 1970
     console: Console
     output: Output
     tracing: Tracing
@@ -81,7 +81,7 @@ class JobIO:
     raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
     # lock that is held while the view changes
     changing: threading.Lock = field(default_factory=threading.Lock)
-    # Difference between the clocks of the view and the journal, or None before the first event.
+    # Difference between the clocks of the view and the journal. None before the first event.
     epoch: float | None = None
     unreported: bool = False  # whether the report could not be written
     inherited: bool = False  # whether another driver began the job
@@ -134,13 +134,13 @@ class JobIO:
         return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
-        """Log the exceptions of workers that were not logged yet.
+        """Log the exceptions of workers that have not been logged yet.
 
         Args:
             last: whether no worker is left. If so, exceptions without a traceback are logged too, because a worker may
                 have been killed after it reported an exception and before it wrote the traceback to stderr.
         """
-        # A worker that reports why the job cannot continue has no traceback.
+        # A worker that reports why the job cannot continue has no traceback, so its exception is logged without one.
         unsent = [
             f"{worker}: {text.rstrip()}"
             for worker, text in self.raised.items()
@@ -152,7 +152,7 @@ class JobIO:
             self.console("error", text)
 
     def log_end(self, job: Job) -> None:
-        """Log exceptions that were not logged yet, and the checkpoint from which to resume, after the last worker has
+        """Log the exceptions not logged yet, and the checkpoint to resume from. Called after the last worker has
         exited.
         """
         self.log_remaining(last=True)
@@ -167,10 +167,11 @@ class JobIO:
 
 @contextlib.contextmanager
 def open_job_io(job: Job) -> Iterator[JobIO]:
-    """Open a job's output and log its notes.
+    """Open the output of a job and log the notes about its start.
 
     Raises:
-        Invalid, OSError: a file or a port is not available.
+        Invalid: a setting is invalid, or a port is not available.
+        OSError: a file cannot be opened.
     """
     found: list[JobIO] = []
     stdout, stderr = job.streams or write_both(sys.stdout, sys.stderr)
@@ -223,7 +224,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             tracing.open(job.settings.timeline)
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
-            # Imported only if needed, because the import takes a tenth of a second.
+            # Imported on demand, because the import takes a tenth of a second.
             from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
 
             metrics = MetricsServer(*job.metrics, JobMetrics(spent), changing)
@@ -303,15 +304,15 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
     if status is None:
         return None
     line = status
-    # An empty chunk would not be written, so a space is used, which is not visible either.
+    # An empty chunk is not written, so an invisible space is written instead.
     return lambda text: output.write_separately(line.show, text.encode(errors="replace") or b" ")
 
 
 async def serve_page(job: Job, job_io: JobIO) -> None:
-    """Serve the live page if requested, and log its link once.
+    """Serve the live page if requested, and log its link.
 
     Raises:
-        Invalid: the address of the page cannot be bound.
+        Invalid: the server cannot listen on the address of the page.
     """
     if job.dashboard is None:
         await job_io.page.serve(None, job_io.line)
@@ -330,8 +331,7 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 def page_token(job: Job) -> str:
     """Return the token that grants access to the live page.
 
-    If the user passed a secret for the job, the token is derived from the secret, so that it stays valid under the next
-    driver.
+    If the user specified the job's secret, the token is derived from it, so it stays valid after a driver failover.
     """
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)
@@ -339,7 +339,7 @@ def page_token(job: Job) -> str:
 
 
 def _asked_to_end() -> bool:
-    """Return whether Ctrl-C was pressed after the job's end.
+    """Return whether Ctrl-C was pressed after the job had ended.
 
     In that case asyncio has canceled this task, and raises KeyboardInterrupt when the task ends. On Python 3.10,
     asyncio raises it immediately.
@@ -352,7 +352,7 @@ def _asked_to_end() -> bool:
 def _ctrl_c_ends_it() -> Iterator[None]:
     """Make Ctrl-C end a blocking wait in this thread.
 
-    asyncio's handler would only cancel a task, and no event loop runs during the wait.
+    asyncio's signal handler only cancels a task, which has no effect because no event loop runs during the wait.
     """
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()

@@ -36,7 +36,7 @@ async def campaign(
     """Become the leader of a job. Waits if this driver is a standby.
 
     Returns:
-        The leadership, None without etcd, or the reason if a signal ended the wait.
+        The leadership; None if etcd is not used; the reason as text if a signal ended the wait.
 
     Raises:
         Invalid: another driver leads, and this driver is not a standby.

@@ -1,6 +1,6 @@
 """Additional settings of a job on several hosts.
 
-They apply if a host is another machine, if hosts register in etcd, or if another driver can replace this one.
+They apply if workers run on other machines, if hosts register in etcd, or if the job supports driver failover.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class PodSource:
 
     Args:
         slots: number of slots of each pod. None means the pod's number of GPUs, at least 1.
-        notices: taints and conditions that announce the end of a node, in addition to the known ones.
+        notices: taints and conditions that announce the end of a node, in addition to the built-in ones.
     """
 
     selector: str
     namespace: str | None  # namespace of the pods; None means that of this pod
     slots: int | None
-    # address of this pod, where the driver listens; empty means the address that other hosts use
+    # address of this pod, on which the driver listens; empty means the address that other hosts use
     address: str
     notices: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class MultiHostPlan:
     """Settings for agents on other hosts and for driver failover.
 
     Args:
-        outlived: whether agents continue after the end of this driver.
+        outlived: whether agents keep running after this driver has exited.
     """
 
     name: str  # name of the job

@@ -21,14 +21,15 @@ from elastic.errors import Invalid
 async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], log: Log) -> None:
     """Detach the agents of the job whose journal is ``path``, as its driver would have done at the end.
 
-    The agents search for a driver at the address of the killed driver. Waits, within a time limit, until their workers
-    are dead.
+    The agents still try to connect to the address of the killed driver. Waits, within a time limit, until their workers
+    have exited.
 
     Args:
         listed: hosts of the new job.
     """
     if plan.etcd or plan.provider or plan.agents_come:
-        return  # These agents find the new driver, and clean up before they serve it.
+        # These agents will find the new driver, and kill the old workers before they serve it.
+        return
     archive = FileArchive(Path(path))
     try:
         header = archive.header()
@@ -39,7 +40,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         if past is None or past.over:
             return
         hosts = {worker.host for worker in past.membership.roster}
-    except Invalid:  # The end of the journal may be missing, for example after a full disk.
+    except Invalid:  # The end of the journal may be missing, for example because the disk was full.
         hosts = set(listed)
     finally:
         archive.close()
@@ -71,7 +72,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         while (here or hosts - called) and now() - began < (CLOSE_S if here else CALL_S):
             await asyncio.sleep(0.005)
     except OSError:
-        pass  # Another process now listens at the address.
+        pass  # Another process is now listening on the address.
     finally:
         await server.close()
     if missing := ", ".join(sorted(hosts - called)):

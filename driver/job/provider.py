@@ -13,12 +13,12 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Provider of machines for a job. The driver decides how many workers the job has."""
+    """Source of machines for a job, implemented by an engine. The driver decides how many workers the job has."""
 
     outlived: bool  # whether the job can outlive its driver and be resumed by another one
     fresh: bool  # whether this is the first driver of the job
     secret: bytes  # secret of the job
-    lost: asyncio.Event | None  # set once another driver leads the job, or None
+    lost: asyncio.Event | None  # event that is set when another driver leads the job, or None
 
     @property
     def towards(self) -> Sequence[str]:
@@ -26,8 +26,9 @@ class Provider(Protocol):
 
     @property
     def connected(self) -> Callable[[Mapping[str, int]], object] | None:
-        """Return a function that is called after each change with the slots of all hosts with agents, or None if the
-        engine itself lists machines.
+        """Return a callback for the slots of all hosts with agents, or None if the engine itself lists machines.
+
+        It is called after each change.
         """
 
     def discovery(
@@ -51,7 +52,7 @@ class Provider(Protocol):
         """Return additional environment variables for the workers of a host."""
 
     async def listening(self, address: str) -> None:
-        """Publish the driver's address ``host:port``, at which agents can connect from now on.
+        """Publish the driver's address ``host:port``, to which agents can connect from now on.
 
-        The address is published to the agents of the previous driver, and to agents that the engine starts now.
+        Agents of the previous driver, and agents that the engine starts later, read it.
         """

@@ -27,7 +27,7 @@ REMIND_S = 30.0  # interval between two log lines about awaited workers
 
 
 class Shutdown:
-    """Decisions between the outcome of a job and the driver's exit.
+    """Decisions from the outcome of a job to the driver's exit.
 
     Args:
         outcome: the decision of membership.
@@ -35,7 +35,7 @@ class Shutdown:
         alive: all workers with a running process.
         leave_s: seconds that workers have to leave.
         idle_s: seconds after which a frozen member that trains again is killed. 0 means never.
-        failed: members whose training function raised or called sys.exit.
+        failed: members whose training function raised an exception or called sys.exit.
         now: current time on the caller's clock, in seconds.
     """
 
@@ -130,7 +130,7 @@ class Shutdown:
 
     def _fail(self, now: float) -> None:
         self.code = 1
-        if self._again:  # The other workers may be waiting for this one in a collective.
+        if self._again:  # Other workers may wait for this worker in a collective.
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:

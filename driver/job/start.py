@@ -1,4 +1,4 @@
-"""Assembly and execution of a validated job in this process."""
+"""Runs a validated job in this process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def _may_grow(fleet: MultiHostPlan) -> bool:
 async def _alone(
     job: Job, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """Run a job without agents. All its workers run on this machine and end with this process."""
+    """Run a job without agents. All workers run on this machine and are killed if this process exits."""
     membership = Membership(job.settings)
     job_io.place_of = membership.place_of
     console = job_io.console
@@ -169,7 +169,7 @@ async def _alone(
         job.begun(driver)
     code = await driver.run()
     if code:
-        # The job may have failed before it wrote a checkpoint, for example because the workers' state does not fit the
-        # start checkpoint.
+        # The job may have failed before its first checkpoint, for example because the start checkpoint does not fit the
+        # workers' state.
         job.refused()
     return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

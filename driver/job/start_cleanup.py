@@ -19,7 +19,7 @@ class StartCleanup:
 
     def remove(self) -> None:
         while self._undo:
-            # If the removal fails, an empty file or folder remains.
+            # An empty file or folder remains if it cannot be removed.
             with contextlib.suppress(OSError):
                 self._undo.pop()()
 
@@ -42,7 +42,7 @@ class StartCleanup:
     def file(self, path: str) -> None:
         """Register a file that is about to be created.
 
-        A journal with more than its header belongs to a started job, and is kept.
+        A journal that contains more than its header belongs to a started job, so it is not removed.
         """
         if not os.path.exists(path):
             self._undo.append(lambda: _remove_unused(Path(path)))

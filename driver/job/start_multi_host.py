@@ -120,7 +120,7 @@ async def _past(
     if begun_alone and not plan.fresh and (warning := starts_over(found, job.begins)):
         log("warning", warning)
     if begun_alone or (found is not None and found.ended is not None and unawaited):
-        # The workers of that job ended with their driver, or no driver has waited for its outcome.
+        # The workers of that job ended with its driver, or its outcome was reported by no driver.
         return None
     name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
     return to_go_on_with(
@@ -198,12 +198,13 @@ class _Run:
         job_io.place_of = self.membership.place_of
         self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
         self.id = past.job if past is not None else uuid.uuid4().hex
-        self.lost: asyncio.Event | None = None  # set once another driver leads the job
+        # event that is set when another driver leads the job
+        self.lost: asyncio.Event | None = None
         if lead is not None:
             self.lost = lead.leadership.lost
         elif plan.provider is not None:
             self.lost = plan.provider.lost
-        self.left = False  # this driver received SIGTERM, and the job continues
+        self.left = False  # whether this driver received SIGTERM while the job continues
         if plan.left_by_sigterm and self.lost is None:
             self.lost = asyncio.Event()
         self._publishing: set[asyncio.Task[None]] = set()
@@ -293,7 +294,7 @@ class _Run:
             code = driver_loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
         if code:
-            # The job may have failed before it wrote a checkpoint, for example because no agent could be started.
+            # The job may have failed before its first checkpoint, for example because no agent could be started.
             job.refused()
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
@@ -332,7 +333,7 @@ class _Run:
         Without etcd, they are the same as for the previous driver, because its agents know no other address.
         """
         movable = self.plan.etcd is not None or self.plan.provider is not None
-        # A service may lead to a different pod of the same name.
+        # A service with the same name may lead to a different pod.
         movable = movable or self.plan.pods is not None
         if self.past is not None and not movable and self.past.address:
             return parse_address(self.past.address)
@@ -439,7 +440,7 @@ class _Run:
         await self._announce_desk(address.host)
 
     async def _announce_desk(self, interface: str) -> None:
-        """Publish the address for operators in etcd or Ray, through which agents also find the driver."""
+        """Publish the address for operators in etcd or Ray, where agents also find the driver."""
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
@@ -474,7 +475,8 @@ class _Run:
         )
         copy = None
         if self.job.journal is not None and not isinstance(archive, FileArchive):
-            # A copy that begins with this driver and can be read after etcd has discarded the entries.
+            # Local copy of the journal from this driver on, which remains readable after etcd has discarded the
+            # entries.
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
             state = None if self.past is None else snapshot.take_snapshot(self.membership)
             file = FileArchive(Path(self.job.journal))

@@ -1,6 +1,6 @@
-"""Client of a running job for operators: finds its driver, authenticates, and sends requests.
+"""Operator's client for a running job: finds the job's driver, authenticates, and sends requests.
 
-Blocks, with timeouts.
+The calls block, with timeouts.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class JobClient:
             ) from None
         self._client = ControlClient(sock, _from_desk, job.tls)
         user = f"{_user()}@{socket.gethostname()}"
-        name = f"{user}:{os.getpid()}:{secrets.token_hex(4)}"  # Connections need different names.
+        # Names of connections must be unique.
+        name = f"{user}:{os.getpid()}:{secrets.token_hex(4)}"
         try:
             self._client.authenticate(
                 job.key,
@@ -199,7 +200,7 @@ def _user() -> str:
 def _name_of(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:  # A container may not have a name for the user ID.
+    except KeyError:  # In a container, the user ID may have no name.
         return str(uid)
 
 

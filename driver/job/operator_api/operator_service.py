@@ -47,7 +47,7 @@ QUIET_S = 0.25  # seconds without further lines after which a stack dump counts 
 # The same two limits if all threads of a worker write their stacks, one after another.
 STACKS_ALL_S, QUIET_ALL_S = 5.0, 1.0
 AT_ONCE = 64  # maximum number of concurrent requests
-STOP_CODE = 143  # exit code of a job that was stopped, as after SIGTERM
+STOP_CODE = 143  # exit code of a job stopped by an operator, equal to that after SIGTERM
 
 OPERATORS: Callers[str] = Callers(
     "operator", messages.from_operator, OperatorAnswer, lambda answer: answer.name
@@ -91,8 +91,8 @@ class OperatorAccess:
 class OperatorService:
     """Server that answers the requests of operators of one driver.
 
-    ``grow`` adds slots on this machine for a number of workers if the user specified no hosts. It returns "" on
-    success, otherwise the reason for refusing.
+    ``grow`` extends this machine's slots to a number of workers. It returns "" on success, otherwise the reason for
+    refusing, for example that the user specified the hosts.
     """
 
     def __init__(self, job: OperatorAccess, page: LivePage, log: Log) -> None:
@@ -114,7 +114,7 @@ class OperatorService:
     async def open(self) -> None:
         """Listen on loopback for commands of this user.
 
-        If the folder or the port is not available, this is logged, and the job continues.
+        If the folder or the port is not available, a log line states the reason, and the job continues.
         """
         try:
             address = await self.listen("127.0.0.1")
@@ -141,7 +141,7 @@ class OperatorService:
             self._log("warning", why)
 
     async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen on another address, and return it. Raises OSError if it cannot be bound."""
+        """Listen on a further address, and return it. Raises OSError if it cannot be bound."""
         server: ControlServer[str] = ControlServer(
             secret=self.job.key, log=self._log, callers=OPERATORS, tls=tls
         )
@@ -154,7 +154,7 @@ class OperatorService:
         )
 
     def answered(self, answer: AnswerRequest) -> None:
-        """Send membership's answer to the operator, after it was written to the journal."""
+        """Send membership's answer to the operator. Called after it was written to the journal."""
         future = self._answers.pop(answer.request, None)
         if future is not None and not future.done():
             future.set_result(answer)

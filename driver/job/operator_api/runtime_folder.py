@@ -3,7 +3,7 @@
     $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
 
 Each driver writes a file with its address and the operators' key, and keeps it locked while it runs. A folder that
-belongs to another user, or that other users can access, is not used.
+belongs to another user, or is accessible to other users, is rejected.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class JobRecord(msgspec.Struct, frozen=True):
     name: str
     pid: int  # process ID of the driver
     address: str  # address for operators, host:port
-    key: str  # key of operators, hexadecimal
+    key: str  # operators' key, in hexadecimal
     command: list[str] = []
     journal: str = ""
-    began: float = 0.0  # start of the driver in seconds since 1970
+    began: float = 0.0  # time at which the driver started, in seconds since 1970
 
     def __repr__(self) -> str:
         return f"JobRecord({self.name!r}, pid={self.pid}, address={self.address!r})"
@@ -51,7 +51,7 @@ class PublishedRecord:
         checked_folder(folder)
         self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # The record belongs to an earlier process with the same process ID.
+            self.path.unlink()  # The file was left by an earlier process with the same process ID.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -92,7 +92,7 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
     try:
         if not folder.exists():
             return []
-    except PermissionError:  # XDG_RUNTIME_DIR may be another user's, for example after su.
+    except PermissionError:  # After `su`, XDG_RUNTIME_DIR may still be that of another user.
         raise Invalid(
             f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to your own folder, or unset it"
         ) from None
