@@ -106,7 +106,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def heed_signals() -> None:
-    """Install handlers that raise `Stopped` on SIGTERM and SIGHUP, so that a command can end the processes it has
+    """Install handlers for SIGTERM and SIGHUP that raise `Stopped`, so that a command can end the processes that it
     started.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):

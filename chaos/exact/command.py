@@ -1,7 +1,6 @@
 """`python -m elastic.chaos exact`: compare every commit of a fault-free run with a run under faults.
 
-It runs both jobs with `elastic.chaos.inject`, reads their journals, and reports the first difference, which `digests`
-finds.
+It runs both jobs with `elastic.chaos.inject`, reads their journals, and reports the first difference.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def _check_steps(story: JobProgress, driver: int, now: float) -> None:
     """End the job at its first commit if its steps cannot be compared with those of another run.
 
     Raises:
-        Invalid: the state of the job contains no `elastic.Shards`.
+        Invalid: the job's state contains no `elastic.Shards`.
     """
     if story.no_steps:
         raise Invalid(
@@ -155,7 +154,11 @@ def _check_steps(story: JobProgress, driver: int, now: float) -> None:
 def _read(path: Path) -> tuple[list[digests.HeldCommit], bool]:
     """Read a journal.
 
-    Return its commits, and whether the job ended by itself and succeeded. Raises Invalid if the file is not a journal.
+    Returns:
+        The commits, and whether the job succeeded without having been stopped.
+
+    Raises:
+        Invalid: the file is not a journal.
     """
     _, entries = journal.read(path)
     ended = any(

@@ -13,7 +13,7 @@ SHOWN = 5  # maximum number of tensor names that are shown
 
 @dataclass(frozen=True)
 class HeldCommit:
-    """Digests of a worker's state before ``step``, the first step that the worker has not trained yet.
+    """Digests of a worker's state at a commit. ``step`` is the next step to train.
 
     Args:
         gradients: digests of the gradients of the previous step, by shard and parameter.
@@ -39,7 +39,7 @@ class OddGradient:
 
 @dataclass(frozen=True)
 class DigestDifference:
-    """The first difference between two runs: after ``step``, ``tensors`` of ``worker`` differ from the undisturbed
+    """First difference between two runs: after ``step``, these ``tensors`` of ``worker`` differ from the undisturbed
     run.
     """
 
@@ -50,7 +50,7 @@ class DigestDifference:
     tensors: tuple[str, ...]
     workers: int  # number of workers that differ after this step
     gradient: OddGradient | None = None
-    compared: int = 0  # number of compared gradients of single shards
+    compared: int = 0  # number of compared gradients, each of one shard
 
     def sentence(self) -> str:
         shown = ", ".join(self.tensors[:SHOWN])
@@ -88,7 +88,7 @@ class DigestDifference:
 
 
 def held(events: Iterable[Event]) -> list[HeldCommit]:
-    """Return the digests of every commit of every worker, in the order of their reports."""
+    """Return the digests of all commits of all workers, in the order in which they were reported."""
     return [
         HeldCommit(
             event.step, event.worker, event.generation, event.tensors, _by_shard(event.gradients)
@@ -99,16 +99,15 @@ def held(events: Iterable[Event]) -> list[HeldCommit]:
 
 
 def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[HeldCommit]:
-    """Return the commits of the run under faults at steps at which the undisturbed run also committed."""
+    """Return the commits of the run with faults at those steps at which the undisturbed run also has a commit."""
     steps = {each.step for each in undisturbed}
     return [each for each in other if each.step in steps]
 
 
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
-    """Compare the states of all workers under faults with the undisturbed run after each step, including repeated
-    steps.
+    """Find the first difference between a run with faults and the undisturbed run, over all workers.
 
-    Return the first difference, or None if all steps that are in both runs are equal.
+    Repeated steps are compared too. Return None if all steps that occur in both runs are equal.
     """
     wanted: dict[int, dict[str, int]] = {}
     for each in undisturbed:

@@ -1,6 +1,6 @@
 """Reader of a running job's journal: members, process IDs, number of commits.
 
-`JobProgress` is pure, `JournalTail` reads the file.
+`JobProgress` is pure, and `JournalTail` reads the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic.driver.journal.entries import entry_of
 from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.protocol.messages import Commit, Worker
 
-CHUNK = 1 << 20  # bytes per read
+CHUNK = 1 << 20  # number of bytes per read
 
 _decode = msgspec.json.Decoder().decode
 
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class Heard(Protocol):
-    """Interface of a state that is derived from the entries of a journal."""
+    """Interface of a state that is computed from a journal's entries."""
 
     def hear(self, entry: Json) -> None:
         """Update the state with the next journal entry that contains an event."""
@@ -35,24 +35,23 @@ S = TypeVar("S", bound=Heard)
 
 
 class JobProgress(ViewReader):
-    """State of a job after the entries read so far. Times are on the driver's clock, which is this machine's monotonic
-    clock."""
+    """State of a job according to the entries read so far. Times are in seconds on this machine's monotonic clock."""
 
     def __init__(self, members: Sequence[Worker] = ()) -> None:
         """Initialize the state before the first entry.
 
         Args:
-            members: members of the world before the first entry. Needed only if the journal was not read from its
+            members: members of the world before the first entry. Required only if the journal is not read from its
                 beginning.
         """
         self.view = JobView()
         self.view.adopt({worker: (0, rank) for rank, worker in enumerate(members)}, 0, 0.0)
-        # start of training: the first collective in a world of elastic.run
+        # time at which training began: the first collective in a world of elastic.run
         self.began_at: float | None = None
         self.commits = 0  # number of commits reported by at least one worker; 0 without digests
-        # a worker has returned, a stop was requested, or the outcome is decided
+        # whether a worker has returned, a stop was requested, or the outcome is decided
         self.ending = False
-        # a worker has committed a state without shards, so its steps are not counted
+        # whether a worker committed a state without shards, in which case its steps are not counted
         self.no_steps = False
         self._newest = Commit(0, 0)
         self.view.follow(self)
@@ -68,7 +67,7 @@ class JobProgress(ViewReader):
             case events.WorkerReturned() | events.StopRequested():
                 self.ending = True
             case events.WorkerDigested(commit=commit, step=step) if commit.number:
-                # Number 0 is the initial state of a world, not a commit.
+                # Commit 0 is the initial state of a world and does not count.
                 self.no_steps = self.no_steps or step < 0
                 if commit > self._newest:
                     self._newest = commit
@@ -109,8 +108,8 @@ class JobProgress(ViewReader):
 class JournalTail(Generic[S]):
     """Reader of the entries that were appended to a journal since the last call of `look`.
 
-    The file may not exist yet. Lines that are not entries are ignored. An incomplete last line is read again later,
-    because the next driver replaces it if the current driver dies.
+    The file may not exist yet. Lines that are not entries are ignored. An incomplete last line is not processed, and is
+    read again at the next call.
     """
 
     def __init__(self, path: Path, story: S) -> None:

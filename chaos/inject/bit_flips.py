@@ -1,4 +1,4 @@
-"""Bit flips: in the memory of a worker, through its failpoints, and in a file of a checkpoint."""
+"""Bit flips in the memory of a worker, through its failpoints, and in files of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from elastic.checkpoints.files.storage import Storage
 from elastic.protocol.messages import Worker
 
 RULES = "ELASTIC_FAILPOINTS"
-# A flip after the reduction affects only this rank. A flip before it would change the sums of all ranks equally.
+# A flip after the reduction affects only this rank. Before the reduction, it would change the result on all ranks
+# equally.
 PLACES = {"weights": "commit", "moments": "commit", "gradients": "optimizer-step"}
 
 
 @dataclass(frozen=True)
 class CorruptedFile:
-    """A file of a checkpoint with one flipped bit."""
+    """File of a checkpoint in which one bit was flipped."""
 
     checkpoint: CommitName
     file: str

@@ -1,6 +1,6 @@
 """`python -m elastic.chaos run`: run a user's job, inject the faults of a plan, and print a report.
 
-Everything is checked before anything is started. `faulty_job` runs the job.
+All input is checked before the job is started. `faulty_job` runs the job.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
     options = cli.read_options(command[at + 1 :], os.environ)
     checked = cli.make_job(options, os.environ)
     env = checked.settings.env
-    # elasticrun claims a run number of its own, so the variable of an outer job is not passed on.
+    # elasticrun determines the run number, so the variable of an outer job is not passed on.
     if CHECKPOINT_RUN in env:
         catalog.give_back_run(Storage(env[DIR]), int(env[CHECKPOINT_RUN]))
     if not checked.settings.elastic:
@@ -224,7 +224,7 @@ def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job
 
 
 def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
-    """Raise Invalid if this machine or this job does not support the plan."""
+    """Raise Invalid if this machine or this job does not support a fault in the plan."""
     kinds = plan.kinds()
     if "partition" in kinds:
         network.check_partition()

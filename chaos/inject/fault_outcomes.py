@@ -130,7 +130,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     )
     since = each.at - EARLY_S
     if happened.ended is not None:
-        until = min(until, happened.ended[0])  # Later exits belong to the end of the job.
+        until = min(until, happened.ended[0])  # Exits after this belong to the end of the job.
     noticed = [
         (at, what)
         for at, what in happened.noticed.get(each.worker, [])
@@ -147,7 +147,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     if exit_at is not None and since <= exit_at <= until:
         _gone(outcome, each, exit_at, code, happened)
     elif each.kind == "leave" and any(each.at <= w[0] and each.worker not in w[2] for w in worlds):
-        # The world changes at once, but the process of the victim takes some time to end.
+        # The world changes immediately, but the victim's process needs some time to exit.
         _gone(outcome, each, worlds[-1][0], 0, happened)
     elif each.kind == "cut":
         _cut(outcome, each, happened)
@@ -181,7 +181,7 @@ def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened:
     if not was_member:
         outcome.outcome = f"{how}; it was in no world yet"
         return
-    # The world changes before the process of a leaving worker ends, but after that of a dead one.
+    # A leaving worker's process exits after the world has changed, and a dead worker's process before.
     since = min(at, each.at)
     worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
     _back(outcome, each, how, worlds[0][1] if worlds else None, happened)

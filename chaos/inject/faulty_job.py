@@ -30,10 +30,8 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 LOOK_S = 0.02  # seconds between two checks of the journal
-HEED_S = (
-    2.0  # seconds for the job to react to a Ctrl-C, which the terminal sends to the job as well
-)
-END_S = 60.0  # seconds for the job to end after a request, in addition to --leave-timeout
+HEED_S = 2.0  # seconds for the job to react to Ctrl-C, which the terminal also sends to the job
+END_S = 60.0  # seconds, in addition to --leave-timeout, for the job to end after a request
 
 Turn = Callable[[JobProgress, int, float], None]
 
@@ -54,14 +52,14 @@ class FaultyJob:
     job: Job
     code: int
     injected: list[Injected]
-    spared: int  # number of drawn faults without an allowed victim
+    spared: int  # number of random faults for which no victim was allowed
     planned: int = 0  # number of faults in the plan
     # planned faults that were not injected, with the reason
     missed: list[str] = field(default_factory=list)
 
 
 def say(text: str) -> None:
-    """Print a line of the command `chaos run` between the output lines of the job."""
+    """Print a line of `chaos run` between the output lines of the job."""
     print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
 
 
@@ -77,7 +75,7 @@ def under_fire(
     """Run the job under faults until it ends.
 
     Args:
-        each_turn: called several times a second with the job's progress, the driver's process ID and the time.
+        each_turn: called at each check of the journal with the job's progress, the driver's process ID and the time.
         env: variables added to the job's environment.
         output: stream to which the job writes (default: the output of this process).
     """
@@ -92,7 +90,7 @@ def under_fire(
         rules = job.journal.with_suffix(f".{mark}.rules")
         flips = BitFlips(rules, Storage(job.settings.env[DIR]), random.Random(seed))
         environ |= flips.environ
-    # The journal of an earlier job would contain the process IDs of other processes.
+    # The journal of an earlier job would contain outdated process IDs.
     job.journal.write_bytes(b"")
     try:
         process = subprocess.Popen(job.words, env=environ, stdout=output, stderr=output)
@@ -133,7 +131,7 @@ def under_fire(
 
 
 class _Fire:
-    """Injector of the faults of a plan when they are due."""
+    """Injector that begins the faults of a plan when they are due."""
 
     def __init__(self, plan: Plan, injector: Injector) -> None:
         self.injector = injector
@@ -141,14 +139,15 @@ class _Fire:
         self.spared = 0
         self.failed: list[str] = []
         self._spare = plan.chance.spare if plan.chance is not None else ()
-        # Separate from the generator of the times, because the set of possible victims does not depend on the seed.
+        # A separate random generator, because the set of possible victims, unlike the times, does not depend only on
+        # the seed.
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
     def turn(self, story: JobProgress, now: float, *, calm: Callable[[], bool]) -> None:
         """Inject the faults that are due.
 
         Args:
-            calm: called before each fault. If it returns True, no new fault begins, and lasting faults end.
+            calm: called before each fault. If it returns True, no further fault begins, and lasting faults are ended.
         """
         if calm() or story.ending:
             self.injector.close(now)
@@ -199,7 +198,7 @@ class _Fire:
 class _Stop:
     """Handler of a signal that requests the end of the run.
 
-    The signal is passed on to the job, unless it came from a terminal, which sends it to the job as well.
+    The signal is forwarded to the job, unless it came from a terminal, which also sends it to the job.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

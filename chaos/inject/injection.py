@@ -24,8 +24,7 @@ from elastic.protocol.messages import Worker
 MARK = "ELASTIC_CHAOS"  # environment variable with a unique value for each job
 # How long a slowed worker runs between pauses: longer than the agent's sampling interval.
 RUN_S = 0.3
-# How long a worker with a flipped bit counts as a victim. A limit is needed, because the flip may have no visible
-# effect.
+# Seconds for which a worker with a flipped bit counts as a victim. The flip may have no visible effect.
 FLIPPED_S = 5.0
 REFRESH_S = 0.1  # interval at which a partition checks for new sockets of its victim
 
@@ -58,9 +57,10 @@ class _Lasting:
     ends_at: float
     next_at: float
     stopped: bool = False
-    pauses_s: float = 0.0  # length of the pauses of a slowed worker
+    pauses_s: float = 0.0  # length in seconds of the pauses of a slowed worker
     packets: PacketFilter | None = field(default=None, repr=False)
-    guard: Guard | None = field(default=None, repr=False)  # guard of a stopped worker
+    # guard that resumes a stopped worker if this process exits
+    guard: Guard | None = field(default=None, repr=False)
 
     def close(self) -> None:
         if self.packets is not None:
@@ -156,13 +156,12 @@ class Injector:
                 self._end(each, now)
 
     def close(self, now: float) -> None:
-        """End all lasting faults, for example continue frozen processes."""
+        """End all lasting faults, for example by resuming frozen processes."""
         for each in list(self._lasting):
             self._end(each, now)
 
     def judge(self) -> None:
-        """Record for each corrupted file whether the corruption was detected. Must be called after the end of the
-        job."""
+        """Record for each corrupted file whether the job detected the corruption. Call this after the job has ended."""
         for injected, spoilt in self._spoilt:
             assert self._flips is not None
             try:
@@ -226,7 +225,7 @@ class Injector:
         return True
 
     def _drop(self, process: _Process) -> bool:
-        """Drop a fault whose victim had ended before the fault began."""
+        """Discard a fault whose victim exited before the fault began."""
         for each in [each for each in self._lasting if each.process is process]:
             self._lasting.remove(each)
             each.close()
@@ -263,7 +262,7 @@ class Injector:
             raise NotOurs(f"{worker} has exited (process {pid})") from None
         process = _Process(pid, pidfd)
         # A preloaded process keeps the environment of the worker for which it was created, even if it becomes another
-        # worker.
+        # one.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
         if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()

@@ -1,4 +1,4 @@
-"""Isolation of single processes of this machine: drop their TCP packets, or close their connections.
+"""Isolation of individual processes on this machine: drops their TCP packets, or closes their connections.
 
 Packets are dropped by a table of nftables that belongs to a child process `nft`. The kernel removes the table when that
 process exits, so it cannot outlive this process. Requires root.
@@ -52,7 +52,7 @@ def check_partition() -> None:
 
 
 def check_cut() -> None:
-    """Raise Invalid if this process may not close connections of other processes on this machine."""
+    """Raise Invalid if this process lacks the permission to close connections of other processes."""
     if os.geteuid() != 0:
         raise Invalid("a cut requires root: run the command as root, or omit cut from the faults")
     if shutil.which("ss") is None:
@@ -71,7 +71,7 @@ def sockets_of(pid: int) -> list[Socket]:
         )
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # The socket may have been closed meanwhile.
+        with contextlib.suppress(OSError):  # The socket may have been closed in the meantime.
             target = os.readlink(f"/proc/{pid}/fd/{name}")
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Only workers use these variables. They are checked here so that a mistake is reported once, before the start.
+# Only workers use these variables. They are checked here to report a mistake once, before workers are started.
 _WORKERS_SWITCHES = (
     "ELASTIC_CHECKS",
     "ELASTIC_NATIVE",
@@ -72,11 +72,11 @@ _WORKERS_SWITCHES = (
     "HOROVOD_DISABLE_GROUP_FUSION",
 )
 _SAYS_NOTHING = {
-    # This is Horovod's default, so the user may not have set it.
+    # The value equals Horovod's default, so the user may not have set it.
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
-    ("HOROVOD_TIMELINE", "DYNAMIC"),  # With this value, the script sets the file later.
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # This value means that the script sets the file later.
 }
 # Log level for reporting one of elasticrun's flags after the program, if the program may define flags itself.
 # The level of the last four options is lower, because programs often define flags with these names.
@@ -92,7 +92,7 @@ PROGRAM_ALIKE = (
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")
-# The output of these commands may be piped to a reader that exits early, such as `head`.
+# The output of these commands may be piped to a program that exits early, such as `head`.
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise Invalid if the first word is a misspelt command, which would otherwise be run as a program."""
+    """Raise Invalid if the first word is a misspelt command. Otherwise it would be run as a program."""
     word = arguments[0] if arguments else ""
     if (
         word[:1] in ("", "-")
@@ -279,7 +279,7 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
             flags.parse([word])
         except Invalid as error:
             raise Invalid(f"{source}: {error}") from None
-    # The last value takes precedence, so the command line is last.
+    # argparse uses the last value, so the command line comes last.
     return flags.parse([*(word for word, _ in words), *arguments])
 
 
@@ -449,7 +449,7 @@ def _checked_job(
         notes=notes,
         refused=traces.remove,
     )
-    # Flags come first on the command line, so an error about one is reported before one about the program.
+    # Flags precede the program on the command line, so their errors are reported first.
     if not fleet.needed:
         check_command(command, path=environ.get("PATH"))
     elif not command:
@@ -502,7 +502,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
     if rank is not None:
         try:
             behind = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
-        except OSError:  # Standard input is the controlling terminal of another session.
+        except OSError:  # The terminal of standard input belongs to another session.
             behind = False
         if behind:
             raise Invalid(
@@ -513,7 +513,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
 
 
 def _worker_additions(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that flags add to every worker's environment. They replace inherited values."""
+    """Return the variables that flags add to every worker's environment, replacing inherited values."""
     env = {
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{CONNECT_TIMEOUT_S:g}",
         "ELASTIC_COLLECTIVE_TIMEOUT": f"{_collective_timeout_s(options, environ):g}",
@@ -619,7 +619,9 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 
 def _dashboard(text: str | None) -> tuple[str, int] | None:
-    """Parse the value of ``--dashboard`` and return address and port. An address without brackets is IPv4 or a name.
+    """Parse the value of ``--dashboard``, and return the address and port.
+
+    An address without brackets is an IPv4 address or a name.
 
     Raises:
         Invalid: the text does not have the form [ADDRESS]:PORT.
@@ -725,7 +727,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     notes += [("warning", other) for other in others if other is not None]
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         value = environ.get(name, "")
-        # This package sets these variables for workers, and a worker may start a job of its own.
+        # This package sets these variables in workers, and a worker may start another job.
         if value.lower() not in ("", "gloo"):
             why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
@@ -762,7 +764,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
 def _passed_on(options: Options, path: str | None) -> list[tuple[str, str]]:
     """Return warnings about flags after the program that may have been intended for elasticrun.
 
-    A flag that the program defines itself, or that elasticrun also received, is not mentioned.
+    Flags that the program defines, or that were also passed to elasticrun, are omitted.
     """
     given = {word.partition("=")[0] for word in takewhile("--".__ne__, options.command[1:])}
     notes: list[tuple[str, str]] = []
@@ -822,7 +824,7 @@ def _writable_file(path: str | None, traces: StartCleanup) -> str | None:
 def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> str | None:
     """Check that a file can be written at a path, and return the path. Returns None for None.
 
-    The file is not created, because an empty file is neither a timeline nor a report.
+    The file is not created, because an empty file would be an invalid timeline or report.
 
     Args:
         flag: the flag with this path.

@@ -8,12 +8,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-# Maximum number of concurrent calls: an actor waits for log lines and for answers of its workers at the same time.
+# Maximum number of concurrent calls. Calls that wait for log lines or for workers' answers must not block others.
 MAX_CALLS = 10_000
 
 
 class Taken(Exception):
-    """Error raised when a name belongs to another live actor."""
+    """Error raised when another live actor has this name."""
 
 
 class Actors(Protocol):

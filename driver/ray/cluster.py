@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RayUnavailable(Exception):
-    """Error raised when Ray does not respond, or responds with an error. The text is the reason."""
+    """Error raised when Ray does not respond, or responds with an error. Its text is the reason."""
 
 
 class Group(NamedTuple):
@@ -25,7 +25,7 @@ class Group(NamedTuple):
     state: str  # PENDING, PREPARED, CREATED, RESCHEDULING or REMOVED
     bundles: dict[int, dict[str, float]]
     nodes: dict[int, str]  # node of each bundle, or "" if the bundle is not placed
-    infeasible: bool = False  # whether no node is large enough for the group
+    infeasible: bool = False  # whether the group fits on no node of the cluster
 
 
 class Node(NamedTuple):
@@ -72,8 +72,8 @@ class ClusterRequest:
         most: maximum number of slots.
         resources: resources of each slot.
         group: placement group whose bundles are used. It is never removed. None means that the job creates groups.
-        in_use: resources of each bundle that the caller uses.
-        per_bundle: number of slots in each bundle that has room for them.
+        in_use: resources that the caller uses itself, by bundle.
+        per_bundle: maximum number of slots in each bundle.
         labels: Ray's label selector of the nodes on which the job creates groups.
     """
 
@@ -106,7 +106,7 @@ class ClusterRequest:
 
 
 def prefix_of(job: str) -> str:
-    """Return the prefix of the names of a job's claims. The rest of each name is a number."""
+    """Return the common prefix of the names of a job's claims. A number follows it in each name."""
     return f"hvd-elastic:{job}:"
 
 

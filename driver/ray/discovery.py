@@ -5,11 +5,10 @@ then nodes: in this order, a node that fails during the check is never considere
 The failure is logged once, and the recovery is logged when Ray responds again. Calls to Ray may block for long while
 its head is unavailable, so they run in a thread, one at a time, with a deadline.
 
-Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray
-job of their creator, even if the actor that created them has ended earlier. Those created by a *detached* actor
-end with its process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close`
-or `remove_claims`. A driver that is a detached actor therefore needs ``detached=True``, and the next one finds
-them by name.
+Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray job of
+their creator, even if the actor that created them has ended earlier. Those created by a *detached* actor end with its
+process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close` or `remove_claims`. A
+driver that is a detached actor therefore needs ``detached=True``, and the next one finds them by name.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ from elastic.errors import Invalid
 LOOK_S = 0.25
 ANSWER_S = 5.0  # time limit for Ray to answer one check, in seconds
 CLOSE_S = 10.0
-# Maximum wait for a complete first list, so that the previous driver's hosts do not look lost.
+# Maximum wait in seconds for a complete first list. An incomplete list would make the previous driver's hosts appear
+# lost.
 SETTLE_S = 10.0
 QUIET_S = 5.0  # seconds after which waiting for resources is logged
 # Maximum fraction of one core used for checks. In large clusters, checks are less frequent because of this limit.
@@ -59,15 +59,14 @@ T = TypeVar("T")
 
 
 def host_of(address: str, node_id: str) -> str:
-    """Return the name by which the driver knows a Ray node as a host."""
+    """Return the host name that the driver uses for a Ray node."""
     return f"{address}-{node_id[:8]}"
 
 
 class RayDiscovery:
     """Discovery of the hosts with placed claims, which maintains the requested number of claims.
 
-    The names of claims, by which a later driver finds them, contain ``job``, which must therefore be unique in the
-    namespace.
+    A later driver finds the claims by their names, which contain ``job``. It must therefore be unique in the namespace.
     """
 
     def __init__(
@@ -101,13 +100,13 @@ class RayDiscovery:
         self._decided = Decision()
         self._whole = False
         self._latest_look: _Look | None = None
-        self._names: dict[str, str] = {}  # host name of each node ever seen
+        self._names: dict[str, str] = {}  # host name of every node that was ever listed
         self._nodes: dict[str, str] = {}  # node of each host
         self._gpus: dict[str, list[str]] = {}  # last known GPU IDs of each slot of a host
         # GPU IDs of each claim and node, which never change
         self._known: dict[tuple[int, str], str] = {}
         self._trouble = ""
-        self._silent = False  # whether this Ray does not report draining nodes
+        self._silent = False  # whether this release of Ray does not report draining nodes
         self._closing = False
         self._need: Callable[[], ResourceDemand] | None = None
         self._noticed: Callable[[Event], None] | None = None
@@ -127,8 +126,10 @@ class RayDiscovery:
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]) -> None:
-        """Set the number of claims at each check to the number of slots that the driver needs, instead of
-        ``wanted.most``. Call ``noticed`` with the announced end of each host.
+        """Adjust the number of claims at each check to the number of slots that the driver needs, instead of
+        ``wanted.most``.
+
+        ``noticed`` is called with each preemption notice of a host.
         """
         self._need, self._noticed = need, noticed
 
@@ -178,7 +179,7 @@ class RayDiscovery:
             if list(hosts.items()) != last and (last is not None or whole):
                 last = list(hosts.items())
                 yield dict(hosts)
-            # The claim is removed only after the list without it was yielded.
+            # The list without the claim must be yielded before the claim is removed.
             await self._act(self._remove)
             await self._pause()
 
@@ -333,7 +334,7 @@ class RayDiscovery:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _act(self, action: Callable[[], None]) -> None:
-        """Create or remove claims. An action that may not have been carried out is decided again at the next check."""
+        """Create or remove claims. If the result is unknown, the next check decides again."""
         if self._closing or not (self._decided.make or self._decided.remove):
             return
         try:
@@ -393,7 +394,7 @@ class _Look:
     groups: list[Group]
     nodes: dict[str, Node]
     draining: dict[str, float | None] | None
-    gpus: dict[tuple[int, str], str]  # known GPUs of placed claims
+    gpus: dict[tuple[int, str], str]  # known GPU IDs of placed claims
     problem: str
     cost_s: float
 
@@ -401,7 +402,7 @@ class _Look:
 def _stage(group: Group, index: int) -> ClaimStage:
     if group.state == "REMOVED":
         return ClaimStage.GONE
-    # While a group is rescheduled, bundles that were not lost stay where they are.
+    # While Ray reschedules a group, bundles on live nodes keep their places.
     settled = group.state in ("CREATED", "RESCHEDULING")
     return ClaimStage.PLACED if settled and group.nodes.get(index) else ClaimStage.WAITING
 

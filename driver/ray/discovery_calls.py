@@ -1,6 +1,6 @@
-"""Ray calls of the discovery. Imported only if Ray is used. All calls may block.
+"""Calls to Ray for the discovery. Imported only if Ray is used. All calls may block.
 
-Ray has no public function for the list of draining nodes. The private one used here exists in 2.30, the oldest
+Ray has no public function for the list of draining nodes. The private function used here exists in 2.30, the oldest
 supported release, and in 2.60. If it is missing, draining nodes are not recognized.
 """
 
@@ -47,7 +47,7 @@ class RayCalls:
             with _answering():
                 try:
                     named = ray.util.get_placement_group(group.name)
-                except ValueError:  # This namespace has no group of this name.
+                except ValueError:  # This namespace has no group with this name.
                     named = None
             self._ours[group.id] = named is not None and named.id.hex() == group.id
         return self._ours.get(group.id, False)
@@ -74,7 +74,7 @@ class RayCalls:
         self, name: str, bundle: Mapping[str, float], labels: Mapping[str, str], *, detached: bool
     ) -> None:
         more: Any = {"lifetime": "detached"} if detached else {}
-        if labels:  # Releases of Ray before label selectors do not have the argument.
+        if labels:  # Releases of Ray without label selectors do not have this argument.
             more["bundle_label_selector"] = [dict(labels)]
         with _answering():
             made = ray.util.placement_group([dict(bundle)], name=name, **more)
@@ -114,7 +114,8 @@ def check_labels(labels: Mapping[str, str]) -> None:
         )
     check: Any = getattr(ray.util.placement_group, "__module__", "")
     validate = getattr(sys.modules.get(check), "_validate_bundle_label_selector", None)
-    if validate is not None:  # Otherwise, Ray checks the selector when the first group is created.
+    if validate is not None:
+        # Otherwise an invalid selector would be detected only when the first group is created.
         try:
             validate([dict(labels)])
         except ValueError as error:
@@ -140,7 +141,7 @@ def remove_claims(job: str) -> int:
 
 
 def _visible() -> list[str]:
-    """Return the GPU IDs of a bundle. This function runs in the bundle and briefly reserves all its GPUs."""
+    """Return the GPU IDs of a bundle. Runs as a task in the bundle, and briefly reserves all its GPUs."""
     return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
 

@@ -3,21 +3,20 @@
     journal/<job>/writers/000002                            the ID of the driver that has the second turn
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
-A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into
-pieces with numbers of their own, and is valid once the last one exists. A driver writes chapters: each snapshot
-begins one (000001 is the driver's second), and the earlier ones are then removed. The first record of a driver
-that resumes a job states which record of which chapter it continues. Actions are omitted. A digest shows
-whether recomputed actions are the same.
+A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into numbered
+pieces, and is valid once the last piece exists. A driver writes chapters: each snapshot begins one (000001 is the
+driver's second), and the earlier ones are then removed. The first record of a driver that resumes a job states which
+record of which chapter it continues. Actions are omitted. A digest shows whether recomputed actions are the same.
 
-The store has no transactions, so a deposed driver is made harmless when reading, not when writing:
+The store has no transactions, so it cannot reject writes of a deposed driver. Readers ignore them instead:
 
-- A turn is taken by creating a key that must not exist yet, so that each driver has its own turn, in order, and no two
-  drivers ever write the same key. The new driver reads the store only after that.
+- A driver takes a turn by creating a key that does not exist yet. Turns are numbered, each belongs to one driver, and
+  no two drivers write the same key. A driver reads the store after taking its turn.
 - After writing a record, a driver checks whether the turn is still its own and the next is not taken. If so, the next
   driver has read the record or will read it, and the decisions in it may be carried out. If not, LeadershipLost is
   raised.
-- Valid records are found backwards, from the last turn with a record to the beginning of a chapter. Records that were
-  written too late are harmless, and records before the beginning are not needed, so any driver may remove both.
+- Valid records are found by reading backwards, from the last turn with a record to the start of a chapter. Records that
+  were written too late are ignored, and records before that start are not needed, so any driver may remove both.
 
 The store is as durable as the head of the cluster: without Redis, it is lost with that process.
 """
@@ -50,7 +49,7 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.ray.kv import KVStore, RetryingKV
 from elastic.errors import Invalid
 
-READ = 32  # number of values per call
+READ = 32  # number of values read by one call
 FORGET_S = 10.0
 
 
@@ -59,7 +58,7 @@ class RayArchive:
 
     ``lost`` is set when another driver writes the journal, or when the store has lost it.
 
-    This driver takes its turn when it reads the store. From then on, the previous driver cannot act.
+    Reading the store takes this driver's turn, after which the previous driver can no longer write valid records.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class RayArchive:
         self._log = log
         self._kv = kv or RetryingKV(_ray(), log)
         self._turn: WriterTerm | None = None
-        self._chapters: list[str] = []  # all existing chapters
-        # end of the last valid record, where this driver continues
+        self._chapters: list[str] = []  # names of all existing chapters
+        # end of the last valid record, after which this driver writes
         self._place: Place | None = None
         self.lost = asyncio.Event()
 
@@ -86,7 +85,7 @@ class RayArchive:
         self._turn = self._turn or await self._take()
         writers = await self._writers()
         chapters = await self._read()
-        # Otherwise, the next driver may have removed records during the read.
+        # The previous driver must not remove records while they are read.
         await self._turn.check()
         self._chapters, self._place = sorted(chapters), None
         # A record whose turn is missing was written too late by a driver of an earlier job.
@@ -138,12 +137,13 @@ class RayArchive:
             )
 
     def close(self) -> None:
-        """Do nothing, because the archive owns no resource."""
+        """Do nothing, because the archive holds no resources."""
 
     async def _forget(self) -> None:
         if self._turn is not None:
             await self._turn.check()
-        # Turns, which validate records, are removed first. Otherwise half of a journal would look like a different one.
+        # Turns are removed first, because they validate records. Otherwise the rest of the journal could be mistaken
+        # for a complete one.
         await self._kv.remove(f"{self._root}writers/")
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
@@ -200,8 +200,8 @@ class WriterTerm:
         self._log = log
 
     async def take(self) -> bool:
-        """Take the turn. Return whether this driver now has it. An earlier attempt may have succeeded although its
-        answer was lost.
+        """Take the turn. Return whether this driver now has it, even if an earlier attempt succeeded and its answer was
+        lost.
         """
         if await self._kv.create(self._key, self._own.encode()):
             return True
@@ -228,7 +228,8 @@ class WriterTerm:
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece of a record. May be repeated. `check` shows whether the piece is valid.
+        """Write a piece of a record. The call may be repeated. Afterwards, `check` raises LeadershipLost if the piece
+        is invalid.
 
         Raises:
             LeadershipLost: another driver is known to have taken the turn.
@@ -242,7 +243,7 @@ class WriterTerm:
 
 
 class RayJournal(RecordJournal[SegmentedRecord]):
-    """A journal in Ray's key-value store that is open for writing."""
+    """Journal in Ray's key-value store, open for writing."""
 
     def __init__(
         self,
@@ -256,10 +257,11 @@ class RayJournal(RecordJournal[SegmentedRecord]):
     ) -> None:
         super().__init__(SegmentedRecord, writer, policy, entries=entries)
         self._turn = turn
-        self._obsolete = deque(obsolete)  # chapters to remove after the next beginning
+        # chapters that are removed after the next chapter has begun
+        self._obsolete = deque(obsolete)
         self._header = header
         self._chapter = 0
-        self._place = Place(turn.chapter(0), 0)  # place of the next piece
+        self._place = Place(turn.chapter(0), 0)  # position of the next piece
 
     async def begin(self) -> None:
         """Begin the journal of a new job."""
@@ -290,7 +292,8 @@ class RayJournal(RecordJournal[SegmentedRecord]):
             while self._obsolete:
                 await self._turn.remove(self._obsolete[0])
                 self._obsolete.popleft()
-            await self._turn.check()  # The removal may have taken a while.
+            # The removal may have taken long, so the turn is checked again.
+            await self._turn.check()
 
 
 def _ray() -> KVStore:

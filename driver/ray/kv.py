@@ -1,8 +1,8 @@
 """Access to Ray's key-value store with retries. Never imports ray: `kv_calls` makes the calls. Makes no decisions.
 
-While Ray's head (its GCS) is unavailable, each call waits without a limit. This is logged once, and again when the head
-returns. Ray itself limits the wait: it ends the processes of a cluster whose head does not return, after 60 s by
-default (``gcs_rpc_server_reconnect_timeout_s``).
+While Ray's head (its GCS) is unavailable, each call waits without a time limit. The outage and its end are logged once.
+Ray itself limits the wait: it ends the processes of a cluster whose head does not return, after 60 s by default
+(``gcs_rpc_server_reconnect_timeout_s``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 class KVStore(Protocol):
     """Operations on the key-value store.
 
-    All may block. They raise RayUnavailable if it is unknown whether the operation was carried out.
+    All operations may block. They raise RayUnavailable if it is unknown whether the operation was performed.
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value, replacing any other."""
+        """Write a value. An existing value is replaced."""
 
     def create(self, key: str, value: bytes) -> bool:
         """Write a value if the key does not exist. Return whether the value was written."""
@@ -47,7 +47,7 @@ class KVStore(Protocol):
 class RetryingKV:
     """Access to Ray's key-value store. Repeats each operation until Ray responds.
 
-    Operations run one after the other, outside the event loop.
+    Operations run sequentially in a thread, outside the event loop.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Calls of Ray's key-value store. Imported only if Ray is used. All calls may block.
+"""Calls to Ray's key-value store. Imported only if Ray is used. All calls may block.
 
 As tested with Ray 2.60, a call fails with RpcError after its timeout ("Deadline Exceeded"), or within a second after
 the exit of the head's process ("Timed out while waiting for GCS to become available."). A call that timed out may still
-be carried out. Values of 60 MB work. A key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and similar functions
-have no timeout, and wait until Ray ends the process.
+be performed. Values of 60 MB work. A call for a key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and similar
+functions have no timeout, and wait until Ray ends the process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RayKV:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[Any]:
-    """Provide this process's client of Ray's head (GCS), and convert its errors to RayUnavailable."""
+    """Provide this process's client of Ray's head (GCS). Errors of the client are converted to RayUnavailable."""
     gcs = _untyped.internal_kv_get_gcs_client()
     if gcs is None:
         raise RuntimeError("this process is not connected to a Ray cluster: call ray.init() first")

@@ -1,9 +1,9 @@
-"""Decisions about claims: which nodes of a Ray cluster have slots, and which claims to create and remove.
+"""Decide which nodes of a Ray cluster have slots, and which claims to create and remove.
 
 Pure: no I/O, no clock.
 
-A claim is one placement group with one bundle: resources for one worker. The job holds as many claims as it can use
-workers. Pending claims cause an autoscaler to add nodes.
+A claim is a placement group with one bundle, which holds the resources for one worker. The job holds one claim for each
+worker that it can use. Pending claims cause the autoscaler to add nodes.
 
     state of a claim in Ray                slot?  action
     waiting for resources or its GPU IDs   no     wait
@@ -33,7 +33,7 @@ from enum import Enum
 
 from elastic.errors import Invalid
 
-_LEAST = 1e-4  # Ray's resolution of resources. Smaller differences are ignored.
+_LEAST = 1e-4  # Ray's resolution of resource quantities, below which differences are ignored.
 
 
 class ClaimStage(Enum):
@@ -59,7 +59,7 @@ class Claim:
     number: int
     stage: ClaimStage
     node: str = ""  # node of the claim, or empty if it is not placed
-    ready: bool = True  # whether all data are known that a worker needs to start there
+    ready: bool = True  # whether all data required to start a worker in the claim are known
     fits: bool = True  # whether the claim has the resources that this job requests
 
 
@@ -74,7 +74,8 @@ class Decision:
     seats: dict[str, list[int]] = field(default_factory=dict)
     make: list[int] = field(default_factory=list)
     remove: list[int] = field(default_factory=list)
-    drained: list[str] = field(default_factory=list)  # draining nodes that had slots until now
+    # draining nodes that had slots at the previous check
+    drained: list[str] = field(default_factory=list)
 
     @property
     def placed(self) -> int:
@@ -103,7 +104,8 @@ class SlotTable:
         """Assign usable claims to slots. Return the claims of each node, in the order of its slots.
 
         Args:
-            placed: node of each usable claim. If there are too many claims, those that have a slot take precedence.
+            placed: node of each usable claim. If there are more claims than slots, those that already have a slot take
+                precedence.
         """
         kept = {
             node: [number for number in numbers if placed.get(number) == node]
@@ -120,8 +122,8 @@ class SlotTable:
 class PlacementGroupPool:
     """Claims of one job.
 
-    If ``ours`` is False, the claims are bundles of a placement group that the user has created. The pool then neither
-    creates nor removes any.
+    If ``ours`` is False, the claims are bundles of the user's placement group, and the pool neither creates nor removes
+    claims.
     """
 
     def __init__(self, most: int, *, ours: bool = True) -> None:
@@ -131,7 +133,7 @@ class PlacementGroupPool:
         self._given_up: set[int] = set()
         self._drained: set[str] = set()
         self._next = 0
-        self._some = False  # whether there was a claim at the previous check
+        self._some = False  # whether any claim existed at the previous check
         # number of used slots of each node, or None if all slots may be in use
         self._used: Mapping[str, int] | None = None
         self._last = Decision()
@@ -146,7 +148,7 @@ class PlacementGroupPool:
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
-        if self._some:  # Before the first check, the slots of claims are unknown.
+        if self._some:  # Before the first check, it is unknown which claims have slots.
             self._used = {**used, **{node: len(seats.get(node, ())) for node in emptied}}
         self._seats.want(self._most)
 
@@ -205,8 +207,10 @@ class PlacementGroupPool:
         return kept[:most]
 
     def _in_use(self, claim: Claim) -> bool:
-        """Return whether removing a claim would affect a worker: it has a worker, or a lower slot than a claim with
-        a worker, which would then move to another slot.
+        """Return whether removing a claim would affect a worker.
+
+        This is so if the claim has a worker, or a lower slot than a claim with a worker, which would then move to
+        another slot.
         """
         if self._used is None:
             return True
@@ -280,18 +284,18 @@ def suitable(
 def held(
     resource_ids: Mapping[str, Iterable[tuple[int, float]]], group: str
 ) -> dict[int, dict[str, float]]:
-    """Return a process's resources in each bundle of its group, from Ray's resource names such as CPU_group_1_<id>."""
+    """Return a process's resources in each bundle of its group, given Ray's resource names such as CPU_group_1_<id>."""
     found: dict[int, dict[str, float]] = {}
     for name, parts in resource_ids.items():
         matched = re.fullmatch(rf"(.+)_group_([0-9]+)_{group}", name)
-        # Every process in the group holds a little of the resource "bundle".
+        # Every process in the group also holds a small amount of the resource "bundle".
         if matched and matched[1] != "bundle":
             found.setdefault(int(matched[2]), {})[matched[1]] = sum(each for _, each in parts)
     return found
 
 
 def part(ids: Sequence[str], slot: int, slots: int) -> Sequence[str]:
-    """Return the GPU IDs of a bundle that one of its slots uses. Several slots may share a GPU."""
+    """Return the GPU IDs that one slot of a bundle uses. Several slots may share a GPU."""
     if len(ids) >= slots:
         each = len(ids) // slots
         return ids[slot * each : (slot + 1) * each]
@@ -325,14 +329,14 @@ def shortage(
     given: bool,
     labels: Mapping[str, str],
 ) -> str:
-    """Return the reason why a job cannot start, and the remedy.
+    """Return the reason why Ray cannot provide enough slots, and the remedy.
 
     Args:
         at_least: number of slots that the job needs.
         placed: number of slots that Ray has placed.
         within_s: seconds for which the job has waited.
         resources: resources of each slot.
-        free: unused resources of all nodes together, in addition to placed claims.
+        free: unused resources of all nodes together, not counting placed claims.
         labels: label selector of the nodes.
     """
     one = at_least == 1

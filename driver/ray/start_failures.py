@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_SHOWN = 300  # maximum number of characters of foreign text
+_SHOWN = 300  # maximum number of characters of text from Ray
 _COLOUR = re.compile(r"\x1b?\[\d+m")
 _INSTALL = (
     "install it in the nodes' image, or pass ray.init(runtime_env={'pip': ['hvd-elastic']}), or its folder in"

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     own, words = made.split(rest)
     if verb != RUN:
         count = VERBS[verb]
-        more, after = made.split(words[count:])  # Flags may follow the name.
+        more, after = made.split(words[count:])  # Flags may also follow the name.
         own, words = [*own, *more], [*words[:count], *after]
     made.parse_args(own, namespace=options)
     try:
@@ -219,7 +219,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     except NameTaken:  # A job that was started concurrently has taken the name.
         raise
     except Invalid:
-        # helm does not remove the objects that it has created before an error.
+        # After an error, helm does not remove the objects that it has created.
         _uninstall(release, if_there=True)
         raise
     _say(f"installed job {release.name} in namespace {release.namespace}")

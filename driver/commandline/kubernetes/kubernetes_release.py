@@ -1,4 +1,4 @@
-"""One release of the chart. Helm installs and removes it, and the Kubernetes API returns its state."""
+"""A release of the Helm chart, which is installed and removed by helm. Its state is read from the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class ChartRelease:
         read = self._core.list_namespaced_event
         try:
             found = self._json(read, self.namespace, field_selector="type=Warning")
-        except Invalid as error:  # Reading events requires a permission of its own.
+        except Invalid as error:  # Reading events requires a separate permission.
             return [f"warnings of Kubernetes are not available: {error}"]
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
@@ -283,7 +283,7 @@ class ChartRelease:
         except Exception as error:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
-            # A driver may log nothing for longer than the timeout. The next request shows whether the driver runs.
+            # A driver may log nothing for longer than the timeout. The next request shows whether it is still running.
             raise ApiSilent(
                 f"the log stream ended ({type(error).__name__})", unasked=True
             ) from None

@@ -1,4 +1,4 @@
-"""Validation, before a job is installed, that Kueue can admit its pods. Pure: no I/O, no clock."""
+"""Check whether Kueue can admit the pods of a job before it is installed. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from elastic.driver.discovery.kubernetes.objects import Json, is_queued, natural
 
 DRIVER, WORKER = "driver", "worker"
-# Maximum number of warnings shown, newest first, and of characters of each.
+# Maximum number of warnings shown (newest first), and maximum number of characters of each.
 WARNINGS, WORDS = 10, 300
 
 
@@ -39,14 +39,14 @@ class PodState:
 
 @dataclass(frozen=True)
 class Follow:
-    """Decision that `elasticrun k8s run` follows the log of this driver."""
+    """Decision that `elasticrun k8s run` copies the log of this driver."""
 
     pod: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decision that `elasticrun k8s run` waits for a running driver.
+    """Decision that `elasticrun k8s run` waits until a driver is running.
 
     Args:
         why: reason to log.
@@ -138,7 +138,7 @@ def is_scalable(workers: Sequence[Json]) -> bool:
 def least_pods(job: Json, workers: Json) -> int:
     """Return the smallest number of pods that provides enough workers for the job.
 
-    The chart passes the minimum of workers and the slots of a pod as separate words of the commands.
+    The numbers are read from the flags in the commands of the driver and the worker pods.
     """
 
     def number(words: Sequence[str], flag: str) -> int:
@@ -216,7 +216,7 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
         rf"|JobSet/{re.escape(name)}"
         rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
-    # Time of the last warning, and their number.
+    # Time of the last occurrence of the warning, and number of occurrences.
     found: dict[tuple[str, str, str], tuple[str, int]] = {}
     for event in events:
         about, series = event.get("involvedObject") or {}, event.get("series") or {}

@@ -30,7 +30,7 @@ DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
-ATTEMPTS = 5  # attempts to export a checkpoint while a running job removes checkpoints
+ATTEMPTS = 5  # number of attempts to export a checkpoint while a running job removes checkpoints
 EXPORT = "export"  # first word of the command line `elasticrun checkpoints export`
 EXPORT_DESCRIPTION = """\
 Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. No job is needed."""

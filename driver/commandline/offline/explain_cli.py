@@ -31,7 +31,7 @@ Explain a job: which workers were lost and why, what the others did, the cost, a
 JOURNAL is the file of --journal, of a running, finished or killed job, or the name of a running job."""
 
 
-# Legend of the section "What happened".
+# Legend for the section "What happened".
 _NAMES = [
     "worker h:2#1: host h, slot 2 of that host, 1st process started in that slot",
     "generation: number of a world, which is a set of workers that train together",

@@ -18,7 +18,7 @@ from elastic.protocol.islands import parse_islands
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
-Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call of `Group`
+Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call of the function `Group`
 
 LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
 
@@ -33,8 +33,8 @@ class Use:
         functions: functions that accept it as a keyword argument.
         keyword: name of the keyword argument (default: the name of the field).
         typed: type of the keyword argument (default: the type of the field).
-        setting: field of the driver's `Settings` that has its value.
-        for_workers: workers also read the option, from the environment variables of its flags.
+        setting: field of the driver's `Settings` that receives the value.
+        for_workers: whether workers also read the option, from the environment variables of its flags.
     """
 
     functions: tuple[str, ...] = ()
@@ -95,12 +95,12 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **rest: Any) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, add_help=False, **rest)
         self.actions: list[argparse.Action] = []
-        # for each environment variable, the flag that has the same value
+        # for each environment variable, the flag with the same meaning
         self.variables: dict[str, str] = {}
-        # for each environment variable, the switch that the value 1 stands for
+        # for each environment variable, the switch that is set if its value is 1
         self.switches: dict[str, str] = {}
-        # For each ``section.key`` of the configuration file, the flag that has the same value. A switch has a flag each
-        # for true and false.
+        # For each ``section.key`` of the configuration file, the flag with the same meaning. For a switch, one flag for
+        # true and one for false.
         self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
@@ -141,13 +141,13 @@ class ArgumentParser(argparse.ArgumentParser):
         return add
 
     def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
-        """Return the only word besides flags in the arguments, and set the flags as attributes of ``options``.
+        """Parse flags into attributes of ``options``, and return the single positional argument.
 
         Raises Invalid with the text ``wanted`` if the arguments have no such word or more than one.
         """
         own, rest = self.split(arguments)
         words = []
-        # Flags may also follow the word, because the word is not the start of a program.
+        # Flags may also follow the word, because it is not the start of a program.
         while rest:
             words.append(rest[0])
             more, rest = self.split(rest[1:])
@@ -162,8 +162,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
         The program starts at the first word that is neither a flag nor a flag's value.
         """
-        # argparse.REMAINDER is not used, because it would first search the arguments of the user's program for our
-        # flags.
+        # argparse.REMAINDER would first search the arguments of the user's program for flags of elasticrun.
         takes: dict[str, int] = {}
         for action in self.actions:
             values = action.nargs if isinstance(action.nargs, int) else 1
@@ -191,7 +190,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # argparse treats -n as an abbreviation of -np, regardless of `allow_abbrev`. -p22 is -p and its value.
+        # argparse treats -n as an abbreviation of -np even without `allow_abbrev`, and parses -p22 as -p with a value.
         found = super()._get_option_tuples(option_string)
         return [each for each in found if option_string.startswith(each[1])]
 
@@ -226,7 +225,7 @@ class IgnoredFlag(argparse.Action):
     """Action that accepts and records a flag that has no effect here.
 
     Args:
-        const: False for a switch that disables a feature which this package does not have.
+        const: False for a switch that disables a feature that this package lacks.
     """
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
@@ -234,7 +233,7 @@ class IgnoredFlag(argparse.Action):
 
 
 def whole(smallest: int) -> Callable[[str], int]:
-    """Return an argparse type that accepts integers from ``smallest`` on."""
+    """Return an argparse type for integers that are at least ``smallest``."""
 
     def convert(text: str) -> int:
         try:

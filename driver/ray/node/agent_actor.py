@@ -2,9 +2,9 @@
 
 Makes no decisions.
 
-The actor starts the agent in a folder of its own and passes it the bootstrap on standard input, which stays open while
-the actor lives. The agent therefore ends with the actor, and the workers end with the agent. The actor also ends with
-the agent. It is an async actor. Its answers are plain values, so that the caller does not unpickle untrusted data.
+The async actor starts the agent in a private folder and writes the configuration to its standard input, which stays
+open while the actor lives. If the actor exits, the agent exits and kills its workers. If the agent exits, so does the
+actor. The actor returns plain values, so the caller unpickles no untrusted data.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from elastic.version import __version__
 
 LINES_KEPT = 200  # number of log lines kept until the starter fetches them
 UNUSED_S = 120.0  # seconds after which an actor without an agent exits
-FETCHED_S = 1.0  # seconds for the starter to fetch the last lines
-SENT_S = 0.3  # seconds for Ray to send an answer before the process is ended abruptly
-END_S = 10.0  # seconds for the agent to kill its workers, after which the agent is killed
-DYING_S = 2.0  # replaces END_S if the node is already lost, because its workers die with it
-REAP_S = 2.0  # seconds for a killed agent to exit
+FETCHED_S = 1.0  # seconds for the starter to fetch the last log lines
+SENT_S = 0.3  # seconds for Ray to send an answer before the process is killed
+# timeout in seconds for the agent to kill its workers, after which the agent is killed
+END_S = 10.0
+# shorter replacement for END_S if the node is already lost, because its workers are killed as well
+DYING_S = 2.0
+REAP_S = 2.0  # timeout in seconds for a killed agent to exit
 
 Line = tuple[str, str]  # level and text of a log line
 
 
 @dataclass(frozen=True)
 class RayProcess:
-    """Information from Ray about the process of the actor.
+    """Ray's information about the process of the actor.
 
     Args:
         given: the ``env_vars`` of its runtime_env.
@@ -56,8 +58,8 @@ class RayProcess:
     address: str
     namespace: str
     given: Mapping[str, str]
-    above: Mapping[str, str]  # environment of the raylet
-    folder: str  # folder of Ray's own modules
+    above: Mapping[str, str]  # environment variables of the raylet
+    folder: str  # folder with Ray's own modules
     raylet: int = 0  # process ID of the raylet, or 0 if unknown
 
 
@@ -84,7 +86,7 @@ class RayEngine:
         )
 
     def leave(self) -> None:
-        """Make the actor exit. Ray permits this only in one of the actor's methods."""
+        """Exit the actor regularly. Ray permits this only inside one of the actor's methods."""
         import ray
 
         ray.get_runtime_context().current_actor.leave.remote()
@@ -271,7 +273,7 @@ class AgentActor:
         """
         if not raylet:
             return
-        # Some sandboxes forbid this, in which case Ray has to notice the end of the node.
+        # Some sandboxes forbid pidfds. Ray then has to detect the end of the node.
         with contextlib.suppress(OSError):
             self._raylet = os.pidfd_open(raylet)
             asyncio.get_running_loop().add_reader(self._raylet, self._raylet_exited)
@@ -291,7 +293,7 @@ class AgentActor:
     def _on_output_line(self, line: str) -> None:
         """Store a line that the agent has printed.
 
-        Lines that the agent sends to its driver are not among these lines, so many lines indicate a problem.
+        The agent sends its log to the driver and not here, so its output usually contains errors.
         """
         level, text = as_logged(line)
         if level != "debug":

@@ -1,15 +1,15 @@
 """Environment of workers on a Ray node. Pure: no I/O, no clock.
 
 A worker should run in the environment of the user's runtime_env, without the settings of its parent, Ray's worker
-process. Variables that Ray sets for its process alone would slow a worker down (one thread), hide its GPUs, or disturb
-its own connection to Ray.
+process. Variables that Ray sets only for its own process would limit a worker to one thread, hide its GPUs, or
+interfere with its own connection to Ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Variables that Ray sets for each of its worker processes: by its raylet, and when the process connects.
+# Variables that Ray sets for each of its worker processes, either in the raylet or when the process connects.
 OF_RAYS_PROCESS = frozenset(
     {
         "RAY_JOB_ID",
@@ -32,7 +32,7 @@ BREAKPOINT = "PYTHONBREAKPOINT"  # variable of Ray's debugger, which belongs to 
 def without_rays_own(
     environ: Mapping[str, str], given: Mapping[str, str], above: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a Ray worker process, without the variables that Ray sets for that process alone.
+    """Return the environment of a Ray worker process without the variables that Ray sets only for that process.
 
     Args:
         environ: environment of the process.
@@ -50,7 +50,7 @@ def without_rays_own(
         return name not in OF_RAYS_PROCESS and name != GPUS
 
     clean = {name: value for name, value in environ.items() if stays(name, value)}
-    if BREAKPOINT in given:  # Ray has replaced the user's value.
+    if BREAKPOINT in given:  # Ray has replaced the value that the user specified.
         clean[BREAKPOINT] = given[BREAKPOINT]
     return clean
 

@@ -23,7 +23,9 @@ HELLO_S = 30.0  # time limit from a worker's connection to its first line, in se
 
 
 class CallFailed(ElasticError, RuntimeError):
-    """Error raised when a worker is unavailable for a call, or exits before its answer. The text has its rank."""
+    """Error raised when a worker is unavailable for a call, or exits before it has answered. Its text contains the
+    rank.
+    """
 
 
 class _Caller:
@@ -49,7 +51,7 @@ class _Caller:
 
 
 class WorkerCalls:
-    """Server to which the persistent workers of one host connect, and through which they are called.
+    """Server through which the persistent workers of one host are called. The workers connect to it.
 
     Create it in the event loop, then `open` it. A new connection of a rank replaces the earlier one.
     """
@@ -80,7 +82,8 @@ class WorkerCalls:
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
         """Call a worker, and return its pickled answer. Calls to the same worker run one after the other.
 
-        A call that exceeds ``timeout_s`` seconds continues in the worker, and the next call waits for its end.
+        A call that exceeds ``timeout_s`` seconds keeps running in the worker, and the next call waits until it has
+        ended.
 
         Raises:
             CallFailed: the call is too large, no worker of this rank runs here, or the worker did not respond in time.
