@@ -1,6 +1,6 @@
 """Selection of faults, their times and their victims, from a plan or drawn from a seed. Pure: no I/O, no clock.
 
-`plan_file` reads a plan, and `faulty_job` carries it out.
+`plan_file` reads a plan, and `faulty_job` performs it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ KINDS = {
 }
 FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
 SPOILS_FILE = "flip-file"
-# Duration of drawn faults, in seconds.
+# Range of the durations of random faults, in seconds.
 LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}
 FACTOR = 3.0
-MEAN_LEAST_S = 0.05  # minimum mean time between drawn faults, since the journal is checked only fifty times a second
+# minimum mean time between random faults; a constraint because the journal is checked only fifty times a second
+MEAN_LEAST_S = 0.05
 SECONDS_MAX = 1e6
 DRAWN_PER_LOOK = 20  # maximum number of random faults that one check of the journal returns
 
@@ -83,10 +84,10 @@ class Injected:
     kind: str
     worker: Worker
     rank: int
-    size: int  # size of the world at that time
+    size: int  # size of the world at the time of the injection
     at: float
     what: str  # description: kind, factor, duration
-    until: float | None = None  # time at which the fault was undone
+    until: float | None = None  # time at which the fault was undone, or None
     note: str = ""
 
 
@@ -104,7 +105,7 @@ class Chance:
     duration_s: float | None = None
     for_s: tuple[float, float] | None = None  # None selects the default range in LASTING
     factor: float = FACTOR
-    spare: tuple[str, ...] = ()  # host:slot, never a victim of drawn faults
+    spare: tuple[str, ...] = ()  # slots whose workers random faults never affect, as host:slot
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Plan:
         return any(fault.after_commits is not None for fault in self.faults)
 
     def seeded(self, seed: int) -> Plan:
-        """Return the plan with a seed. ``seed`` is used only if the plan has none."""
+        """Return the plan with a seed. ``seed`` is used only if the plan contains no seed."""
         if self.chance is None or self.chance.seed is not None:
             return self
         return replace(self, chance=replace(self.chance, seed=seed))
@@ -133,7 +134,9 @@ class Plan:
 
 
 def draw(chance: Chance) -> Iterator[Fault]:
-    """Yield the faults of a seed, endlessly unless ``duration_s`` is set. Deterministic for each seed."""
+    """Yield the random faults of a seed, without end unless ``duration_s`` is set. The same seed yields the same
+    faults.
+    """
     dice = random.Random(chance.seed)
     at_s = 0.0
     while True:
@@ -175,7 +178,7 @@ class Schedule:
         return now
 
     def put_off(self, fault: Fault) -> None:
-        """Keep a fault due until the next call of `due`, because no victim is allowed now."""
+        """Return a fault again at the next call of `due`, because no victim is currently allowed."""
         self._waiting.append(fault)
 
     def left(self) -> list[Fault]:

@@ -1,4 +1,4 @@
-"""Parse a plan of faults from TOML text. Errors are one sentence with the line number. Pure: no I/O, no clock.
+"""Parse a plan of faults from TOML text. Error messages are one sentence with the line number. Pure: no I/O, no clock.
 
 Example::
 
@@ -30,14 +30,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FOR_S = 5.0  # duration of a planned fault that specifies none, in seconds
+FOR_S = 5.0  # default duration of a planned fault, in seconds
 FACTOR_MAX = 100.0
 WHOLE_MAX = 2**63 - 1  # the largest integer that TOML guarantees
 MOMENTS = ("at_s", "after_commits", "at_generation")
 VICTIMS = (
     '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
 )
-_NUMBER = "[0-9]{1,6}"  # \d would also match digits of other scripts.
+_NUMBER = "[0-9]{1,6}"  # \d would also match non-ASCII digits.
 _VICTIM = re.compile(
     rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
 )
@@ -190,7 +190,8 @@ class _Where:
             self.fail(key, f"{key} is {value!r}: pass a number {which}")
         if value == math.inf:
             self.fail(key, f"{key} is {value!r}: pass a finite number")
-        if value > most:  # The number is not shown, because it may have any number of digits.
+        if value > most:
+            # The number is omitted from the message, because it may have any number of digits.
             self.fail(key, f"{key} is too large: pass at most {most:.0f}")
         return float(value)
 

@@ -7,13 +7,14 @@ from collections.abc import Hashable
 
 
 class Deadlines:
-    """Pending waits. Each has a key, a deadline and a sentence about the awaited event. `begin` replaces a wait with
-    the same key.
+    """Pending waits, each with a key, a deadline and a sentence about the awaited event.
+
+    `begin` replaces a wait with the same key.
     """
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, str]] = {}
-        # a heap, which may contain waits that have ended
+        # heap of deadlines; it may contain waits that have ended
         self._by: list[tuple[float, int, Hashable]] = []
         self._count = 0
 
@@ -35,7 +36,7 @@ class Deadlines:
         self._by.clear()
 
     def overdue(self, now: float) -> str:
-        """Return a sentence with the awaited events whose deadlines are before ``now``, or an empty string."""
+        """Return a sentence about the events whose deadlines are before ``now``, or an empty string."""
         while self._by and self._by[0][0] < now:
             by, _, key = heapq.heappop(self._by)
             found = self._open.get(key)

@@ -103,15 +103,15 @@ from elastic.protocol.messages import Commit, Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
-EXPLAIN_S = 12.0  # seconds after which the reason for a slow gathering must have been logged
+EXPLAIN_S = 12.0  # seconds after which the reason for a slow gathering must be in the log
 AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
-# events after which current decisions are repeated
+# events after which the driver may repeat its current decisions
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Numbers of checked worlds, recoveries, commits and samples. Without any, success proves nothing."""
+    """Numbers of checked worlds, recoveries, commits and samples. If they are 0, a success proves nothing."""
 
     worlds: int
     recoveries: int
@@ -136,7 +136,8 @@ class Invariants:
         self._explained = False
         self._recoveries = 0
         self._term = 0  # term of the current driver
-        self._resumed_at = 0  # line at which another driver continued, until its first event
+        # line at which another driver resumed the journal, until its first event
+        self._resumed_at = 0
 
     @property
     def summary(self) -> Summary:
@@ -331,7 +332,7 @@ class Invariants:
         event = self.job.event
         for worker in members:
             if isinstance(event, HostReported) and worker.host == event.host:
-                # Several hosts were lost at once, and their losses are handled one after the other.
+                # Several hosts were lost at once, and their losses are handled one by one.
                 continue
             if worker not in self.job.members or worker not in self.job.workers:
                 what = f"{type(action).__name__} goes to {worker}, no live member of generation"
@@ -345,7 +346,7 @@ class Invariants:
     def _dies_within_s(self, worker: Worker) -> float:
         known = self.job.workers.get(worker)
         if worker in self.job.members and known is not None and not known.going:
-            # The worker must be killed soon, because other workers wait for it.
+            # The worker must be killed soon, because others wait for it.
             return self.job.settings.kill_s
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
 

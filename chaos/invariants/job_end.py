@@ -24,15 +24,15 @@ from elastic.driver.membership.worlds.root_cause import exit_code
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-VANISHED = exit_code(-9)  # exit code of a worker unknown to its host's agent
+VANISHED = exit_code(-9)  # exit code reported for a worker that its host's agent does not know
 
 
 class JobEnd:
-    """Checker of the journal's last entries, with which the job ends."""
+    """Checker of the end of a job: the last entries of its journal."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
-        self.finishes = False  # the answer to this event releases members
+        self.finishes = False  # whether the answer to this event releases members
 
     def have_returned(self, action: FinishWorld) -> None:
         """Check that each member released at the end of a world has returned from elastic.run, and that the world was
@@ -85,7 +85,7 @@ class JobEnd:
         for worker, known in self.job.workers.items():
             what = f"all workers are reported to have ended, but {worker} has not"
             self.job.must(bool(known.going), "THE END", what)
-        # Workers that are about to leave do not count. Only the driver knows if their departure was withdrawn.
+        # Workers that are about to leave do not count: only the driver knows whether their departure was withdrawn.
         sure = [s for s, k in self.job.ended_well.items() if self._ran(s, k)]
         what = f"{number} workers are reported to have ended with exit code 0, expected {len(self.job.ended_well)}"
         self.job.must(max(1, len(sure)) <= number <= len(self.job.ended_well), "THE END", what)

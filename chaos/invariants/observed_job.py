@@ -1,4 +1,4 @@
-"""Job state after replaying a prefix of its journal, shared by all invariants.
+"""State of a job after a part of its journal has been replayed, shared by all invariants.
 
 Pure: no I/O, no clock. See `invariants`.
 """
@@ -17,8 +17,8 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class BrokenInvariant(AssertionError):
-    """Error raised when an invariant is violated. The message names the violation, the line of the journal, and the
-    expected state.
+    """Error raised when an invariant is violated. The message contains the violation, the line number in the journal,
+    and the expected state.
     """
 
 
@@ -34,33 +34,33 @@ class LiveWorker:
     # newest generation on which the worker reported through its first connection
     said_at_first: int = 0
     resumed: int = 0
-    readies: int = 0  # number in the worker's latest Ready
-    # The worker's connection was replaced, so its messages may be repeated in another order.
+    readies: int = 0  # sequence number of the worker's latest Ready message
+    # Whether the worker's connection was replaced, so its messages may be repeated in another order.
     reconnected: bool = False
     overtaken_in: int = 0  # newest generation in which messages may be reordered
     # generation and commit of the worker's newest digest
     digested: tuple[int, Commit] | None = None
     returned: int = 0  # generation in which the worker's function returned
-    finished: bool = False  # the worker was notified that all functions have returned
-    dismissed: bool = False  # the driver does not consider the worker a member
-    running: bool = False  # the worker was inside elastic.run at its last Ready
-    ready: bool = False  # the worker has reported Ready since its last world
-    own_pace: bool = False  # the worker may have stopped at an earlier commit than others
+    finished: bool = False  # whether the worker was notified that all functions have returned
+    dismissed: bool = False  # whether the driver does not consider the worker a member
+    running: bool = False  # whether the worker was inside elastic.run at its last Ready
+    ready: bool = False  # whether the worker has reported Ready since its last world
+    own_pace: bool = False  # whether the worker may have stopped at an earlier commit than others
     commit: Commit | None = None  # commit in the worker's last Ready
     kept: list[Commit] = field(default_factory=list)  # older commits in the worker's last Ready
     trained_in: int = 0  # first world of elastic.run of which the worker was a member
     holds: Commit | None = None  # oldest commit that the worker may hold
-    going: str = ""  # why the worker must not be in a later world; empty if it may be
-    stranded: bool = False  # the worker's world failed outside elastic.run
+    going: str = ""  # reason why the worker must not be in a later world; empty if it may be
+    stranded: bool = False  # whether the worker's world failed outside elastic.run
     asked_to_leave: bool = False
-    # the preemption of the worker's machine was announced while the worker lived
+    # whether a preemption notice for the worker's machine arrived while the worker lived
     noticed: bool = False
     healthy: bool | None = None  # result of the first health check, or None while it is pending
-    silent: bool = False  # a sign of life was requested and has not arrived yet
+    silent: bool = False  # whether a liveness probe of the worker is unanswered
 
 
 class ObservedJob:
-    """Workers, worlds and pending deadlines of a job after replaying a prefix of its journal."""
+    """Workers, worlds and pending deadlines of a job after a part of its journal has been replayed."""
 
     def __init__(self, settings: Settings, samples: int) -> None:
         self.settings = settings
@@ -72,36 +72,38 @@ class ObservedJob:
         self.incarnations: dict[tuple[str, int], int] = {}  # the last worker started in each slot
         # the last worker that exited in each slot
         self.departed: dict[tuple[str, int], tuple[Worker, LiveWorker]] = {}
-        # Workers that exited with code 0 without a request.
+        # Workers that exited with code 0 without having been asked to leave.
         self.ended_well: dict[tuple[str, int], LiveWorker] = {}
         self.hosts: dict[str, int] = {}
-        self.going_hosts: dict[str, float] = {}  # announced ends of hosts
+        self.going_hosts: dict[str, float] = {}  # time of the announced end of each host
         self.drained: set[str] = set()  # hosts that an operator has drained
         self.quarantined: set[tuple[str, int]] = set()  # slots that no worker may be started in
-        # The measurement in progress, its start, and the last result of each host.
+        # The measurement in progress, its start time, and the last result of each host.
         self.measuring: tuple[str, str] | None = None
         self.measuring_since = 0.0
         self.bandwidth: dict[str, BandwidthMeasured] = {}
-        self.workers_max = settings.workers_max  # maximum as last set by an operator
-        self.shrinks = False  # The size was reduced, so the world may still have more members.
+        # maximum number of workers, as last set by an operator
+        self.workers_max = settings.workers_max
+        # Whether the size was reduced, so the world may still have more members.
+        self.shrinks = False
         self.generation = 0
         self.members: dict[Worker, int] = {}  # members of the current world with their ranks
         self.base: Commit | None = None  # the commit from which the current world began
-        # Commits with possibly wrong gradients: those after this commit, up to this generation.
+        # Commits that may contain wrong gradients: those after this commit, up to this generation.
         self.doubted: tuple[Commit, int] | None = None
         self.trained = False
-        # The newest commit in the storage, as reported to the driver.
+        # The newest commit in durable storage, as reported to the driver.
         self.durable: Commit | None = None
         self.broken_at: float | None = None
         self.first_ready_at: float | None = None
-        self.checks: dict[Worker, int] = {}  # answers to the planned change in progress
-        self.stop_at: int | None = None  # the safepoint at which all members are to stop
+        self.checks: dict[Worker, int] = {}  # members' answers to the planned change in progress
+        self.stop_at: int | None = None  # safepoint at which all members must stop
         self.digests: dict[Commit, tuple[int, str]] = {}
         self.compared = 0
         self.samples = SampleHistory(samples)
         self.waits = Deadlines()
-        self.finished = False  # some members have returned and were released
-        self.repeating = False  # the current actions repeat earlier decisions
+        self.finished = False  # whether some members have returned and were released
+        self.repeating = False  # whether the current actions repeat earlier decisions
         self.end: EndJob | None = None
 
     def broken(self, invariant: str, what: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """`python -m elastic.chaos replay JOURNAL`: repeat the decisions of a journal, and check it.
 
-It shows the course of the job, and checks that the same events lead to the same actions and that all invariants hold.
+It prints the events of the job, and checks that they lead to the same actions again and that all invariants hold.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from elastic.protocol.messages import Commit, Worker
 class Epoch:
     """The samples of one epoch that count in the committed history."""
 
-    # for each sample, the first commit that contains it
+    # the first commit that contains each sample
     seen: dict[int, Commit] = field(default_factory=dict)
     # for each commit, those of its samples that an earlier commit had already counted
     repeats: dict[Commit, list[int]] = field(default_factory=dict)
     last: Commit | None = None  # the latest commit with samples of this epoch
     # for each generation, the number of samples that were counted first in it
     fresh: dict[int, int] = field(default_factory=dict)
-    # Commits with missing reports: their number, and the maximum length of such a report.
+    # Commits with missing reports: the number of reports, and the maximum length of each.
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -53,7 +53,8 @@ class SampleHistory:
         # samples of each commit and worker, by epoch
         self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._epochs: dict[int, Epoch] = {}
-        # Commits undone by the newest worlds, as long as none of them has committed, and `_kept` before these worlds.
+        # Commits that the newest worlds have undone, while none of these has committed, and the value of `_kept` before
+        # them.
         self._undone: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._kept_before: dict[int, int] | None = None
         self.counted = 0
@@ -104,7 +105,9 @@ class SampleHistory:
         return self._settle(before=self._settled)
 
     def restored(self, commit: Commit) -> None:
-        """Record that the current world continues from a newer checkpoint than was known when it began."""
+        """Record that the current world continues from a checkpoint that is newer than was known when the world
+        began.
+        """
         before = self._kept_before or {}
         for old in [each for each in self._kept if each < commit.generation]:
             self._kept.pop(old)

@@ -19,9 +19,7 @@ from elastic.protocol.messages import Commit, HeldCommitShards, ShardsHeld, Shar
 
 @dataclass
 class ShardedWorld:
-    """Members of one world, the shards that they held before the world, and the parts of the state that they hold in
-    it.
-    """
+    """Members of a world, the shards that they held before it, and the parts of the state that they hold in it."""
 
     members: tuple[Worker, ...]
     held: dict[Worker, ShardsHeld]
@@ -41,8 +39,10 @@ class ShardedWorld:
         ]
 
     def missing(self, commit: Commit) -> set[int]:
-        """Return the shards of a commit that no member holds. If no member holds any, return shard 0, since the number
-        of shards is unknown."""
+        """Return the shards of a commit that no member holds.
+
+        If no member holds any, the number of shards is unknown, and the result is shard 0.
+        """
         found = [each for _, each in self.holds(commit)]
         there = {shard for each in found for shard in (each.own, *each.copies)}
         return set(range(max((each.shards for each in found), default=1))) - there
@@ -82,7 +82,7 @@ class ShardRecords:
         match event:
             case events.WorkerReady(worker, generation, shards=ShardsHeld() as shards):
                 if generation < self._held.get(worker, (0, shards))[0]:
-                    return  # The message was sent on a connection that is lost.
+                    return  # The message was sent on a connection that has been lost.
                 self._copies = shards.copies
                 self._held[worker] = generation, shards
                 self._sealed(shards.sealed)

@@ -11,9 +11,8 @@ from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
-UNKNOWN_S = (
-    600.0  # assumed seconds until the end of a machine whose preemption notice states no time
-)
+# assumed seconds until the end of a machine whose preemption notice states no time
+UNKNOWN_S = 600.0
 
 
 class WorkerRecords:
@@ -77,7 +76,7 @@ class WorkerRecords:
     def _goes(self, host: str, notice: events.Notice | None) -> None:
         """Record a preemption notice.
 
-        Of two notices, the one with the earlier deadline counts. None means that the machine stays or was replaced.
+        If there are two notices, the earlier deadline applies. None means that the machine stays or was replaced.
         """
         for _, known in self._on(host):
             known.noticed = notice is not None
@@ -121,7 +120,7 @@ class WorkerRecords:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _is_late_event(self, worker: Worker, event: events.Event) -> None:
-        """Check a message that arrived after the exit of its sender. Reports about commits are still valid then."""
+        """Check a message that arrived after its sender had exited. Reports about commits are still valid then."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return
@@ -134,7 +133,7 @@ class WorkerRecords:
 
     def _note_event_of(self, worker: Worker, known: LiveWorker, event: events.Event) -> None:
         if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
-            return  # This Ready answers an earlier wait.
+            return  # This Ready belongs to an earlier wait.
         generation: int | None = getattr(event, "generation", None)
         if isinstance(event, events.WorkerReconnected) and not known.reconnected:
             known.said_at_first = known.said
@@ -173,7 +172,7 @@ class WorkerRecords:
             case events.WorkerQuit(_, generation) if (
                 generation == self.job.generation and not known.going
             ):
-                # Without other members there is no limit.
+                # If there are no other members, the time is not limited.
                 if any(w != worker and not (k.dismissed or k.finished) for w, k in self.job.here()):
                     self.job.goes(worker, known, "has quit", exit_within=self.job.settings.leave_s)
                     known.dismissed = True
@@ -244,9 +243,8 @@ class WorkerRecords:
         self, worker: Worker, known: LiveWorker, commit: Commit | None, agreed: Commit
     ) -> None:
         if known.reconnected and commit != agreed:
-            self.job.stop_at = (
-                None  # a collective failed at this worker, and the report of the failure was lost
-            )
+            # a collective failed at this worker, and the report of the failure was lost
+            self.job.stop_at = None
         elif commit is not None and commit != agreed:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
             self.job.broken("NEVER BACK", what)

@@ -26,7 +26,7 @@ class WorldSequence:
         self._includes_all_ready(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
-        # If no worker holds a commit, the workers continue from the newest durable commit.
+        # If no worker holds a commit, training continues from the newest durable commit.
         durable = self.job.durable
         back_to = None
         if self.job.settings.restarts is not None:
@@ -105,7 +105,7 @@ class WorldSequence:
             if known is None or worker in chosen or worker in let_go or known.going:
                 continue
             if known.stranded or not known.running:
-                continue  # A worker outside elastic.run returns as a new worker.
+                continue  # A worker outside elastic.run joins as a new worker.
             what = f"{worker} of generation {self.job.generation} was not let go, fenced or lost"
             self.job.broken("ONE GENERATION", f"{what}, and is not in the next world")
 
@@ -157,15 +157,16 @@ class WorldSequence:
         return after < commit and commit.generation <= until
 
     def _to_return_to(self, holders: list[LiveWorker], newest: Commit) -> Commit:
-        """Return the newest commit that some worker still holds and that precedes all steps with possibly wrong
-        gradients. If there is none, return the oldest commit held.
+        """Return the newest commit that some worker holds and that precedes all steps with possibly wrong gradients.
+
+        If there is none, return the oldest commit held.
         """
         kept = [commit for known in holders for commit in known.kept]
         sound = [commit for commit in kept if not self._is_doubted(commit)]
         return max(sound) if sound else min(kept, default=newest)
 
     def _keeps_the_order(self, world: PublishWorld, workers: list[Worker]) -> None:
-        end = len(self.job.members)  # rank for sorting new workers last
+        end = len(self.job.members)  # sort key that places new workers last
         ranks = [self.job.members.get(worker, end) for worker in workers]
         for part in (ranks[: world.holders], ranks[world.holders :]):
             if part != sorted(part):

@@ -32,7 +32,8 @@ examples:
   python -m elastic.chaos simulate --sharded --seeds 1000       the same with a state in shards
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
   python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
-LARGE = 200  # number of workers from which one event is one step of all members, which saves time
+# number of workers from which one simulated event represents one step of all members, to save time
+LARGE = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
             outcome = simulation.run()
             survives = (
                 options.mild and outcome.reason.kind is not ReasonKind.SHARDS_LOST
-            )  # The job may end in a failure.
+            )  # A simulated job may end with a failure.
             wrong = f"the job failed: {outcome.reason}" if survives and outcome.code else ""
             if not wrong:
                 outcomes["ended with success" if outcome.code == 0 else "ended with a reason"] += 1

@@ -1,4 +1,4 @@
-"""Private folder of an agent in a process of an engine, such as an actor of Ray, and queries about its Python."""
+"""Private folder of an agent that an engine such as Ray has started, and queries about its Python interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK = "held-by-actor"
 def make_folder() -> tuple[Path, int]:
     """Create a private folder with a path that is short enough for a socket.
 
-    The returned descriptor holds a lock. `sweep` skips locked folders.
+    The returned file descriptor holds a lock on the folder, which `sweep` therefore does not remove.
     """
     where = tempfile.gettempdir()
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
@@ -73,8 +73,8 @@ def programs(python: str, folder: Path) -> str:
     programs = os.path.dirname(python)
     if os.access(os.path.join(programs, "python"), os.X_OK):
         return programs
-    # For example, there may be only /usr/bin/python3 and no `python`. A link is not sufficient, since Python would not
-    # find its virtual environment from another folder.
+    # `python` may not exist, for example if there is only /usr/bin/python3. A link is not sufficient, because Python
+    # finds its virtual environment by its own path.
     made = folder / "bin"
     made.mkdir()
     script = made / "python"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from elastic.driver.launch.starter import AGENT_MODULE
 
-# The agent must not import the user's modules, neither from its start folder nor through a variable. The last argument
-# is its path, from `agents_path`, separated by colons.
+# The agent must not import the user's modules, neither from its start folder nor through PYTHONPATH. Its ``sys.path``
+# is the last argument, from `agents_path`, separated by colons.
 BOOT = (
     "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
     f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"

@@ -28,7 +28,7 @@ KEPT_BYTES = 64 * 1024  # number of bytes kept from the end of the output
 # maximum number of forwarded warnings that an agent prints outside its connection to the driver
 SAID_LINES = 20
 REAP_S = 1.0
-# The driver's environment may contain these variables. An agent receives them in its bootstrap.
+# Variables of the driver that an agent does not inherit, because its bootstrap contains the values.
 WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})
 
 _READY = re.compile(rb"%s (\S+)\r?\n" % READY.encode())
@@ -69,7 +69,7 @@ class ChildProcess:
             OSError: the program cannot be started.
         """
         self._loop = asyncio.get_running_loop()
-        # release of the process once it is ready, or None if it will not become ready
+        # release that the process reported when it was ready; None if it will not become ready
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.ended = asyncio.Event()
         self.code: int | None = None
@@ -103,7 +103,7 @@ class ChildProcess:
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close the standard input of the process, which then assumes that its parent has exited."""
+        """Close the standard input of the process. The process then assumes that its parent has exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()
@@ -124,7 +124,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         if self._popen.returncode is None:
-            # The process continues to run, and Popen would warn that it was not waited for.
+            # The process keeps running, and Popen would warn that it was not waited for.
             self._popen.returncode = 0
 
     def _send(self) -> None:
@@ -132,7 +132,7 @@ class ChildProcess:
             self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # The exit is reported separately.
+        except BrokenPipeError:  # The exit is reported elsewhere.
             self._unsent = b""
         self._loop.remove_writer(self._input.fileno())
         if self._unsent:
@@ -162,7 +162,7 @@ class ChildProcess:
         *lines, rest = (bytes(self._line) + data).split(b"\n")
         self._line[:] = rest[-KEPT_BYTES:]
         for line in lines:
-            # A line that ends with a carriage return is a message of ssh.
+            # A line that ends with a carriage return was written by ssh.
             if not line.endswith(b"\r"):
                 self.heard(line.decode("utf-8", "replace"))
 
@@ -181,7 +181,7 @@ class ChildProcess:
     def _watch(self) -> None:
         try:
             self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # Some sandboxes forbid pidfds. In this case, a thread waits for the exit.
+        except OSError:  # Some sandboxes forbid pidfds. A thread then waits for the exit.
             threading.Thread(target=self._wait_in_thread, daemon=True).start()
         else:
             self._loop.add_reader(self._pidfd, self._on_exit)
@@ -189,11 +189,11 @@ class ChildProcess:
     def _wait_in_thread(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(RuntimeError):  # The event loop was closed meanwhile.
+        with contextlib.suppress(RuntimeError):  # The event loop has been closed.
             self._loop.call_soon_threadsafe(self._on_exit)
 
     def _on_exit(self) -> None:
-        # The process was released, so its exit is not awaited.
+        # The process was released, so its exit is not reported.
         if self._popen.returncode is not None:
             return
         self.code = self._popen.wait()
@@ -220,9 +220,9 @@ class ChildProcesses:
     """All child processes of one starter.
 
     Args:
-        describe: called with host and process. Returns the reason why a ready process ended.
+        describe: function that returns, for a host and a process, the reason why the ready process ended.
         at_once: maximum number of processes that are being started at the same time.
-        ready_s: time limit for one start in seconds, without the time in which the start waits for its turn.
+        ready_s: time limit for one start in seconds, not counting the time in the queue.
         close_s: time limit for the end of all processes, in seconds. One second is added.
     """
 
@@ -241,8 +241,8 @@ class ChildProcesses:
         self._ready_s = ready_s
         self._close_s = close_s
         self._all: set[ChildProcess] = set()
-        self._left: set[ChildProcess] = set()  # ready processes that outlive this one
-        # Ready processes that end together with this process, by host.
+        self._left: set[ChildProcess] = set()  # ready processes that may outlive this process
+        # Ready processes that exit together with this process, by host.
         self._serving: dict[str, ChildProcess] = {}
         self._closed = False
 
@@ -305,10 +305,10 @@ class ChildProcesses:
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
-            if process in self._all:  # The process may have moved to the background already.
+            if process in self._all:  # The process may already have moved to the background.
                 self._left.add(process)
                 process.hang_up()
-        elif process.ended.is_set():  # The process ended right after it was ready.
+        elif process.ended.is_set():  # The process exited immediately after it had become ready.
             self._lost(host, process)
         else:
             self._serving[host] = process

@@ -8,8 +8,7 @@ from elastic.driver.network.credentials import TlsFiles
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.rendezvous import nccl_settings
 
-# Variables with secrets of drivers and agents. A worker, or a process that reads its environment, could use them to
-# act as a driver or an agent.
+# Variables with secrets of drivers and agents. With them, a worker could act as a driver or an agent.
 _KEPT_BACK = {
     "ELASTIC_JOB_SECRET",
     "ELASTIC_SECRET_FILE",
@@ -71,7 +70,7 @@ def defaults(threads: int) -> dict[str, str]:
     return {
         **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),
-        # This hides Gloo's messages about dead peers, for which the driver logs one line.
+        # Hides Gloo's messages about dead peers, for which the driver logs a single line.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONUNBUFFERED": "1",
     }

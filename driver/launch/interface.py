@@ -17,7 +17,7 @@ class Launcher(Protocol):
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
-        """Set the callbacks. Called once, before all other methods.
+        """Set the callbacks. Must be called once, before all other methods.
 
         Args:
             exited: called exactly once for each started worker.
@@ -28,8 +28,8 @@ class Launcher(Protocol):
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start ``command`` as this worker, with exactly this environment.
 
-        Does not raise for external failures. A missing program or a lost host is reported as an exit with code 127 or
-        126 and a ``reason``.
+        A missing program or a lost host raises no exception. It is reported as an exit with code 127 or 126 and a
+        ``reason``.
         """
 
     def kill(self, worker: Worker) -> None:

@@ -27,7 +27,7 @@ from elastic.protocol.messages import Worker
 class LocalLauncher:
     """Launcher that runs all workers on this machine, regardless of their host names.
 
-    Tests use several "hosts" on one machine.
+    Tests can therefore simulate several hosts on one machine.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class LocalLauncher:
         self._log = log
         self._lease_s = lease_s
         self._preemption = preemption  # source of preemption notices
-        self._preload = preload  # modules that the next worker imports in advance
-        self._stdin = StandardInput(stdin_rank)  # assigns this process's standard input
+        self._preload = preload  # modules that are imported in advance for the next worker
+        # selects the worker that receives this process's standard input
+        self._stdin = StandardInput(stdin_rank)
         self._agent: ProcessSupervisor | None = None
         self._watch: Watch | None = None
-        self._hosts: set[str] = set()  # host names with which workers were started here
+        self._hosts: set[str] = set()  # host names for which workers were started here
         self._noticed: Callable[[Event], None] = lambda event: None
 
     @property

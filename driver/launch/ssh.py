@@ -29,7 +29,7 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 
-AT_ONCE = 32  # maximum number of concurrent logins; logged-in ssh processes do not count
+AT_ONCE = 32  # maximum number of concurrent logins; ssh processes that have logged in do not count
 CLOSE_S = 10.0
 
 
@@ -63,11 +63,12 @@ class SshOptions:
 
     port: int | None = None
     identity: str | None = None  # file with a private key, or None for ssh's default
-    config: str | None = None  # replaces ~/.ssh/config and the system's configuration
+    # configuration file that replaces ~/.ssh/config and the system's configuration
+    config: str | None = None
     python: str | None = None  # path of the Python that runs the agents on all hosts
     program: str = "ssh"
-    connect_s: int = 10  # time limit for connecting
-    ready_s: float = 60.0  # time limit for a ready agent, including the login
+    connect_s: int = 10  # timeout for connecting, in seconds
+    ready_s: float = 60.0  # timeout for a ready agent, including the login, in seconds
     alive_s: int = 5  # seconds between two keepalives on an idle connection
     alive_count: int = 3  # number of unanswered keepalives after which the connection is lost
 
@@ -84,7 +85,7 @@ class SshOptions:
             )
 
     def words(self) -> list[str]:
-        """Return the arguments between ``ssh`` and the host that a user would type."""
+        """Return the arguments that a user would type between ``ssh`` and the host."""
         words = ["-F", self.config] if self.config is not None else []
         words += ["-p", str(self.port)] if self.port is not None else []
         return words + (["-i", self.identity] if self.identity is not None else [])
@@ -94,7 +95,7 @@ class SshStarter:
     """Starter of agents with ssh, which must be created in the event loop.
 
     Args:
-        environ: environment of ssh, for example for ssh-agent. It is not passed to agents.
+        environ: environment of ssh, for example with the address of ssh-agent. It is not passed to agents.
     """
 
     def __init__(self, options: SshOptions, *, environ: Mapping[str, str], log: Log) -> None:
@@ -159,12 +160,13 @@ def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
     The command contains no secrets, and ssh cannot mistake the host for an option.
     """
     settings = {
-        "BatchMode": "yes",  # ssh must not ask for passwords.
+        "BatchMode": "yes",  # ssh must not prompt for passwords.
         "ConnectTimeout": options.connect_s,
         "ServerAliveInterval": options.alive_s,
         "ServerAliveCountMax": options.alive_count,
         "LogLevel": "DEBUG1",  # At this level, ssh reports the keys that it tried.
-        "ControlMaster": "no",  # ssh may use an existing shared connection but must not create one.
+        # ssh may use an existing shared connection, but must not create one.
+        "ControlMaster": "no",
         "ClearAllForwardings": "yes",
         "RemoteCommand": "none",
     }

@@ -16,7 +16,7 @@ _SHOWN = 300  # maximum number of characters of quoted output
 _DEBUG = re.compile(r"debug[123]: |Authenticated to |Transferred: sent |Bytes per second: ")
 
 
-# The most frequent errors of ssh. The order matters, since one error often causes the message of another.
+# The most frequent errors of ssh, in the order of their checks. One error often causes the message of another.
 _SSH = (
     (
         r"Could not resolve hostname (\S+): ([^\r\n]*)",

@@ -52,7 +52,9 @@ class StandardInput:
         self._holder: Worker | None = None
 
     def receives(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
-        """Return whether a worker that is about to start receives standard input. ``alive`` are the running workers."""
+        """Return whether a worker that is about to start receives standard input. ``alive`` contains the running
+        workers.
+        """
         if self._rank is None or self._holder in alive:
             return False
         last = self._holder

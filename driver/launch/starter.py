@@ -13,11 +13,11 @@ import msgspec
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import ElasticError
 
-# printed by the agent, followed by its release, once it has checked its bootstrap
+# text that the agent prints, followed by its release, after it has checked its bootstrap
 READY = "hvd-elastic agent ready"
 AGENT_MODULE = "elastic.driver.agents.agent_process"
-# Runs a module as python -m does, but does not import from the working directory, which may contain a socket.py. The
-# text can be enclosed in double quotes within a shell's single quotes.
+# Runs a module like python -m, but without importing from the working directory, which may contain a socket.py. The
+# text can be placed in double quotes within single quotes of a shell.
 RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module(sys.argv[1], None, __name__, True)"
@@ -32,7 +32,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
 
     job: str
     host: str  # name of the host in the list of hosts
-    secret: str  # the job's secret, hexadecimal
+    secret: str  # the job's secret, in hexadecimal
     drivers: list[str] = []  # addresses of drivers, host:port; names are resolved at each attempt
     # File with one address per line, read at each attempt; overrides ``drivers``.
     drivers_file: str = ""
@@ -61,7 +61,7 @@ class Starter(Protocol):
     async def start(self, bootstrap: Bootstrap) -> None:
         """Start the agent of ``bootstrap.host``.
 
-        Return once the agent runs and has read its bootstrap, even if it has not reached the driver yet.
+        Returns once the agent has read its bootstrap, even if it has not reached the driver yet.
 
         Raises:
             StartFailed: no agent runs. Raised within a time limit.

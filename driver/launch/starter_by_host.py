@@ -1,4 +1,4 @@
-"""Choice of the starter of an agent by its host: a child process on this machine, another starter elsewhere."""
+"""Starter that chooses between two others by the host of the agent: on this machine, or elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StarterByHost:
         self._elsewhere = elsewhere
         self._here = here
         self._there = there
-        # A separate pool, so that a name server that hangs does not block other users of threads.
+        # A separate pool, so that a hanging name server does not block other users of threads.
         self._lookups = ThreadPoolExecutor(32, thread_name_prefix="host lookup")
 
     async def start(self, bootstrap: Bootstrap) -> None:

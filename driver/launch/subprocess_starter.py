@@ -22,7 +22,7 @@ class ChildStarter:
 
     Args:
         environ: environment of agents and their workers, except for the driver's secrets.
-        through: called with the host. Returns the words that precede the Python command, such as those of srun.
+        through: function that returns, for a host, the words before the Python command, such as those of srun.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 
-# Variables that users set, without those of flags.
+# Variables that users set, except those of flags.
 _OF_USERS = """
     ELASTIC_CHECKS ELASTIC_COLLECTIVE_TIMEOUT ELASTIC_DIGESTS ELASTIC_ETCD_PASSWORD ELASTIC_FAILPOINTS
     ELASTIC_JOB_SECRET ELASTIC_NATIVE ELASTIC_SECRET_FILE HOROVOD_CONTROLLER
@@ -32,7 +32,7 @@ _HOROVODS = re.compile(
     r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK)"
     r"|MPICXX_SHOW|VERSION|REPO)"
 )
-# Variables of Elasticsearch resemble those of this package.
+# Variables of Elasticsearch, which resemble those of this package.
 _OF_ELASTICSEARCH = re.compile(r"ELASTIC_(APM_\w+|PORT)")
 _ALIKE = 0.8  # minimum similarity (0 to 1), which allows for one or two wrong letters
 

@@ -1,7 +1,7 @@
 """Blocking calls outside the event loop, and waits with a deadline. Makes no decisions.
 
-The calls run in daemon threads: a call that hangs must not block the exit of the process, as it would in the event
-loop's own threads.
+The calls run in daemon threads, because a hanging call in the event loop's own threads would block the exit of the
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """Run a blocking function in a thread. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``within_s`` seconds. The function continues, but its result is ignored.
+    Raises asyncio.TimeoutError after ``within_s`` seconds. The function then keeps running, but its result is ignored.
     """
     future = begun(lambda: function(*args), "outside the loop")
     await within(over(future), within_s)
@@ -33,7 +33,7 @@ async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
 
     Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same iteration of the loop,
     and the canceller then waits forever. This function returns a result that arrives at the deadline. A result that
-    arrives together with a cancellation is dropped, so resources that must be closed need another owner.
+    arrives together with a cancellation is dropped, so a result that must be closed needs another owner.
     """
     future = asyncio.ensure_future(awaited)
     try:
@@ -63,7 +63,7 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 class SequentialCalls:
     """Executor that runs blocking calls one at a time.
 
-    A call that exceeds its time limit continues, and later calls wait for it.
+    A call that exceeds its time limit keeps running, and later calls wait for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -99,12 +99,12 @@ def begun(call: Callable[[], T], name: str) -> Future[T]:
 
 
 async def over(future: Future[Any]) -> None:
-    """Wait until a future is done. If the wait is cancelled, the future is not affected."""
+    """Wait until a future is done. Cancelling the wait does not cancel the future."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
 
     def tell(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # The event loop has been closed.
             loop.call_soon_threadsafe(over.set)
 
     future.add_done_callback(tell)

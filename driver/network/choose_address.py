@@ -32,7 +32,7 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
     address: str  # numeric address, without a scope
     prefix_length: int
     up: bool
-    loopback: bool  # whether the address is reachable from this machine only
+    loopback: bool  # whether the address is reachable only from this machine
 
     @property
     def network(self) -> str:
@@ -89,10 +89,10 @@ def choose_bind(
 def wanted_address(
     wanted: Sequence[str], own: Sequence[InterfaceAddress], *, family: int = 4
 ) -> str:
-    """Return the address of the first of ``wanted`` that belongs to this machine, preferably of ``family`` (4 or 6).
+    """Return this machine's address for the first entry of ``wanted`` that matches, preferably of ``family`` (4 or 6).
 
     Raises:
-        Invalid: none of ``wanted`` belongs to this machine, or only a link-local address.
+        Invalid: no entry matches, or only one with a link-local address.
     """
     scoped: InterfaceAddress | None = None
     for name in wanted:
@@ -126,8 +126,7 @@ def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
 def worker_variables(
     bind: str, own: Sequence[InterfaceAddress], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return environment variables that make NCCL, torch's own Gloo and Horovod's scripts use the interface of an
-    address.
+    """Return the environment variables with which NCCL, torch's Gloo and Horovod scripts use an address's interface.
 
     Variables in ``environ`` were set by the user and keep their values.
     """
@@ -138,7 +137,7 @@ def worker_variables(
     if "NCCL_SOCKET_IFNAME" not in environ:
         # Without the equals sign, NCCL would treat eth1 as a prefix that also matches eth10.
         variables["NCCL_SOCKET_IFNAME"] = f"={name}"
-        if ":" in bind:  # On an interface with both families, NCCL would use IPv4.
+        if ":" in bind:  # On an interface with both address families, NCCL would use IPv4.
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return {name: value for name, value in variables.items() if name not in environ}
 

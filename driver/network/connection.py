@@ -24,11 +24,11 @@ TLS_HANDSHAKE_LIMIT = 64 * 1024
 # maximum number of pending bytes; beyond it, a peer that does not read is disconnected
 BACKLOG_LIMIT = 64 * 1024 * 1024
 KEEPALIVE_S = 1  # seconds between keepalives, the kernel's minimum
-DRAIN_LIMIT = 16 * 1024 * 1024  # maximum number of bytes to read from a connection that ends
+DRAIN_LIMIT = 16 * 1024 * 1024  # maximum number of bytes read from a connection that is ending
 
-_TLS_HELLO = b"\x16\x03"  # first bytes of a TLS connection
+_TLS_HELLO = b"\x16\x03"  # first bytes of a TLS handshake
 
-# Errors of a connection that was not closed by its peer. The kernel reports an unreachable host if a router does.
+# Errors that indicate a lost peer or host. The kernel reports an unreachable host if a router does.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 Who = TypeVar("Who", bound=Hashable)
@@ -65,7 +65,7 @@ class Owner(Protocol[Who]):
         Args:
             connection: the connection.
             peer: its peer, or None if the peer was not authenticated.
-            trouble: reason why this end closed the connection, or an empty string.
+            trouble: reason for which this end closed the connection; empty if it did not.
             error: error of the transport, or None.
         """
         ...
@@ -110,7 +110,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Transports of other event loops, such as uvloop, do not derive from asyncio.Transport.
+        # The transports of uvloop do not derive from asyncio.Transport, so their type cannot be checked.
         self._transport = cast(asyncio.Transport, transport)
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if self.over():
                     return
         except ProtocolError as error:
-            self._flush()  # TLS may have sent an alert with the reason.
+            self._flush()  # TLS may have sent an alert that contains the reason.
             self.end(str(error))
 
     def _authenticate(self, message: Any) -> None:
@@ -226,15 +226,15 @@ def is_silence(error: Exception | None) -> bool:
 
 
 def _expect_signs_of_life(sock: socket.socket, lease_s: float) -> None:
-    """Make a connection end with a timeout if the peer's host acknowledges nothing for ``lease_s`` seconds.
+    """Configure a connection to time out if the peer's host acknowledges no packet for ``lease_s`` seconds.
 
-    Each host's kernel acknowledges a small packet every second, independently of its processes.
+    This end sends a keepalive every second, which the kernel of the peer's host acknowledges even if no process runs.
     """
     options = {
         socket.TCP_KEEPIDLE: KEEPALIVE_S,
         socket.TCP_KEEPINTVL: KEEPALIVE_S,
         socket.TCP_KEEPCNT: max(1, round(lease_s / KEEPALIVE_S) - 1),
-        # This also limits data in flight, for which the kernel sends no keepalives but retransmits at growing
+        # This limit also applies to data in flight, for which the kernel sends no keepalives but retransmits at growing
         # intervals.
         socket.TCP_USER_TIMEOUT: round(lease_s * 1000),
     }

@@ -56,7 +56,7 @@ from elastic.protocol.messages import (
 )
 from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
-WAITING_LIMIT = 4096  # connections queued by the kernel
+WAITING_LIMIT = 4096  # maximum number of connections queued by the kernel
 ACCEPTED_AT_ONCE = 64
 REFUSALS_S = 5.0  # interval between two log lines about refused connections
 CLOSE_S = 1.0
@@ -72,7 +72,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 @dataclass(frozen=True)
 class Callers(Generic[Who]):
-    """Kind of callers of a server, workers or agents, and their identification."""
+    """Description of a server's callers, which are workers or agents, and of their identification."""
 
     role: str  # role of the callers in their proof
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of the callers' messages
@@ -174,7 +174,7 @@ class ControlServer(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        # asyncio uses one number for the length of this queue and for the connections accepted at once.
+        # asyncio uses one number both for the length of this queue and for the number of connections accepted at once.
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
@@ -207,12 +207,14 @@ class ControlServer(Generic[Who]):
         return peer in self._connections
 
     def peer(self, worker: Who) -> str:
-        """Return the numeric address of a caller, or an empty string if it is not connected."""
+        """Return the numeric address of a caller, or an empty string if the caller is not connected."""
         connection = self._connections.get(worker)
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, peer: Who) -> None:
-        """Read the pending data of a connection now, because a process may have sent messages just before its exit."""
+        """Read the pending data of a connection immediately, because a process may have sent messages just before it
+        exited.
+        """
         connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()
@@ -268,7 +270,7 @@ class ControlServer(Generic[Who]):
             )
         peer = callers.who(answer)
         expected = proof(self.secret, callers.role, connection.nonce, answer.nonce, str(peer))
-        # The nonce's length is fixed, so that the text of the proof is unambiguous.
+        # The nonce has a fixed length, so that the text of the proof is unambiguous.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
             raise ProtocolError(f"the peer claims to be {peer}, but does not know the job's secret")
         if not self._expected(peer):

@@ -16,7 +16,8 @@ from concurrent import futures
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
-SLOTS_LIMIT = 4096  # a higher number of slots is a typing error, or a port number
+# maximum number of slots of a host; a larger number is probably a typing error or a port number
+SLOTS_LIMIT = 4096
 RESOLVE_S = 5.0
 _FILE_LIMIT = 1 << 20
 
@@ -28,7 +29,7 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
     """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without a number of slots, use ``default_slots``.
 
     Raises:
-        Invalid: the name or the number of slots is invalid. The message is a clause.
+        Invalid: the name or the number of slots is invalid. The error message is a clause.
     """
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
@@ -141,11 +142,11 @@ class _Unresolved(Exception):
 
 
 class ThisHost:
-    """Recognition of names of this machine: loopback addresses, its other addresses, its host name, and names that
-    resolve to these.
+    """Recognizes names of this machine: its addresses, including loopback, its host name, and names that resolve to
+    these.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
-    three functions are parameters so that tests need no network.
+    three functions are parameters, so that tests can run without a network.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class ThisHost:
             try:
                 self._known[host] = self._judge(host)
             except _Unresolved as error:
-                # The name server may recover, so the name is resolved again next time.
+                # The lookup may succeed later, so its failure is not cached.
                 return str(error)
         return self._known[host]
 

@@ -1,4 +1,4 @@
-"""Addresses of this machine, and its routes to others. Sends nothing."""
+"""Addresses of this machine, and its routes to other machines. Sends no packets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from elastic.driver.network.choose_address import (
 from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
-ASKED = 4  # number of hosts that are tried until a route is found
-# Addresses reserved for documentation. Nothing is sent to them, because only the route is looked up.
+ASKED = 4  # maximum number of hosts for which a route is looked up
+# Addresses reserved for documentation. They serve to look up a route, and no packet is sent to them.
 _OUTWARD = ("192.0.2.1", "2001:db8::1")
 _PORT = 9
 
 
 def own_addresses() -> list[InterfaceAddress]:
     """Return all IPv4 and IPv6 addresses of this machine, including loopback, in the order of its interfaces."""
-    import psutil  # The import is slow, and only some jobs need it.
+    import psutil  # Imported on demand, because the import is slow and few jobs need it.
 
     stats = psutil.net_if_stats()
     found = []
@@ -65,9 +65,9 @@ def route_to(address: str) -> str | None:
     """Return this machine's address on the route to another machine, or None without a route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # connect() ignores the zone of fe80::1%eth0 in text, and needs it as a number.
+        # connect() requires the zone of an address such as fe80::1%eth0 as a number.
         found = socket.getaddrinfo(address, _PORT, family, flags=socket.AI_NUMERICHOST)
-        probe.connect(found[0][4])  # For UDP, connect() sends nothing.
+        probe.connect(found[0][4])  # connect() on a UDP socket sends no packet.
         return bare(probe.getsockname()[0])
     return None
 
@@ -115,7 +115,7 @@ async def listen_address(
             f"no address of this machine has a route to another host ({'; '.join(reasons)}): pass {FLAG}"
         )
     if is_link_local(local):
-        return choose_bind((), [], local=local)  # This call raises with the reason.
+        return choose_bind((), [], local=local)  # This call raises an error with the reason.
     return local
 
 
@@ -124,7 +124,10 @@ async def _towards(
     resolve: Callable[[str, int, float], Awaitable[Found]],
     route: Callable[[str], str | None],
 ) -> tuple[str | None, list[str]]:
-    """Return the local address of the route to the first name that has a route, and a text for each name that has none.
+    """Find the first of several names to which this machine has a route.
+
+    Returns:
+        The local address of the route, and an explanation for each name without a route.
 
     Names of other machines are preferred to names of this machine.
     """
@@ -148,7 +151,7 @@ async def _towards(
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # Addresses of point-to-point links, for example, have no netmask.
+    if not netmask:  # Some addresses, such as those of point-to-point links, have no netmask.
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 

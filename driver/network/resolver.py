@@ -21,7 +21,8 @@ from elastic.errors import Invalid
 LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family and numeric address, in order of preference
 
-# Lookups in progress, which other requests share. A name server that hangs then blocks only one thread.
+# Lookups in progress, which concurrent requests for the same name share. A hanging name server then blocks only one
+# thread per name.
 _under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 
@@ -34,7 +35,7 @@ async def numeric(text: str) -> list[tuple[str, int]]:
     """
     try:
         host, port = parse_address(text)
-    except Invalid as error:  # The value in etcd may be invalid, for example.
+    except Invalid as error:  # The text may be invalid, because it may come from etcd.
         raise OSError(str(error)) from None
     return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 
@@ -66,7 +67,7 @@ def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
         reason = getattr(error, "strerror", None) or str(error)
         raise OSError(f"{name} could not be resolved: {reason}") from None
     finally:
-        # Done before the result is published, so that later requests start a new lookup.
+        # The lookup is removed before its result is published, so that later requests start a new one.
         with _starting:
             _under_way.pop((name, port), None)
 

@@ -51,7 +51,7 @@ def make_secret_file(path: str) -> None:
         raise Invalid(f"{path} can't be created: {_why(error)}. Pass another path") from None
     try:
         with os.fdopen(fd, "w") as made:
-            os.fchmod(fd, 0o600)  # A default ACL may have granted more permissions.
+            os.fchmod(fd, 0o600)  # A default ACL may have granted additional permissions.
             made.write(secrets.token_hex(SECRET_BYTES) + "\n")
     except OSError as error:
         os.unlink(path)
@@ -61,15 +61,15 @@ def make_secret_file(path: str) -> None:
 def derived(secret: bytes, purpose: str) -> bytes:
     """Derive a key for one purpose from a secret. The key reveals neither the secret nor the keys for other purposes.
 
-    Workers have a separate key, because it is in their environment, which scripts often print and upload. This key does
-    not authorize orders to agents.
+    Workers receive a derived key in their environment, which scripts often print and upload. This key does not
+    authorize commands to agents.
     """
     return hmac.digest(secret, b"hvd-elastic key|" + purpose.encode(), hashlib.sha256)
 
 
 def _read(path: str, source: str) -> bytes:
     try:
-        # Opening a pipe must not block.
+        # Opening a named pipe must not block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
             about = os.fstat(fd)
