@@ -42,7 +42,7 @@ async def copied_to(
 
 
 class JournalCopy(Journal):
-    """Journal that writes each entry to two journals. ``first`` is authoritative, and ``copy`` is readable."""
+    """Journal that writes each entry to two journals: ``first``, which is authoritative, and ``copy``, for readers."""
 
     def __init__(self, first: Journal, copy: FileJournal) -> None:
         super().__init__()

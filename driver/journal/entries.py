@@ -1,8 +1,8 @@
 """Journal entries, their encoding, and their readable form. Pure: values and bytes. Makes no decisions.
 
-One JSON object per line. The first line is the header. It is followed by events with the resulting actions. Between
-these are lines from which another driver can resume without reading the whole journal: snapshots of the complete state,
-and changes of the driver.
+A journal contains one JSON object per line. The header is followed by events with the resulting actions. Between these
+are snapshots of the complete state, from which another driver can resume without reading the whole journal, and records
+of driver changes.
 
     {"journal": 2, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
     {"at": seconds, "event": {...}, "actions": [...]}
@@ -31,13 +31,13 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-ABANDONED = 0  # replaces the format number if the driver could not continue the journal
-BEGINNING = b'{"journal":'  # beginning of a header, and thus of a journal
-SNAPSHOT = b'{"snapshot":'  # beginning of a line with a snapshot
+ABANDONED = 0  # format number of a journal whose driver could not write all entries
+BEGINNING = b'{"journal":'  # bytes with which a header, and therefore a journal, begins
+SNAPSHOT = b'{"snapshot":'  # bytes with which a line with a snapshot begins
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Driver that writes the following entries of a journal: the first driver of the job or a successor.
+    """Driver that writes the entries of a journal from some point on: the job's first driver, or a later one.
 
     ``at``, ``unix_s`` and ``boot`` are the values of its clocks and the boot ID of its machine when it started.
     """
@@ -46,8 +46,8 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
     address: str = ""  # host:port
     date: str = ""
     pid: int = 0
-    at: float = 0.0  # time on the clock of the entries at the driver's start
-    # seconds to add to the machine's monotonic clock to obtain the clock of the entries
+    at: float = 0.0  # time on the journal's clock when the driver started
+    # seconds to add to the machine's monotonic clock to obtain the journal's clock
     offset_s: float = 0.0
     unix_s: float = 0.0
     boot: str = ""
@@ -62,9 +62,9 @@ class Header(msgspec.Struct, frozen=True):
     job: str = ""
     command: list[str] = []
     folder: str = ""
-    outlives: bool = False  # whether the driver's agents and workers continue without a driver
+    outlives: bool = False  # whether agents and workers continue without a driver
     writer: Writer = Writer()
-    # start checkpoint; None if there was none, or in a journal of an earlier version
+    # start checkpoint; None if there is none, or if an earlier version wrote the journal
     begins: StartCheckpoint | None = None
 
     def checked(self) -> Settings:
@@ -102,7 +102,7 @@ class Entry(msgspec.Struct, omit_defaults=True):
     event: Event
     actions: list[Action] = []
     error: str = ""
-    digest: int | None = None  # digest of the actions if these are omitted
+    digest: int | None = None  # digest of the actions, if the journal omits them
 
 
 class Snapshot(msgspec.Struct):
@@ -128,7 +128,7 @@ Line = Entry | Snapshot | Resumed | TroubleLine
 
 
 class _Line(msgspec.Struct):
-    """Line of a journal, as read. The parts of an entry are decoded according to their tags."""
+    """Line of a journal as read from the file. The parts of an entry are decoded according to their tags."""
 
     at: float = 0.0
     event: msgspec.Raw = msgspec.Raw()
@@ -219,7 +219,7 @@ def entry_of(line: Mapping[str, Any]) -> Entry:
 def same(recorded: Action | None, now: Action | None) -> bool:
     """Return whether two drivers, possibly of different versions, made the same decision.
 
-    Texts are not decisions: the wording of log lines is ignored, and reasons are compared by their kinds.
+    The wording of log lines is ignored, and reasons are compared by their kinds.
     """
     if recorded is None or now is None:
         return recorded is now
@@ -235,7 +235,7 @@ def digest_of(actions: Sequence[Action]) -> int:
 
 
 def _decision(action: Action) -> dict[str, Any]:
-    """Return an action as a dict, without the texts that express it in words."""
+    """Return an action as a dict without its texts for display."""
     fields: dict[str, Any] = msgspec.to_builtins(action)
     if isinstance(action, events.Report):
         return {"type": fields["type"], "level": action.level}

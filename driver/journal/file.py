@@ -39,8 +39,8 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-KEPT = 5  # maximum number of journals of previous jobs that are kept
-BLOCK = 1 << 20  # bytes per read when searching for the last snapshot
+KEPT = 5  # maximum number of journals of previous jobs to keep
+BLOCK = 1 << 20  # number of bytes per read when the last snapshot is searched
 _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -54,25 +54,25 @@ class FileArchive:
             Invalid: the file cannot be written, or another driver writes it.
         """
         self.path = path
-        self._end = 0  # end of the last complete line
+        self._end = 0  # offset of the end of the last complete line
         try:
             self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_writable(path, error) from error
-        # The path may be that of a device or a pipe.
+        # The path may refer to a device or a pipe.
         self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _LACKING:
-                return  # The file is a device, or its file system has no locks.
+                return  # The file is a device, or its file system does not support locks.
             os.close(self.fd)
             if isinstance(error, BlockingIOError):
                 raise _in_use(path) from error
             raise _not_writable(path, error) from error
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None. Reads only from the last snapshot on.
+        """Return the job to resume, or None. Only the part from the last snapshot on is read.
 
         Raises:
             Invalid: the file cannot be read or is not a journal.
@@ -119,7 +119,7 @@ class FileArchive:
                 return
             for each in kept:
                 _has_journal(each)
-            # The file has a unique name, and only this user can read it.
+            # This new file has a unique name, and only this user can read it.
             handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
             with open(self.path, "rb") as file, open(handle, "wb") as beside:
                 shutil.copyfileobj(file, beside)
@@ -153,7 +153,7 @@ class FileArchive:
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
-        """Resume the journal. An incomplete last line, left by a crash, is removed."""
+        """Resume the journal. An incomplete last line, left by a crash, is removed first."""
         return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)
 
     def outlives(self) -> bool:
@@ -286,7 +286,7 @@ def _check_unwritten(path: Path) -> None:
     except BlockingIOError:
         raise _in_use(path) from None
     except OSError:
-        return  # The file does not exist, or there are no locks.
+        return  # The file does not exist, or the file system does not support locks.
 
 
 def _has_journal(path: Path) -> bool:
@@ -325,7 +325,9 @@ def _no_journal(path: Path) -> Invalid:
 
 
 def _last(fd: int, what: bytes, end: int) -> int:
-    """Return the offset of the last occurrence of ``what`` before offset ``end``, or -1. Reads backwards in blocks."""
+    """Return the offset of the last occurrence of ``what`` before the offset ``end``, or -1. The file is read
+    backwards.
+    """
     while end > 0:
         start = max(0, end - BLOCK)
         found = os.pread(fd, end - start, start).rfind(what)
@@ -342,9 +344,9 @@ def _not_writable(path: Path, error: OSError) -> Invalid:
 
 
 def _in_use(path: Path) -> Invalid:
-    """Return the error that a journal is in use.
+    """Return the error for a journal that is in use.
 
-    The error names the driver that wrote the latest header or takeover, which holds the lock.
+    Its message names the driver that holds the lock, which is the one in the latest header or takeover.
     """
     pid = 0
     try:
@@ -358,7 +360,7 @@ def _in_use(path: Path) -> Invalid:
             else:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
-        pass  # The other driver has just started.
+        pass  # The other driver has just started, and has not written its header yet.
     owner = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
         f"{owner} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"

@@ -83,9 +83,10 @@ class SnapshotPolicy:
 class Journal:
     """Journal that keeps the latest entries in memory. Base class of journals that store all entries.
 
-    A snapshot is due after ``snapshot_every`` entries. In addition, the entries must be at least as large as the last
-    snapshot, so that a snapshot never costs more than the replay that it saves. The journal takes the snapshot when the
-    driver has no pending decision and ``suits`` returns True, but at the latest after FORCED times as many entries.
+    A snapshot is due after ``snapshot_every`` entries. In addition, these entries must have at least the size of the
+    last snapshot, so that a snapshot never takes longer than the replay that it avoids. The journal takes the snapshot
+    when the driver has no pending decision and ``suits`` returns True, but at the latest after FORCED times as many
+    entries.
     """
 
     def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
@@ -94,7 +95,7 @@ class Journal:
         self.take = policy.take
         self._every = policy.snapshot_every
         self._suits = policy.suits
-        self._entries = entries  # entries since the last snapshot
+        self._entries = entries  # entries recorded since the last snapshot
         self._bytes = 0
         self._snapshot_bytes = 0
         self._ring: deque[Entry] = deque(maxlen=RING)
@@ -115,12 +116,15 @@ class Journal:
         self._bytes += self._keep(entry)
         self._entries += 1
         if error:
-            self.take = None  # The state is unreliable after an exception.
+            # After an exception, the state may be inconsistent, so no snapshot is taken.
+            self.take = None
         elif self._due(FORCED):
             self._snapshot()
 
     def trouble(self, at: float, reason: Reason) -> None:
-        """Record a problem outside the driver, or its end, for readers of the journal. It leads to no decision."""
+        """Record a problem outside the driver, or the end of the problem, for readers of the journal. The driver does
+        not act on it.
+        """
 
     async def settle(self) -> None:
         """Wait until all recorded entries are available to the next driver. Their actions must not be performed
@@ -163,7 +167,7 @@ class Journal:
         assert self.take is not None
         try:
             data = self.take()
-        # This is a bug, but without snapshots, resuming only takes longer.
+        # This is a bug, but the job can continue, because a missing snapshot only makes it slower to resume.
         except SnapshotError as error:
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
@@ -200,7 +204,9 @@ class Archive(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """Complete journal with line numbers. ``start`` is set if it is a copy that begins in the middle of a job."""
+    """Complete journal with line numbers. ``start`` is set if the journal is a copy that begins in the middle of
+    a job.
+    """
 
     header: Header
     settings: Settings

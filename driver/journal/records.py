@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PIECE = 768 * 1024  # size of a piece in bytes; etcd accepts 1.5 MiB per transaction
+PIECE = 768 * 1024  # maximum size of a piece in bytes; etcd accepts 1.5 MiB per transaction
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class PendingRecord:
         return -(-len(self.data) // PIECE)
 
     def takes(self, line: bytes) -> bool:
-        """Return whether the line can be added to the record."""
+        """Return whether a line can be added to the record."""
         return not (self.begins or self.begun) and len(self.data) + len(line) <= PIECE
 
     def next_piece(self) -> bytes:

@@ -18,8 +18,8 @@ class RecoveredJob:
     settings: Settings  # settings without the values of additional environment variables
     writer: Writer  # the last driver that wrote the journal
     membership: Membership
-    last_at: float  # time of the latest entry on the last driver's clock
-    ended: EndJob | None  # the outcome, once decided; workers may not have been notified
+    last_at: float  # time of the latest entry, on the last driver's clock
+    ended: EndJob | None  # outcome of the job if it is decided; workers may not have been notified
     replayed: int  # number of entries read since the last snapshot
 
     @property

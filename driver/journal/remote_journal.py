@@ -1,4 +1,4 @@
-"""Base of journals that write records in pieces to a remote store. Makes no decisions.
+"""Base class of journals that write records in pieces to a remote store. Makes no decisions.
 
 Entries that are recorded while another record is being written are combined in the next one. A snapshot is a separate
 record that invalidates all earlier records.
@@ -20,7 +20,7 @@ R = TypeVar("R", bound=PendingRecord)
 
 
 class RecordJournal(Journal, Generic[R]):
-    """An open journal in a remote store.
+    """Open journal in a remote store.
 
     Writes wait until the store responds or another driver leads the job.
     """
@@ -38,7 +38,7 @@ class RecordJournal(Journal, Generic[R]):
         """Wait until all recorded entries are in the store.
 
         Raises:
-            LeadershipLost: another driver leads, so the entries must not be acted upon.
+            LeadershipLost: another driver leads, so the actions of the entries must not be performed.
         """
         async with self._settling:
             while self.waiting:

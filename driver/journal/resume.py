@@ -1,4 +1,4 @@
-"""Restoration of a job from its journal for another driver, and conversion of times between drivers' clocks.
+"""Restores a job from its journal for another driver, and converts times between drivers' clocks.
 
 `past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
 of the process that wrote it. `clock_offset` returns the offset of another clock.
@@ -81,16 +81,13 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Describe how a command and its settings differ from those at the start of the job.
-
-    Return one text per difference.
-    """
+    """Describe how a command and its settings differ from those at the start of the job, in one text per difference."""
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
     for field in fields(Settings):
         if field.name == "starting_max":
-            continue  # The setting is derived from the machine, not chosen by the user.
+            continue  # The setting was derived from the machine and not chosen by the user.
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
             found += [f"workers now receive {name}" for name in now if name not in then]
@@ -159,7 +156,7 @@ def to_go_on_with(
 
 
 def starts_over(past: RecoveredJob | None, begins: StartCheckpoint | None) -> str | None:
-    """Return the warning that a job, whose workers ended with their driver, trains from the beginning.
+    """Return a warning that the job trains from the beginning, because its workers exited with their driver.
 
     Return None if the job had ended, or if it begins from a checkpoint.
     """
@@ -187,11 +184,10 @@ def _shown(value: object) -> str:
 
 
 def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: str) -> float:
-    """Return the offset that continues the job's clock when added to a driver's clock, which is now ``loop_time``.
+    """Return the offset to add to a driver's clock, which is now ``loop_time``, to continue the job's clock.
 
-    If the machine has not rebooted, its clock has continued. Otherwise, the time without a driver is known only from
-    the dates of the system clock, which may be wrong, so it is limited to the longest cooldown. The job's clock never
-    goes backwards.
+    If the machine has not rebooted, its clock has continued. Otherwise, the time without a driver is computed from
+    system dates, which may be wrong, so it is limited to the longest cooldown. The job's clock never goes backwards.
     """
     if boot and boot == past.writer.boot:
         now = loop_time + past.writer.offset_s

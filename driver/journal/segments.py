@@ -1,4 +1,4 @@
-"""Search for the valid part of a journal that several drivers have written in pieces, each in its own chapters.
+"""Finds the valid part of a journal that several drivers have written in pieces, each in its own chapters.
 
 Pure: no I/O, no clock.
 
@@ -30,8 +30,9 @@ class Head(msgspec.Struct, omit_defaults=True):
 
     piece: int
     of: int
-    begins: bool = False  # whether no earlier record is valid
-    after: Place | None = None  # set in the first record of a chapter that continues another
+    begins: bool = False  # whether all earlier records are invalid
+    # end of the continued record, in the first record of a chapter that continues another
+    after: Place | None = None
 
 
 _encode = msgspec.json.Encoder().encode
@@ -68,7 +69,7 @@ def writer_of(chapter: str) -> tuple[int, str]:
 
 
 def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], Place | None]:
-    """Return the valid records since the last beginning, and the end of the last record.
+    """Return the valid records since the last record that invalidates earlier ones, and the end of the last record.
 
     Args:
         chapters: the pieces of each chapter by number.

@@ -73,7 +73,7 @@ class ClusterRequest:
         resources: resources of each slot.
         group: placement group whose bundles are used. It is never removed. None means that the job creates groups.
         in_use: resources that the caller uses itself, by bundle.
-        per_bundle: maximum number of slots in each bundle.
+        per_bundle: number of slots in each bundle with enough resources for them.
         labels: Ray's label selector of the nodes on which the job creates groups.
     """
 

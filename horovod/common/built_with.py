@@ -1,6 +1,6 @@
 """Horovod's functions that query build options. MPI is not supported. Gloo and NCCL are those of torch.
 
-``verbose`` has no effect: in Horovod it prints why a library could not be loaded.
+The argument ``verbose`` has no effect. In Horovod, it prints why a library could not be loaded.
 """
 
 from __future__ import annotations

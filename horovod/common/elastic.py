@@ -16,10 +16,10 @@ notification_manager = WorkerNotificationManager()
 
 
 def run_fn(func: Callable[..., Value], reset: Callable[[], None]) -> Callable[..., Value]:
-    """Wrap a function in `elastic.run`, for front ends that use Horovod's form of it.
+    """Wrap a function in `elastic.run`. This is Horovod's form of it, with a second argument ``reset``.
 
     In Horovod, ``reset`` calls ``shutdown()`` and ``init()`` between two worlds. It is not called here, because the run
-    loop forms the next world itself and keeps the connections. Move any other code in it to
+    loop itself forms the next world. If ``reset`` contains other code, register that code with
     ``state.register_reset_callbacks``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Build options, at the path without a framework, and small functions of Horovod that scripts import."""
+"""Build options and utility functions, under Horovod's path without a framework."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables during the block. A variable with the value None is not changed."""
+    """Context manager that sets environment variables. A variable with the value None is not changed."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)

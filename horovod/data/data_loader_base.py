@@ -1,6 +1,7 @@
 """Base class of loaders of batches, and a mixin that prefetches batches in a thread.
 
-Each pass over the loader has its own thread and queue, so that no batch of an abandoned epoch appears in the next one.
+Each iteration over the loader has its own thread and queue, so that no batch of an abandoned epoch appears in the next
+epoch.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-CLOSE_S = 10.0  # seconds for the current read to end
+CLOSE_S = 10.0  # timeout in seconds for the read in progress to end
 
 
 class BaseDataLoader:
-    """Base of loaders. Subclasses define ``_iterate`` and ``__len__``. ``_process_batch`` may change each batch."""
+    """Base class of loaders. Subclasses define ``_iterate`` and ``__len__``. ``_process_batch`` may change each
+    batch.
+    """
 
     def __len__(self) -> int:
-        """Return the number of batches in one pass."""
+        """Return the number of batches in one iteration over the loader."""
         raise NotImplementedError
 
     def _iterate(self) -> Iterator[Any]:
-        """Iterate over the batches of one pass."""
+        """Yield the batches of one iteration over the loader."""
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
@@ -47,7 +50,9 @@ class AsyncDataLoaderMixin:
         self._ahead: list[_Ahead] = []
 
     def close_async_loader(self) -> None:
-        """Stop all prefetch threads. A pass in progress still yields the batches that were already read. Idempotent."""
+        """Stop all prefetch threads. An iteration in progress still yields the batches that were already read.
+        Idempotent.
+        """
         for ahead in list(self._ahead):
             ahead.close()
         self._ahead.clear()
@@ -64,7 +69,8 @@ class AsyncDataLoaderMixin:
                 yield loader._process_batch(batch)
         finally:
             ahead.close()
-            with contextlib.suppress(ValueError):  # close_async_loader may have removed the entry
+            with contextlib.suppress(ValueError):
+                # `close_async_loader` may have removed the entry.
                 self._ahead.remove(ahead)
 
 
@@ -74,7 +80,7 @@ class _Ahead:
         self._size = size
         self._changed = threading.Condition()
         self._waiting: deque[Any] = deque()
-        self._over = False  # whether everything was read, or the read failed
+        self._over = False  # whether all batches were read, or reading failed
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="async data loader", daemon=True)
@@ -113,7 +119,7 @@ class _Ahead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            # The thread may be inside the user's read, which cannot be interrupted.
+            # The thread may be reading a batch in the user's code, which cannot be interrupted.
             self._thread.join(CLOSE_S)
 
 

@@ -24,7 +24,8 @@ from horovod.keras import callbacks, elastic
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all global variables from rank ``root_rank``, in a graph of TensorFlow 1.
 
-    Raises RuntimeError otherwise: Keras 3 has no global variables. Use the callback.
+    Without such a graph, RuntimeError is raised, because Keras 3 has no global variables. Use the callback
+    `BroadcastGlobalVariablesCallback` instead.
     """
     if _tensors.backend() != "tensorflow":
         raise RuntimeError(

@@ -27,7 +27,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
-# mpi_ops has all of these names, but type checkers cannot detect this.
+# Type checkers cannot detect that mpi_ops has all of these names.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

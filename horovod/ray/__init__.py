@@ -1,6 +1,6 @@
 """``from horovod.ray import RayExecutor``: Horovod's names for the functions of `elastic.ray`.
 
-Names are loaded at first use. The import joins no cluster and does not import Ray, which must be installed.
+Names are loaded when they are first used. Importing this package neither imports Ray nor joins a cluster.
 """
 
 from __future__ import annotations

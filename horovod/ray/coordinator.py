@@ -1,4 +1,4 @@
-"""Environment of workers that other software, such as Ray Train, places and starts."""
+"""Environment variables for workers that other software, such as Ray Train, places and starts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from elastic.errors import Invalid, JobFailed
 
-ANSWER_S = 60.0  # seconds for a task without a CPU to start on a node that has workers
+ANSWER_S = 60.0  # timeout in seconds for a task without CPUs to start on a node that has workers
 
 
 class Coordinator:
     """Registry of workers with ranks from 0 on. Call the two other methods after the last registration."""
 
     def __init__(self, settings: Any) -> None:
-        """Create a coordinator. ``settings.timeout_s`` is the time for all workers to call ``hvd.init()``."""
+        """Create a coordinator. ``settings.timeout_s`` is the timeout for all workers to call ``hvd.init()``."""
         self.settings = settings
         self.hostnames: set[str] = set()
         self._nodes: dict[int, str] = {}  # node of each rank
@@ -25,12 +25,14 @@ class Coordinator:
         return len(self._nodes)
 
     def register(self, hostname: str, node_id: str, world_rank: int) -> None:
-        """Register a worker. ``node_id`` is Ray's, in hexadecimal."""
+        """Register a worker. ``node_id`` is the hexadecimal ID of its Ray node."""
         self.hostnames.add(hostname)
         self._nodes[world_rank] = node_id
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
-        """Return the local and cross place of each rank in Horovod's variables. `hvd.init` computes the same values."""
+        """Return Horovod's variables for the local and cross place of each rank. `hvd.init` computes the same
+        values.
+        """
         found: dict[int, dict[str, int]] = {}
         before: dict[str, int] = {}  # number of ranks per node so far
         alike: dict[int, int] = {}  # number of ranks per local rank so far
@@ -75,14 +77,14 @@ class Coordinator:
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "ELASTIC_MASTER_PORT": str(port),  # use exactly this port
+            "ELASTIC_MASTER_PORT": str(port),  # makes init() use exactly this port
             "ELASTIC_SECRET": secrets.token_hex(32),
             "HOROVOD_START_TIMEOUT": str(self.settings.timeout_s),
         }
 
 
 def _address() -> tuple[str, int]:
-    """Return this node's address and a free port, on the node of rank 0."""
+    """Return the address and a free port of this node. Runs on the node of rank 0."""
     import ray
 
     node: Any = ray.util  # ray.util has no type annotations

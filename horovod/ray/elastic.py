@@ -14,7 +14,7 @@ from horovod.ray.settings import ElasticSettings, limits, verbosity
 
 
 class ElasticRayExecutor:
-    """Deprecated. Use ``RayExecutor(settings, min_workers=...)``."""
+    """Deprecated executor. Use ``RayExecutor(settings, min_workers=...)``."""
 
     @staticmethod
     def create_settings(
@@ -31,7 +31,8 @@ class ElasticRayExecutor:
     ) -> ElasticSettings:
         """Create settings.
 
-        Also accepts ``cooldown_range``, the fields of MiniSettings, and the old names ``min_np`` and ``max_np``.
+        The arguments ``cooldown_range``, the fields of MiniSettings, and the old names ``min_np`` and ``max_np`` are
+        also accepted.
         """
         what = "create_settings"
         least = renamed(what, "min_num_proc", min_num_proc, "min_np", min_np, 1)
@@ -53,7 +54,7 @@ class ElasticRayExecutor:
             known = ElasticSettings.__dataclass_fields__
             strange = ", ".join(name for name in kwargs if name not in known)
             raise Invalid(f"create_settings() has no parameter {strange}: omit it") from None
-        limits(settings)  # warns about fields without effect
+        limits(settings)  # Warns about fields without effect.
         return settings
 
     def __init__(
@@ -94,7 +95,7 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Reserve resources. Raises PlacementTimeout if the cluster has no room for the workers in time."""
+        """Reserve resources. Raises PlacementTimeout if the cluster has too few free resources until the timeout."""
         self._executor.start(extra_env_vars=self._env_vars)
 
     def run(
@@ -104,7 +105,7 @@ class ElasticRayExecutor:
         return self._executor.run(worker_fn, callbacks=callbacks)
 
     def shutdown(self) -> None:
-        """Release the resources. Horovod has no such method, and releases the resources at garbage collection."""
+        """Release the resources. Horovod has no such method: it releases them at garbage collection."""
         self._executor.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Discovery, for scripts, of the hosts of a Ray cluster with free resources. Executors discover hosts themselves."""
+"""Discovery of the hosts of a Ray cluster with free resources, for scripts. Executors have their own discovery."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.errors import Invalid
 
 
 class RayHostDiscovery:
-    """Count of the free resources, of the cluster or of the placement group in which this process runs."""
+    """Discovery that counts the free resources of the cluster, or of the placement group in which this process runs."""
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
@@ -32,7 +32,9 @@ class RayHostDiscovery:
             )
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return the slots by address. Joins the cluster of RAY_ADDRESS, unless this process has joined one."""
+        """Return the number of slots of each address. Joins the cluster of RAY_ADDRESS unless this process has joined
+        one.
+        """
         import ray
 
         if not ray.is_initialized():
@@ -51,7 +53,7 @@ class RayHostDiscovery:
 
 
 def rooms() -> list[tuple[str, dict[str, float]]]:
-    """Return addresses and free resources: of each live node, or of each bundle of the caller's placement group."""
+    """Return addresses and free resources, of each live node or of each bundle of the caller's placement group."""
     import ray
     from ray.util.placement_group import placement_group_table
 
@@ -94,7 +96,7 @@ def rooms_of(
 
 
 def is_alive(node: Mapping[str, Any]) -> bool:
-    """Return whether a node is alive and has an address. Older releases of Ray have "alive"."""
+    """Return whether a node is alive and has an address. In older releases of Ray, the key is "alive"."""
     return bool(node.get("Alive", node.get("alive"))) and "NodeManagerAddress" in node
 
 
@@ -103,7 +105,7 @@ def less(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, f
 
 
 def _free_by_node() -> dict[str, dict[str, float]]:
-    """Return the free resources by node. Runs in a task, because a Ray client can't query it."""
+    """Return the free resources by node. Runs in a task, because a Ray client cannot query the resources itself."""
     from ray._private import state
 
     free_by_node: Any = state.available_resources_per_node  # the function has no type annotations
@@ -113,7 +115,7 @@ def _free_by_node() -> dict[str, dict[str, float]]:
 class TestDiscovery(RayHostDiscovery):
     """Discovery for tests, which hides or shows a random host every ``change_frequency_s`` seconds."""
 
-    __test__ = False  # not a test class of pytest
+    __test__ = False  # tells pytest that this is not a test class
 
     def __init__(
         self,

@@ -14,11 +14,15 @@ Callbacks = Sequence[Callable[[Any], None]]
 
 
 class PlacementTimeout(Invalid, TimeoutError):
-    """Error raised when the cluster had no room for the workers in time. The message lists the free resources."""
+    """Error raised when the cluster has too few free resources for the workers until the timeout. The message lists
+    them.
+    """
 
 
 class _Job:
-    """Base of both kinds: an executor, which checks its arguments, and the callbacks of the current call."""
+    """Base class of both kinds of job: an executor, which checks its arguments, and the callbacks of the current
+    call.
+    """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         """Create the executor. Raises Invalid if an argument is invalid."""
@@ -160,7 +164,7 @@ class ElasticJob(_Job):
 
 
 class _Kept:
-    """Holder of the object of a static worker, or of None without a class."""
+    """Holder of the object of a static worker, which is None without a class."""
 
     def __init__(
         self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]

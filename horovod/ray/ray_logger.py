@@ -1,4 +1,4 @@
-"""``ray_logger.log({...})`` in a worker calls the callbacks that were passed to ``run``."""
+"""Logger of workers: ``ray_logger.log({...})`` calls the callbacks that were passed to ``run``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ _queue: Any = None
 
 
 def configure(queue: Any) -> None:
-    """Set the queue that receives the records of this process by ``put``.
+    """Set the queue whose ``put`` method receives the records of this process.
 
-    The default None selects the caller of ``run``.
+    If it is None, which is the default, the records are sent to the caller of ``run``.
     """
     global _queue
     _queue = queue
 
 
 def log(info_dict: Mapping[str, Any]) -> None:
-    """Log values of `elastic.report`: None, bool, int, float, str, tensors of one element, lists and dicts of them."""
+    """Log values, as `elastic.report` does: None, bool, int, float, str, one-element tensors, lists and dicts of
+    these.
+    """
     if _queue is not None:
         _queue.put(info_dict)
         return

@@ -14,12 +14,12 @@ from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 
 class RayExecutor:
-    """Start workers on a Ray cluster and call functions on them.
+    """Executor that starts workers on a Ray cluster and calls functions on them.
 
-    Static: ``num_workers``, or ``num_hosts`` with ``num_workers_per_host`` on exactly that many hosts. The workers
-    are started once and keep an object of ``executable_cls``. Elastic: ``min_workers`` to ``max_workers``, by
-    default as many as the cluster has room for at the start. Each call is a separate job that continues when
-    workers join or leave.
+    A static job has ``num_workers`` workers, or ``num_workers_per_host`` on each of ``num_hosts`` hosts. They are
+    started once and keep an object of ``executable_cls``. An elastic job has ``min_workers`` to ``max_workers``
+    workers, by default as many as fit into the cluster at the start. Each of its calls is a separate job, which
+    continues when workers join or leave.
     """
 
     @classmethod
@@ -47,7 +47,7 @@ class RayExecutor:
         )
         if ssh_str is not None:
             settings.ssh_identity_file = ssh_identity_file or "ssh_str"
-        limits(settings)  # warns about fields without effect
+        limits(settings)  # Warns about fields without effect.
         return settings
 
     def __init__(
@@ -143,7 +143,7 @@ class RayExecutor:
         An elastic job's workers create their objects at the beginning of each `execute`.
 
         Raises:
-            PlacementTimeout: (a ValueError and a TimeoutError) the cluster has no room.
+            PlacementTimeout: (a ValueError and a TimeoutError) the cluster has too few free resources.
             Exception: any exception of the object's constructor.
         """
         self._job.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
@@ -173,7 +173,7 @@ class RayExecutor:
     ) -> list[Any]:
         """Call a function like `run`, but return Ray's references to the values, by rank.
 
-        For static jobs only: the size of an elastic job is not known yet.
+        For static jobs only, because the size of an elastic job is not known in advance.
         """
         return self._job.run_remote(fn, args, kwargs)
 

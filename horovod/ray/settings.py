@@ -1,4 +1,4 @@
-"""Settings of Horovod's executors besides the number of workers, and their meaning here."""
+"""Settings of Horovod's executors, except the number of workers, and their conversion to those of this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-# Horovod's default is too short for workers that import torch at the same time.
+# Replaces Horovod's default, which is too short if many workers import torch at the same time.
 HOROVODS_TIMEOUT_S = 30
 VERBOSE = 2  # minimum for the complete log
 
@@ -47,7 +47,7 @@ class ElasticSettings(MiniSettings):
 
 
 def limits(settings: Any) -> dict[str, Any]:
-    """Return arguments of `elastic.ray.Executor` from our settings, Horovod's own, or any object with such fields.
+    """Convert settings to arguments of `elastic.ray.Executor`. Any object with the fields of MiniSettings is accepted.
 
     A ``timeout_s`` of 30, Horovod's default, is replaced by the default of this package, 120 s.
     """
@@ -88,7 +88,7 @@ def warn_of_ssh(settings: Any) -> None:
 
 
 def verbosity(verbose: bool | int | None) -> int:
-    """Convert the deprecated argument ``verbose`` of ``create_settings``, which only Horovod's documentation has."""
+    """Convert ``verbose``, a deprecated argument of ``create_settings`` that only Horovod's documentation mentions."""
     if verbose is None:
         return 1
     warnings.warn(
@@ -102,7 +102,7 @@ def verbosity(verbose: bool | int | None) -> int:
 def checked_environment(given: Any) -> dict[str, str]:
     """Convert names and values to strings, like Horovod.
 
-    None values are omitted. Raises ValueError if ``given`` is no dict.
+    None values are omitted. Raises ValueError if ``given`` is not a dict.
     """
     try:
         items = dict(given or {}).items()

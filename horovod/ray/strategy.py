@@ -8,7 +8,7 @@ from elastic.ray.arguments import CURRENT
 
 
 class BaseStrategy:
-    """Base of placements. ``arguments`` are those of `elastic.ray.Executor`."""
+    """Base class of placements. ``arguments`` are those of `elastic.ray.Executor`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Small functions from Horovod's module ``horovod.ray.utils`` that scripts use."""
+"""Utility functions of Horovod's module ``horovod.ray.utils``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from horovod.ray.settings import interfaces
 
 
 def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[Any]:
-    """Return the values of the references that ``fn`` returns for each element, in order."""
+    """Call ``fn`` on each element, and return the values of the resulting Ray references, in order."""
     import ray
 
     return list(ray.get([fn(each) for each in collection]))

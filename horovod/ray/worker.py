@@ -1,4 +1,4 @@
-"""A simple actor for scripts that place workers themselves: ``ray.remote(BaseHorovodWorker)``."""
+"""Actor for scripts that place workers themselves: ``ray.remote(BaseHorovodWorker)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.ray.settings import checked_environment
 
 
 class BaseHorovodWorker:
-    """Actor with an environment and an object. ``executable`` is the object of `start_executable`, or None."""
+    """Actor with an environment and an object. ``executable`` is the object created by `start_executable`, or None."""
 
     executable: Any = None
 
@@ -22,7 +22,7 @@ class BaseHorovodWorker:
         os.environ["HOROVOD_SIZE"] = str(world_size)
 
     def node_id(self) -> str:
-        """Return the id of Ray's node, in hexadecimal."""
+        """Return the hexadecimal ID of this Ray node."""
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
@@ -40,7 +40,7 @@ class BaseHorovodWorker:
         os.environ.update(checked_environment(env_vars))
 
     def env_vars(self) -> dict[str, str]:
-        """Return the whole environment of this process."""
+        """Return all environment variables of this process."""
         return dict(os.environ)
 
     def start_executable(

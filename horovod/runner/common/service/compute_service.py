@@ -1,4 +1,4 @@
-"""Service of a compute job for its training jobs: exchanges addresses, registers workers, and announces the end.
+"""Service through which a compute job and its training jobs exchange addresses, register workers, and announce the end.
 
 The service uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
 """
@@ -18,8 +18,8 @@ from horovod.runner.common.util.timeout import TimeoutException
 _SHAPE = "dispatchers, workers of each"
 _END = "end"
 _LEFT = "left"
-_SERVE_S = 60.0  # seconds for a caller to send its request
-_LOOK_S = 30.0  # seconds between two checks that the service still exists
+_SERVE_S = 60.0  # timeout in seconds for a caller to send its request
+_LOOK_S = 30.0  # seconds between two checks whether the service still exists
 
 # Services, by address and key, that this process has shut down.
 _ended: set[tuple[Address, bytes]] = set()
