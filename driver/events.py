@@ -1,6 +1,6 @@
 """Events that `Membership` receives (past tense) and actions that it requests (imperative). Pure: values only.
 
-All are msgspec structs, so that the journal can write each as a JSON object and read it again.
+Events and actions are msgspec structs, which the journal stores as JSON objects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostsChanged(Event):
-    """Event: discovery yielded a new list of hosts: the slots of each host, in order of preference.
+    """Event: discovery returned a new list of hosts, with the slots of each, in order of preference.
 
     Args:
         fixed: whether discovery can list no additional hosts or slots later. An operator can still add slots to this
@@ -45,7 +45,7 @@ class HostsChanged(Event):
 
 
 class HostsQueued(Event):
-    """Event: the number of requested hosts that a queue of the cluster has not admitted yet changed.
+    """Event: the number of requested hosts waiting for admission by the cluster's queue has changed.
 
     Args:
         hosts: number of hosts that wait for admission. While it is not 0, the job waits for workers without a deadline,
@@ -216,7 +216,7 @@ class WorkerProgressed(Event):
 
 
 class WorkerLocated(Event):
-    """Event: a worker that holds up other workers reported the line of the script that it executes.
+    """Event: a worker that delays other workers reported the script line that it is executing.
 
     See `protocol.messages.Located`.
     """
@@ -260,7 +260,7 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """Event: the liveness timeout of a worker expired: its agent did not observe the worker run within it.
+    """Event: the liveness timeout of a worker expired, because the agent did not observe that the worker was running.
 
     Args:
         how: the cause, as observed from outside.
@@ -280,7 +280,7 @@ class WorkerProbed(Event):
     """Event: a host's kernel reported the counters of a worker's process, as requested by `ProbeWorkers`.
 
     Args:
-        cpu_s: processor time of the process and its children, in seconds.
+        cpu_s: CPU time of the process and its children, in seconds.
         io_bytes: number of bytes read and written, cached or not.
         state: state of the process, one letter as in /proc/PID/stat.
         traced: whether a debugger is attached.
@@ -301,13 +301,14 @@ class WorkerRaised(Event):
     commit: Commit | None
     summary: str
     traceback: str
-    hardware: bool = False  # a GPU or NCCL failed, and not the script
-    final: bool = False  # a retry would fail in the same way
-    # Training started without a commit: no member of the world had one, and the world has made none.
+    hardware: bool = False  # whether a GPU or NCCL failed, and not the script
+    final: bool = False  # whether a retry would fail in the same way
+    # Whether the world began without a commit and has made none.
     beginning: bool = False
     code: int = 1  # exit code of the job, if final
-    calls: tuple[Called, ...] = ()  # incompatible calls, which all ranks received
-    shards_lost: bool = False  # some shards of the state are lost, so a retry would fail too
+    calls: tuple[Called, ...] = ()  # incompatible calls, if they were received by all ranks
+    # whether some shards of the state are lost, so that a retry would fail as well
+    shards_lost: bool = False
 
 
 class WorkerQuit(Event):
@@ -343,12 +344,12 @@ class WorkerDisconnected(Event):
 
 
 class ExitCause(enum.Enum):
-    """Reason for an exit, as reported by the exiting worker."""
+    """Reason for a worker's exit, as reported by the worker."""
 
-    # the worker reported no reason: os._exit, a signal, a wrapper script, or a program that is not Python
+    # no reason was reported: os._exit, a signal, a wrapper script, or a program that is not in Python
     UNKNOWN = "unknown"
-    EXCEPTION = "exception"  # uncaught exception of the script
-    LOST_PEER = "lost peer"  # uncaught exception because another worker was lost
+    EXCEPTION = "exception"  # an uncaught exception of the script
+    LOST_PEER = "lost peer"  # an uncaught exception caused by the loss of another worker
     LOST_DRIVER = "lost driver"
 
 
@@ -356,8 +357,8 @@ class WorkerExited(Event):
     """Event: a worker's process exited and was reaped.
 
     Args:
-        code: exit status, or minus the signal, as in subprocess.
-        reason: set if the process could not be started.
+        code: exit code, or the negative signal number, as in subprocess.
+        reason: reason why the process could not be started; empty if it was started.
         output: tail of the worker's stderr.
         out_of_memory: whether the kernel killed the worker because memory ran out.
         cause: reason for the exit, as reported by the worker.
@@ -375,10 +376,11 @@ class HealthOutcome(enum.Enum):
     """Outcome of a health check."""
 
     PASSED = "passed"
-    FAILED = "failed"  # the check exited with an error, or could not be started
+    FAILED = "failed"  # the check failed with an error, or could not be started
     TIMED_OUT = "timed_out"
-    WRONG_RESULT = "wrong_result"  # the built-in check computed other bits than expected
-    LOW_BANDWIDTH = "low_bandwidth"  # far below the other hosts; decided by the driver, never reported by an agent
+    WRONG_RESULT = "wrong_result"  # the results of the built-in check were not bitwise as expected
+    # bandwidth far below that of the other hosts; set by the driver, never reported by an agent
+    LOW_BANDWIDTH = "low_bandwidth"
 
 
 class WorkerHealthChecked(Event):
@@ -387,9 +389,9 @@ class WorkerHealthChecked(Event):
     Args:
         worker: the worker, which is admitted if the check passed. Its slot is the one that was checked.
         outcome: result of the check.
-        code: exit code of the check, or minus the signal. None if the check did not end by itself or could not be
+        code: exit code of the check, or the negative signal number. None if the check timed out or could not be
             started.
-        line: last line of the check's output, shortened.
+        line: last line of the check's output, truncated.
         took_s: seconds from the start of the check to its result.
     """
 
@@ -516,7 +518,7 @@ class RemoveRequested(Event):
 
 
 class CheckpointMade(Event):
-    """Event: a commit was stored completely. It survives any failure."""
+    """Event: a commit was completely written to durable storage."""
 
     commit: Commit
     step: int | None = None  # step counter of the state, or None
@@ -525,7 +527,7 @@ class CheckpointMade(Event):
 class WorkerDiffers(Event):
     """Event: the ``parts`` of a worker's commit differ from those of ``equal`` other workers.
 
-    All were equal before, so the memory of this worker was damaged.
+    All replicas were equal before, so the memory of this worker is damaged.
     """
 
     worker: Worker
@@ -541,8 +543,8 @@ class ReplicasSpoilt(Event):
     The commit ``commit`` and all other commits in memory are lost.
 
     Args:
-        damaged: workers whose parameters differed before from those of ``equal`` other workers. Older journals report
-            these workers earlier, as WorkerDiffers.
+        damaged: workers whose parameters had differed from those of ``equal`` other workers. In older journals, a
+            WorkerDiffers event reports these workers earlier.
     """
 
     generation: int
@@ -588,7 +590,7 @@ class MeasureBandwidth(Action):
 
 
 class TellAwaited(Action):
-    """Send these members the rank for which they wait, and the line of the script that this rank executes."""
+    """Notify these members of the rank that they wait for, and of the script line that this rank is executing."""
 
     generation: int
     members: list[Worker]
@@ -597,7 +599,7 @@ class TellAwaited(Action):
 
 
 class DumpStacks(Action):
-    """Write the Python stacks of all threads of a worker's process. This works in any state of the process."""
+    """Write the Python stacks of all threads of a worker's process. This works even if the process hangs."""
 
     worker: Worker
     reason: Reason
@@ -619,7 +621,7 @@ class Member(msgspec.Struct, frozen=True):
 class PublishWorld(Action, omit_defaults=True):
     """Publish a new generation. `protocol.messages.World` describes what each member receives.
 
-    Journals of earlier versions lack ``checkpoint``, and are replayed to the same bytes.
+    Journals of earlier versions lack ``checkpoint``, which is then omitted when they are replayed.
     """
 
     generation: int
@@ -672,7 +674,7 @@ class CallOffChange(Action):
 
 
 class LetGo(Action):
-    """Tell a worker to leave. The worker exits with code 0, or with code 1 if it was ``fenced``."""
+    """Ask a worker to leave. The worker exits with code 0, or with code 1 if it was ``fenced``."""
 
     worker: Worker
     reason: Reason
@@ -682,7 +684,7 @@ class LetGo(Action):
 class RejectWorker(Action):
     """Reject a worker whose layout of the state differs from the world's.
 
-    The loop compares the two texts to describe the difference.
+    The event loop compares the texts of the two layouts to log the difference.
     """
 
     worker: Worker
@@ -691,7 +693,7 @@ class RejectWorker(Action):
 
 
 class TellStandby(Action):
-    """Tell a worker that the world has no place for it. The worker waits for a place."""
+    """Notify a worker that the world has no place for it. The worker waits for a place."""
 
     worker: Worker
 
@@ -711,7 +713,7 @@ class GiveUpHost(Action):
 class HastenCheckpoint(Action):
     """Make rank 0 store one of its next commits durably as soon as possible, because the job may end.
 
-    All members are notified.
+    The message is sent to all members.
     """
 
     generation: int
@@ -726,7 +728,7 @@ class EndJob(Action):
 
 
 class AnswerRequest(Action):
-    """Send an operator the outcome of a request: that it is carried out, or the reason for refusing it."""
+    """Send an operator the answer to a request: its effect, or the reason for refusing it."""
 
     request: int
     done: bool

@@ -26,8 +26,8 @@ class Watched(Protocol):
 class EtcdDiscovery:
     """Discovery of the hosts under the job's ``hosts/`` prefix in etcd.
 
-    No host is removed until ``settle_s`` seconds after an outage of etcd. The lease of a host may have expired only
-    because it could not be renewed, and the host's agent needs a moment to write its key again.
+    No host is removed until ``settle_s`` seconds after an outage of etcd. During the outage, leases could not be
+    renewed and may have expired, and the agents need some time to write their keys again.
     """
 
     def __init__(self, etcd: Watched, job: str, log: Log, *, settle_s: float = 6.0) -> None:
@@ -58,7 +58,7 @@ class EtcdDiscovery:
                             return
                         finally:
                             pending = None
-                    # Queried a second time, because the first answer may show that etcd is available again.
+                    # Queried again, because the first answer may show that etcd has become available.
                     settling = self._etcd.unsettled_s(self._settle_s) > 0
                     kept = {**kept, **now} if settling else dict(now)
                     hosts = self._in_order(kept)

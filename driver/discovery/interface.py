@@ -20,7 +20,7 @@ class ResourceDemand:
     Attributes:
         most: maximum number of workers, including standbys.
         used: for each host, the number of slots up to the last one with a worker.
-        drained: hosts that an operator has drained. Their slots are in addition to ``most``.
+        drained: hosts that an operator has drained. Their slots do not count towards ``most``.
     """
 
     most: int
@@ -36,6 +36,6 @@ class Discovery(Protocol):
 
         The first list is the current one, and each change follows.
 
-        The iterator ends when the list can no longer change. Never blocks the event loop. If a source fails, the last
-        valid list is kept and one warning is logged. Called once per object.
+        The iterator ends when the list can no longer change. It must not block the event loop. If the source fails, the
+        last valid list is kept, and one warning is logged. This method is called once per object.
         """

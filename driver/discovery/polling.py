@@ -1,8 +1,9 @@
 """Discovery by polling: a source is queried at intervals, and its last valid list is kept while queries fail.
 
-A failure and its end are logged once. If the source lists no host several times in a row, the list becomes empty, and
-no workers are started. Until then the last valid list is kept, because a source may list nothing while it restarts.
-Programs run in their own process group and outside the event loop, so a hanging program does not block the driver.
+A failure and its end are logged once. If the source returns an empty list several times in succession, the list becomes
+empty, and no workers are started. Until then the last list with hosts is kept, because a restarting source may return
+an empty list. Programs run in their own process group and outside the event loop, so a hanging program does not block
+the driver.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class PolledDiscovery:
                     self._log("warning", self._no_hosts(empty))
                     if empty < EMPTY_RUNS:
                         hosts = self._known
-                # The order expresses preference, so a different order is a change.
+                # The order of hosts expresses preference, so a different order is a change.
                 if self._known is None or list(hosts.items()) != list(self._known.items()):
                     self._known = hosts
                     yield dict(hosts)
@@ -108,7 +109,7 @@ class _Output:
         return bool(data)
 
     def bytes(self) -> bytes:
-        """Return the output so far, up to a limit, because a program left in the background may continue to write."""
+        """Return the output so far, up to a limit. A program left in the background may still be writing."""
         for _ in range(OUTPUT_LIMIT >> 16):
             if not self._read():
                 break
@@ -131,8 +132,8 @@ async def execute(
     """
     with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(
-            # The shell starts immediately and then executes the script, whose file access may hang (unreachable network
-            # disk).
+            # The shell starts immediately and then executes the script, because accessing the script's file may hang
+            # (network disk).
             *("/bin/sh", "-c", 'exec "$@"', "sh", *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.writer,
@@ -146,7 +147,7 @@ async def execute(
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # This reaps the process. A process that hangs in the kernel is left to the event loop.
+                # This reaps the process. If the process hangs in the kernel, the event loop reaps it later.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(process.wait(), 1.0)
         return code, output.bytes(), errors.bytes()

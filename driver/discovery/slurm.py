@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from elastic.driver.discovery.polling import execute
 from elastic.errors import Invalid
 
-# Seconds between two queries to the controller, which serves a whole cluster.
+# Seconds between two queries to the controller, which is shared by all jobs of the cluster.
 INTERVAL_S = 15.0
 ANSWER_S = 10.0
 CHECK = "Check Slurm with `scontrol ping`"
-# sinfo(1), "NODE STATE CODES": no worker is started on a node in one of these states.
+# States of nodes on which no worker is started, from sinfo(1), "NODE STATE CODES".
 UNUSABLE = frozenset({"down", "drained", "draining", "error", "fail", "failing", "unknown"})
 
 

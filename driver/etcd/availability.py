@@ -1,7 +1,7 @@
 """Decide whether etcd is available, and return the lines to log about this. Pure: no I/O, no clock.
 
-A short silence is not a problem: if a member of etcd dies, the next one is used, and an election takes a second. A line
-is logged only after ``grace_s`` seconds without any answer, and another one when etcd answers again.
+Short outages are not logged: if a member of etcd dies, the next one is used, and an election takes a second. After
+``grace_s`` seconds without a response, a line is logged, and another one when etcd responds again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Availability:
         self._away = False
 
     def answered(self, now: float) -> Line | None:
-        """Record an answer and return the line to log, if any."""
+        """Record a response. Return the line to log, or None."""
         silent_s = now - self._answered_at
         self._answered_at = now
         if silent_s >= self._gap_s:
@@ -34,21 +34,21 @@ class Availability:
         return "info", because(ReasonKind.STORE_BACK, store=self._name, silent_s=silent_s)
 
     def failed(self, reason: str, now: float) -> Line | None:
-        """Record a failed connection or request and return the line to log, if any."""
+        """Record a failed connection or request. Return the line to log, or None."""
         if self._away or now - self._answered_at < self._grace_s:
             return None
         self._away = True
         return "warning", because(ReasonKind.STORE_SILENT, store=self._name, text=reason)
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds since the last answer."""
+        """Return the seconds since the last response."""
         return now - self._answered_at
 
     def unsettled_s(self, now: float, settle_s: float) -> float:
-        """Return the seconds until etcd has been available for ``settle_s`` after a silence.
+        """Return the seconds until etcd has been available for ``settle_s`` seconds after an outage.
 
-        0 if this time is over, or if etcd was never silent. Within this time, a key that disappeared may return,
-        because its lease may have expired only because it could not be renewed.
+        Return 0 if this time has passed, or if there was no outage. Within this time, missing keys may be written
+        again, because leases could not be renewed during the outage.
         """
         if self._returned_at is None:
             return 0.0

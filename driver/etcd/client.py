@@ -1,6 +1,6 @@
 """Client for the operations on etcd that this package needs, with failover between members. Makes no decisions.
 
-Every request has a deadline. If a member does not answer, the next one is tried immediately. If no member answers, this
+Every request has a deadline. If a member does not respond, the next one is tried immediately. An outage of all members
 is logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is available again.
 """
 
@@ -18,7 +18,7 @@ from elastic.driver.reasons import Reason
 
 
 class Item(NamedTuple):
-    """Value of a key in etcd. ``created`` and ``changed`` are revisions, which grow with every change in etcd."""
+    """Value of a key in etcd. ``created`` and ``changed`` are revisions of etcd, which increase with every change."""
 
     value: bytes
     created: int
@@ -43,14 +43,14 @@ class Unchanged(NamedTuple):
 class Put(NamedTuple):
     key: str
     value: bytes
-    lease: int = 0  # ID of the lease with which the key is deleted
+    lease: int = 0  # ID of the lease whose end deletes the key
 
 
 class EtcdClient:
     """Client of etcd, which must be created in an event loop.
 
     Methods raise Rejected, and raise Unavailable if etcd did not answer in time. In the second case, the request may
-    have been carried out.
+    have been performed.
 
     Args:
         access: endpoints and credentials.
@@ -78,7 +78,7 @@ class EtcdClient:
         await self._members.close()
 
     def tell(self, noticed: Callable[[Reason], None]) -> None:
-        """Set the callback that receives a reason when etcd is lost, and when it returns."""
+        """Set the callback that receives a reason when etcd becomes unavailable, and when it is available again."""
         self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
@@ -225,7 +225,7 @@ class EtcdClient:
     ) -> AsyncGenerator[Any, None]:
         rpc = self._rpc
         create = rpc.WatchCreateRequest(key=key.encode(), range_end=end, start_revision=revision)
-        # With this metadata, a member without a leader ends the watch. Without it, the member would be silent forever.
+        # With this metadata, a member that has no leader ends the watch. Otherwise it would send nothing.
         stream = connection.watches.Watch(metadata=(*connection.metadata, ("hasleader", "true")))
         try:
             await connection.outcome(stream.write(rpc.WatchRequest(create_request=create)), CALL_S)
@@ -238,9 +238,9 @@ class EtcdClient:
                 if answer.compact_revision:
                     return
                 if answer.canceled:
-                    # The token may have expired. The next connection requests a new one.
+                    # The token may have expired, and the next connection requests a new one.
                     raise Unavailable(answer.cancel_reason or "etcd cancelled the watch")
-                # No deadline is needed: `_pulse` closes the connection if etcd is unavailable.
+                # No deadline is needed, because `_pulse` closes the connection if etcd is unavailable.
                 within_s = None
                 if answer.events:
                     yield answer.events

@@ -1,4 +1,5 @@
-"""One connection to one member of etcd. Errors are of two kinds: no answer, or a rejection. Makes no decisions.
+"""One connection to one member of etcd. A request fails either without a response or with a rejection. Makes no
+decisions.
 
 Uses the messages and stubs of ``aetcd``, but not its client, which supports neither TLS nor several members.
 """
@@ -16,14 +17,14 @@ from elastic.errors import ElasticError, Invalid
 Answer = TypeVar("Answer")
 
 OPTIONS = [
-    # A new channel then connects immediately, regardless of earlier failures.
+    # gRPC option with which a new channel connects immediately, regardless of earlier failures.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),
 ]
-# gRPC reads these variables once, at its start. Without the first one, gRPC writes a line to stderr at each fork.
-# Without the second one, it logs errors that are also reported here.
+# gRPC reads these variables when it starts. They suppress its message to stderr at each fork, and its log of errors
+# that are also reported here.
 QUIET = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
 
 
@@ -31,7 +32,7 @@ NOBODY_THERE = "connection refused"
 
 
 class Unavailable(ElasticError):
-    """Error raised when etcd does not respond. The request may have been carried out."""
+    """Error raised when etcd does not respond. The request may have been performed."""
 
 
 class AccessDenied(Unavailable):
@@ -39,7 +40,7 @@ class AccessDenied(Unavailable):
 
 
 class Rejected(ElasticError):
-    """Error raised when etcd rejects a request. A retry would fail too."""
+    """Error raised when etcd rejects a request. A retry would be rejected as well."""
 
 
 class LeaseExpired(Rejected):
@@ -106,7 +107,7 @@ class EtcdConnection:
             answer = await self.outcome(self._auth.Authenticate(request, timeout=within_s))
         except Rejected as error:
             if "authentication is not enabled" in str(error):
-                return  # This etcd does not restrict access.
+                return  # Access control is disabled in this etcd.
             raise AccessDenied(
                 f"etcd rejected user {self._access.user!r}: {error}. Check --etcd-user and the password"
             ) from None

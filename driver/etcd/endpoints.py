@@ -26,7 +26,7 @@ from elastic.errors import Invalid
 Log = Callable[[str, str], None]
 Method = Callable[[EtcdConnection], Callable[..., Awaitable[Any]]]
 
-CALL_S = 2.0  # seconds for one request to one member
+CALL_S = 2.0  # timeout for one request to one member, in seconds
 PULSE_S = 2.0  # seconds without a response after which a request is sent to test etcd
 GRACE_S = 3.0  # seconds without a response after which etcd is reported as unavailable
 GAP_S = 2.5  # seconds without a response after which leases may have expired, because they could not be renewed
@@ -59,7 +59,7 @@ class Endpoints:
         self._connection: EtcdConnection | None = None
         self._connecting = asyncio.Lock()
         self._next = 0  # index of the endpoint to try next
-        self._failures = 0  # failures since the last answer
+        self._failures = 0  # number of failures since the last response
         # called when etcd becomes unavailable or available again
         self.noticed: Callable[[Reason], None] = lambda reason: None
         self._contact = Availability(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
@@ -85,7 +85,7 @@ class Endpoints:
                 else:
                     self._pulse_task = asyncio.ensure_future(self._pulse())
                     return
-            # The available members may be about to elect a leader.
+            # The available members may be electing a leader.
             if set(troubles.values()) == {NOBODY_THERE} or self._now() >= deadline:
                 break
             await asyncio.sleep(0.1)
@@ -104,7 +104,7 @@ class Endpoints:
             await asyncio.wait({self._pulse_task})
         if self._closing:
             await asyncio.wait(set(self._closing), timeout=CALL_S)
-            # gRPC's thread still delivers cancelled calls; with the loop closed it would log an error.
+            # gRPC's thread still delivers cancelled calls, and would log an error if the event loop were closed.
             await asyncio.sleep(0.01)
 
     def unsettled_s(self, settle_s: float) -> float:
@@ -176,7 +176,7 @@ class Endpoints:
             self._close(connection)
 
     def _report(self, error: Exception, connection: EtcdConnection | None) -> None:
-        # Several calls may fail because of one connection, which is closed once.
+        # If several calls fail because of the same connection, it is closed only once.
         if connection is None or connection is self._connection:
             self._failures += 1
         self._leave(connection)

@@ -3,14 +3,13 @@
     journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file
 
-A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into
-pieces with their own numbers, and is valid once the last piece exists. Actions are omitted, since they can be
-recomputed from the events. A digest shows whether another driver computes the same actions. Transactions
-succeed only while this driver leads, so a driver that was replaced can neither write nor act, because actions
-require a written record.
+A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into pieces with
+their own numbers, and is valid once the last piece exists. Actions are omitted, since they can be recomputed from the
+events. A digest shows whether another driver computes the same actions. Transactions succeed only while this driver
+leads, so a driver that was replaced can neither write nor act, because actions require a written record.
 
 A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted in
-this and in later transactions, since etcd limits the number of operations in a transaction.
+this and later transactions, because etcd limits the number of operations in a transaction.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class EtcdArchive:
         self._leader = leader
         self._folder = f"{root}journal/"
         self._next: int | None = None  # number of the next record, or None if unknown
-        self._obsolete: list[int] = []  # numbers of the records before the valid ones
+        self._obsolete: list[int] = []  # numbers of the records before the first valid one
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
@@ -126,7 +125,7 @@ class EtcdArchive:
             left = left[DELETES:]
 
     def close(self) -> None:
-        """Do nothing, because the archive has no resources of its own."""
+        """Do nothing, because the archive holds no resources."""
 
 
 class EtcdJournal(RecordJournal[PendingRecord]):

@@ -24,7 +24,7 @@ HOST_LIMIT = 253  # maximum number of characters of a host's name, as in DNS
 
 class HostRecord(msgspec.Struct, frozen=True):
     slots: int
-    incarnation: int  # incarnation of the agent, which grows with each restart
+    incarnation: int  # incarnation of the agent, which increases with each restart
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ def read_leader(value: bytes) -> LeaderRecord | None:
 
 
 def leader_of(record: LeaderRecord | None) -> LeaderAddress | None:
-    """Return the driver's address and term, or None if no driver leads, or its address is unknown yet."""
+    """Return the driver's address and term, or None if no driver leads or the address is not known yet."""
     if record is None or not record.address:
         return None
     host = f"[{record.address}]" if ":" in record.address else record.address

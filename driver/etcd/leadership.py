@@ -21,11 +21,11 @@ from elastic.driver.etcd.keys import LeaderRecord, job_root, read_leader, split_
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 
-RETAKE_S = 1.0  # seconds for which the previous leader may lead again once etcd is available
+RETAKE_S = 1.0  # seconds after etcd has become available in which only the previous leader may lead
 
 
 class LeadershipLost(ElasticError):
-    """Error raised when another driver leads this job, or this driver has resigned. All later writes fail too."""
+    """Error raised when another driver leads this job, or this driver has resigned. All later writes will fail."""
 
 
 class Leadership:
@@ -45,7 +45,7 @@ class Leadership:
         self._log = log
         self._ttl_s = ttl_s
         self._record = LeaderRecord(0)
-        # condition that no other driver has led since this one
+        # condition that no other driver has led since this driver
         self._guard_condition: Unchanged | None = None
         self._resigned = False
         self._lease = 0
@@ -55,7 +55,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        """Return whether this driver believes that it is the leader. Only a transaction can confirm the leadership."""
+        """Return whether this driver considers itself the leader. Only a transaction can confirm this."""
         return self._guard_condition is not None and not self.lost.is_set()
 
     @property
@@ -113,7 +113,7 @@ class Leadership:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            # Without this call, the lease expires by itself.
+            # Without this call, the lease would expire after its time to live.
             with contextlib.suppress(Unavailable, Rejected):
                 await self._etcd.revoke(self._lease, within_s=2.0)
         if self._guard is not None:
@@ -161,7 +161,7 @@ class Leadership:
                 taken = read_leader(seat.value)
                 if seat.lease != lease or taken is None:
                     return False
-                # This driver had changed the key, but the answer was lost.
+                # This driver changed the key earlier, but the response was lost.
                 record, revision = taken, seat.changed
             self.term, self._record = record.term, record
             self._guard_condition = Unchanged(self._term, revision)

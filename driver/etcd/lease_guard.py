@@ -2,7 +2,7 @@
 
 The process runs in its own session. Its standard input is a pipe from the driver. The pipe contains a line with the
 access to etcd, then a line for each lease of the driver. When the driver exits, the process revokes the last lease. If
-this fails, the lease expires a little later.
+this fails, the lease expires after its time to live.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The agent reacts to the state of the host's key:
 
 - The key is missing: write it again, under a new lease if necessary.
-- A later agent of this host has it: that agent has taken over, so this agent ends.
-- An earlier agent has it: take it. At the start of this agent, the earlier agent may still run, so refuse to start.
+- A later agent of this host has written it: that agent has taken over, so this agent exits.
+- An earlier agent has written it: overwrite it. When this agent starts, the earlier one may still be running, so this
+  agent refuses to start.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from elastic.driver.etcd.keys import (
 )
 from elastic.errors import Invalid
 
-EXPIRY_S = 1.5  # etcd detects an expired lease within this time
-LOOK_S = 0.25  # seconds between two checks of a predecessor's lease
+EXPIRY_S = 1.5  # seconds within which etcd detects an expired lease
+LOOK_S = 0.25  # seconds between two checks of an earlier agent's lease
 
 
 class Registration:
@@ -44,7 +45,7 @@ class Registration:
         job: name of the job.
         host: name of the host.
         slots: number of slots of the host.
-        incarnation: start number of the host's agent, which grows with every start.
+        incarnation: start number of the host's agent, which increases with every start.
         log: called with a level and a text.
         ttl_s: time to live of the lease, in seconds.
     """
@@ -95,7 +96,7 @@ class Registration:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            # Without this call, the lease expires by itself.
+            # Without this call, the lease would expire after its time to live.
             with contextlib.suppress(Unavailable, Rejected):
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
@@ -119,7 +120,7 @@ class Registration:
         least_s = 0.0
         while item := await self._etcd.get(self._key):
             if read_host(self._host, item.value) is None:
-                return  # The value was not written by an agent.
+                return  # The value is not in the format that agents write.
             left_s, granted_s = await self._etcd.time_left(item.lease)
             if deadline is None:
                 deadline, least_s = loop.time() + min(granted_s, 60.0) + EXPIRY_S, left_s
@@ -127,7 +128,7 @@ class Registration:
                     "info",
                     f"host {self._host} has an earlier registration; waiting for its lease to expire",
                 )
-            # If the lease does not become shorter, another agent renews it.
+            # The remaining time of the lease does not decrease, so another agent renews it.
             if left_s > least_s or loop.time() > deadline:
                 raise Invalid(self._taken())
             least_s = left_s
@@ -189,7 +190,7 @@ class Registration:
             try:
                 await work()
                 return
-            except Unavailable:  # The connection was closed.
+            except Unavailable:  # The connection to etcd was closed.
                 return
             except Rejected as error:
                 if str(error) != last_error:

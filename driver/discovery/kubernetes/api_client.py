@@ -1,6 +1,7 @@
 """Calls of the Kubernetes API that discovery needs. All of them may block. Requires the package `kubernetes`.
 
-Objects are the API's JSON, because the package's model objects of 1,000 pods would take seconds and much memory.
+Objects are returned as JSON, because the package takes seconds, and much memory, to create its model objects for 1,000
+pods.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class ApiErrorKind(enum.Enum):
-    """Reason why the API server gave no valid answer."""
+    """Reason why a call of the Kubernetes API failed."""
 
     UNREACHABLE = "it is unreachable"
     UNAUTHORIZED = "it rejects this token"
@@ -61,9 +62,9 @@ class KubernetesApi(Protocol):
         """Return all objects of a kind, and the resource version from which a watch continues."""
 
     def events(self, kind: Resource, version: str) -> Iterator[Json]:
-        """Request the changes since ``version`` immediately.
+        """Watch the changes since ``version``. The request is sent when this is called.
 
-        Yield each as ``{"type": ..., "object": ...}``, until the server ends the watch.
+        Yield each change as ``{"type": ..., "object": ...}``, until the server ends the watch.
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:
@@ -97,7 +98,7 @@ def connection() -> tuple[Any, str]:
 
     try:
         of_pod(settings)
-        # The client would use a token for a minute, even after the token was rejected.
+        # The client would keep using a token for a minute after it was rejected.
         settings.refresh_api_key_hook = of_pod
         with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
             found = file.read().strip()
@@ -106,7 +107,7 @@ def connection() -> tuple[Any, str]:
             config.load_kube_config(client_configuration=settings)
             _, active = config.list_kube_config_contexts()
             found = active["context"].get("namespace", "")
-        except Exception as error:  # The configuration file may contain anything.
+        except Exception as error:  # The configuration file may have any content.
             why = " ".join(str(error).split())[:300]
             raise Invalid(
                 "no cluster found: this is not a pod with a service account, and no kubeconfig selects one"
@@ -188,7 +189,7 @@ class ApiClient:
                     _preload_content=False,
                 )
         except ApiError as error:
-            # The status codes 404 and 409 mean that the object no longer exists.
+            # With status 404 or 409, the object no longer exists.
             if error.why is not ApiErrorKind.GONE:
                 raise
 
@@ -221,7 +222,7 @@ def _answering(refused: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         raise _refusal(int(getattr(error, "status", 0) or 0), error) from None
-    except ConfigException as error:  # The token file may be missing or empty for a moment.
+    except ConfigException as error:  # The token file may be temporarily missing or empty.
         raise ApiError(ApiErrorKind.UNAUTHORIZED, _short(error)) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ApiError(ApiErrorKind.UNREACHABLE, _short(error)) from None

@@ -1,7 +1,7 @@
-"""Thread that follows objects of one kind: it lists them once, then watches for changes. Makes no decisions.
+"""Thread that lists the objects of one kind once, and then watches for changes. Makes no decisions.
 
 After a watch has ended, the next one continues from the same version. If the API server no longer has that version, for
-example after a restart, the objects are listed again. Each kind of failure is reported once, and retried with
+example after a restart, the objects are listed again. Each kind of failure is reported once. Requests are retried with
 increasing pauses.
 """
 
@@ -61,7 +61,7 @@ Told = Listed | Changed | WatchFailed
 
 
 class ListWatch:
-    """Thread that follows the objects of one kind, and calls ``tell`` with each update."""
+    """Thread that lists and watches the objects of one kind, and calls ``tell`` with each update."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class ListWatch:
         self._over.set()
 
     def run(self) -> None:
-        """Follow the objects until `close` is called."""
+        """List and watch the objects until `close` is called."""
         while not self._over.is_set():
             begun = self._clock()
             try:
                 self._follow()
             except ApiError as error:
                 self._pause(self._trouble(error))
-            # The client may run programs and read files to obtain its tokens, so any exception is possible.
+            # The client may run programs and read files to obtain tokens, so it may raise any exception.
             except Exception as error:
                 self._pause(self._trouble(ApiError(ApiErrorKind.OTHER, repr(error)[:200])))
             else:
@@ -142,7 +142,7 @@ class ListWatch:
             self._version = ""
             return FIRST_PAUSE_S
         if error.why is ApiErrorKind.FORBIDDEN:
-            self._version = ""  # An account that may list but not watch has to list repeatedly.
+            self._version = ""  # An account that may list but not watch must list repeatedly.
         if error.why is not self._failed:
             self._failed = error.why
             self._report(WatchFailed(self._kind, error))

@@ -1,5 +1,4 @@
-"""Extract the properties of pods and nodes that the driver uses from the JSON of the Kubernetes API. Pure: no I/O, no
-clock.
+"""Extracts properties of pods and nodes from the JSON of the Kubernetes API. Pure: no I/O, no clock.
 
 Missing fields and fields of an unexpected type are ignored, so that no object can crash the driver.
 """
@@ -14,7 +13,7 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-# Taints that announce the end of a node, their meaning, and the seconds until then if the cloud specifies them.
+# Taints that announce the end of a node, with their meaning, and the seconds until the end if the cloud specifies them.
 ENDING: dict[str, tuple[str, float | None]] = {
     "aws-node-termination-handler/spot-itn": ("its spot instance is being reclaimed", 120.0),
     "aws-node-termination-handler/scheduled-maintenance": ("AWS maintenance", None),
@@ -28,17 +27,18 @@ ENDING: dict[str, tuple[str, float | None]] = {
     "node.cloudprovider.kubernetes.io/shutdown": ("it is shutting down", 0.0),
 }
 
-# Conditions of a node with permanent problems or scheduled maintenance, the status that states the problem, and its
+# Conditions of a node that announce a permanent problem or scheduled maintenance: the status that signals it, and its
 # meaning.
 PROBLEMS: dict[str, tuple[str, str]] = {
-    "AcceleratedHardwareReady": ("False", "its accelerators failed"),  # agent of EKS
-    "GPUMissing": ("True", "a GPU is missing"),  # node problem detector of AKS
+    # from the monitoring agent of EKS
+    "AcceleratedHardwareReady": ("False", "its accelerators failed"),
+    "GPUMissing": ("True", "a GPU is missing"),  # from the node problem detector of AKS
     "NVLinkStatusInactive": ("True", "NVLink is inactive"),
     "VMEventScheduled": ("True", "Azure scheduled maintenance"),
-    "KernelDeadlock": ("True", "its kernel is deadlocked"),  # node problem detector
+    "KernelDeadlock": ("True", "its kernel is deadlocked"),  # from the node problem detector
     "ReadonlyFilesystem": ("True", "a file system is read-only"),
 }
-# Conditions that announce the end of a pod: of Kubernetes 1.26 and later, and of Kueue.
+# Conditions that announce the end of a pod, from Kubernetes 1.26 on and from Kueue.
 DISRUPTION, KUEUE_STOPS = "DisruptionTarget", "TerminationTarget"
 # cause of a pod's end, by the reason in the pod's condition
 DISRUPTED_BY: dict[str, str] = {
@@ -47,9 +47,8 @@ DISRUPTED_BY: dict[str, str] = {
     "EvictionByEvictionAPI": "an eviction removes",
     "TerminationByKubelet": "the kubelet terminates",
 }
-QUEUE_GATES = (
-    "kueue.x-k8s.io/"  # prefix of the scheduling gates of a pod that Kueue has not admitted
-)
+# prefix of the scheduling gates of a pod that Kueue has not admitted
+QUEUE_GATES = "kueue.x-k8s.io/"
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def node_of(object: Json, notices: Collection[str] = ()) -> KubernetesNode | Non
 def _is_problem(condition: str, status: str, notices: Collection[str]) -> bool:
     if condition in PROBLEMS:
         return status == PROBLEMS[condition][0]
-    # By convention, a condition states a problem if it is true, and its type ends in Ready otherwise.
+    # By convention, a condition signals a problem if it is true, or if it is not true and its type ends in Ready.
     return condition in notices and status == ("False" if condition.endswith("Ready") else "True")
 
 

@@ -40,7 +40,7 @@ NEEDED = {
     ApiErrorKind.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
 }
 SAID = 8  # maximum number of hosts per log line
-DELETE_AGAIN_S = 30.0  # interval of attempts to delete one pod by force
+DELETE_AGAIN_S = 30.0  # seconds between two attempts to force the deletion of a pod
 
 
 class PodDiscovery:
@@ -72,9 +72,9 @@ class PodDiscovery:
         self._hosts: dict[str, int] | None = None
         self._endings: dict[str, PodEnding] = {}
         self._queued = 0
-        # for each pod's uid, the time of the last attempt to delete the pod
+        # time of the last attempt to delete each pod, by uid
         self._tried: dict[str, float] = {}
-        self._deletes = True  # False once the API server has refused to delete pods
+        self._deletes = True  # whether the API server has not refused to delete pods
         self._listed = False
         self._refused = False
         self._asked: set[asyncio.Task[None]] = set()
@@ -155,7 +155,7 @@ class PodDiscovery:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def _introduce(self, hosts: dict[str, int]) -> None:
-        """Log which pod each host is, because log lines name hosts by address, but users know the names of pods."""
+        """Log the names of the pods of new hosts, because log lines contain only addresses."""
         new = [host for host in hosts if host not in (self._hosts or {})]
         if new:
             places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
@@ -175,7 +175,7 @@ class PodDiscovery:
             if ending is not None:
                 left_s = None if ending.at is None else max(0.0, ending.at - now)
                 self._noticed(HostLeaving(host, Notice(ending.text, left_s)))
-            elif host in hosts:  # If the host is not listed, its end needs no notice.
+            elif host in hosts:  # A host that is not listed needs no preemption notice.
                 self._noticed(HostStaying(host))
         self._endings = endings
 

@@ -1,6 +1,6 @@
 """The program of a job, from the words after ``--`` in its worker pods' agent commands.
 
-A TrainJob of Kubeflow passes the program to its worker pods only. The driver reads it there.
+A Kubeflow TrainJob passes the program only to its worker pods, so the driver reads it from them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from elastic.driver.discovery.kubernetes.objects import (
     pod_of,
 )
 
-OVERDUE_S = 2.0  # seconds after the grace period within which a pod should have ended
+OVERDUE_S = 2.0  # seconds after the grace period at which a pod is overdue
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Pods:
         self._nodes: dict[str, KubernetesNode] = {}  # nodes by name
         # for each node and taint or condition, the time at which it was first seen
         self._tainted: dict[tuple[str, str], float] = {}
-        self._order: list[str] = []  # last order of the hosts
+        self._order: list[str] = []  # order of the hosts in the last list
 
     # ---- input -----------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Pods:
         node = node_of(object, self._notices)
         if node is None:
             return
-        # A deleted node is unreachable, but its pods may be listed for a while.
+        # The pods of a deleted node may be listed for some time, so the node is kept as unreachable.
         self._nodes[node.name] = KubernetesNode(node.name, reachable=False) if deleted else node
         self._date_taints(now)
 
@@ -128,7 +128,7 @@ class Pods:
         ]
 
     def next_look(self, now: float) -> float | None:
-        """Return the seconds until a pod becomes overdue, if no update arrives before. None means never."""
+        """Return the seconds until a pod becomes overdue if no update arrives earlier, or None for never."""
         ends = [pod.ends_at + OVERDUE_S for pod in self._pods.values() if pod.ends_at is not None]
         later = [at - now for at in ends if at > now]
         return min(later) if later else None
@@ -143,7 +143,7 @@ class Pods:
     def _newest(self) -> list[Pod]:
         """Return the running pods.
 
-        Addresses are reused, so of two pods with the same address, only the newer one is returned.
+        If two pods have the same address, only the newer one is returned, because addresses are reused.
         """
         running = sorted((pod for pod in self._pods.values() if pod.runs), key=lambda p: p.created)
         return [*{pod.address: pod for pod in running}.values()]
