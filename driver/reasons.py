@@ -33,12 +33,12 @@ GONE = (
 class ReasonKind(enum.Enum):
     """The kind of a reason."""
 
-    TOLD = "told"  # a text from outside the driver, which is passed on
+    TOLD = "told"  # text received from outside the driver
     # Reasons for the start of a worker.
     FIRST_START = "first start"
     SLOT_IS_FREE = "slot is free"
     TO_STAND_BY = "to stand by"
-    # Reasons for fencing a worker that holds up other workers or would corrupt their results.
+    # Reasons for fencing a worker that blocks other workers or would corrupt their results.
     FROZEN = "frozen"
     CUT_OFF = "cut off"
     IDLE = "idle"
@@ -78,12 +78,12 @@ class ReasonKind(enum.Enum):
     SLOT_COOLS = "slot cools"
     SLOT_GIVEN_UP = "slot given up"
     UNHEALTHY = "unhealthy"
-    # Answers to an operator's request that is carried out.
+    # Answers to an accepted request of an operator.
     SCALED = "scaled"
     DRAINS = "drains"
     DRAINS_NO_MORE = "drains no more"
     REMOVES = "removes"
-    # Answers to an operator's request that is refused.
+    # Answers to a refused request of an operator.
     FIXED_SIZE = "fixed size"
     BELOW_LEAST = "below least"
     NO_SUCH_HOST = "no such host"
@@ -131,7 +131,7 @@ class ReasonKind(enum.Enum):
     ALL_EXITED = "all exited"
     NO_TRAINING = "no training"
     AWAITS_INIT = "awaits init"
-    # Reasons for the end of a job that succeeded, except for code after training, or for a script that failed.
+    # Reasons for the end of a job that succeeded, although the script failed on some workers or after training.
     FAILED_AFTER_TRAINING = "failed after training"
     FAILED_IN_TRAINING = "failed in training"
     FEWER_RETURNED = "fewer returned"
@@ -143,7 +143,7 @@ class ReasonKind(enum.Enum):
     TOO_FEW = "too few"
     TOO_FEW_HEALTHY = "too few healthy"
     OTHERS_EXITED = "others exited"
-    # Reasons for the end of a job because continuing is not worthwhile.
+    # Reasons for the end of a job that would make no further progress.
     RESET_LIMIT = "reset limit"
     RESTARTS_SPENT = "restarts spent"
     MACHINE_LEAVES = "machine leaves"
@@ -193,7 +193,7 @@ def because(kind: ReasonKind, **facts: Fact) -> Reason:
 
 
 def as_sentence(text: str) -> Reason:
-    """Return a reason for a text that was received from outside the driver."""
+    """Return a reason that consists of a text from outside the driver."""
     return Reason(ReasonKind.TOLD, {"text": text})
 
 
@@ -209,8 +209,8 @@ def brief(reason: Reason | None) -> str:
 def in_one_line(reason: Reason) -> str:
     """Return the first line of a reason's sentence, and the most informative line of the worker's output.
 
-    The latter is the line of the worker's exception, or the last line if the worker raised none or exited by itself
-    after catching one. It is "" if the sentence has only one line.
+    The latter is the line with the worker's exception or, without an uncaught exception, the last line. It is "" if the
+    sentence has only one line.
     """
     lines = str(reason).rstrip().splitlines()
     if len(lines) < 2:
@@ -221,7 +221,7 @@ def in_one_line(reason: Reason) -> str:
         without = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(without).splitlines()[0]
     if reason.kind is ReasonKind.SCRIPT_RAISED:
-        return lines[0].rstrip(":")  # The summary is already part of the sentence.
+        return lines[0].rstrip(":")  # The sentence already contains the summary.
     if not reason.facts.get("caught"):
         last = exception_line(str(wrote or trace or "")) or shortened(last)
     return f"{lines[0].rstrip(':')}: {last}"
@@ -318,9 +318,10 @@ def _next_world(facts: Mapping[str, Any]) -> str:
 
 
 def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return the function that describes a hang without a culprit, in a sentence that begins with ``begin``.
+    """Return a function that describes a hang for which no worker is blamed. ``begin`` is the beginning of the
+    sentence.
 
-    Its facts contain ``before``, the number of worlds that hung since the last new commit.
+    The facts contain ``before``, the number of worlds that hung since the last new commit.
     """
 
     def sentence(facts: Mapping[str, Any]) -> str:
@@ -474,7 +475,9 @@ def _first_world(facts: Mapping[str, Any]) -> str:
 
 
 def _nowhere_else(facts: Mapping[str, Any]) -> str:
-    """Describe the refusal of a drain after which ``least`` workers could run nowhere on a fixed list of hosts."""
+    """Describe the refusal of a drain, because the fixed list of hosts would then have no slots for ``least``
+    workers.
+    """
     if not facts["slots"]:
         return f"{facts['host']} is the only usable host; to end the job: elasticrun stop"
     others = counted(facts["slots"], "slot")
@@ -487,13 +490,15 @@ def _drains(facts: Mapping[str, Any]) -> str:
         return f"drained {host}: no worker runs there"
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
-    if least:  # The workers are needed for --min-np.
+    if least:  # The host's workers are needed for --min-np.
         when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
 def _script_fails(facts: Mapping[str, Any]) -> str:
-    """Describe the end of a job in which every worker fails early. Older journals lack ``worker``, the last of them."""
+    """Describe the end of a job in which every worker fails early. Older journals lack ``worker``, the last failed
+    worker.
+    """
     last = f"the last, {facts['worker']}," if "worker" in facts else "the last"
     text = f"every worker ended before training began, {last} with {{exit}}{{killed_for:because}}{{wrote:wrote}}"
     return _words.vformat(text, (), facts)
@@ -561,9 +566,7 @@ def _not_left(facts: Mapping[str, Any]) -> str:
 
 
 def waiting_workers(facts: Mapping[str, Any], *, past: bool = False) -> str:
-    """Describe how many workers wait, for example ``2 workers wait to join``, from the numbers ``joining`` and
-    ``leaving``.
-    """
+    """Describe the numbers of workers that wait to join and to leave, for example ``2 workers wait to join``."""
     texts = [
         f"{counted(facts[name], 'worker')} {'waited' if past else 'waits' if facts[name] == 1 else 'wait'} to {verb}"
         for name, verb in (("joining", "join"), ("leaving", "leave"))

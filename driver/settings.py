@@ -1,4 +1,6 @@
-"""Settings of a job, validated once. Pure: `cli` builds them from flags, configuration file and environment."""
+"""Settings of a job, which are validated when they are created. `cli` creates them from flags, configuration file and
+environment. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import msgspec
 
 from elastic.errors import Invalid
 
-UNBOUNDED = 2**31 - 1  # value of workers_max if only the slots limit the size
+UNBOUNDED = 2**31 - 1  # value of workers_max if the size is limited only by the slots
 
 # The flag that sets each field. Fields that are missing here have no flag.
 FLAGS = {
@@ -39,8 +41,8 @@ FLAGS = {
     "timeline": "--timeline-filename",
 }
 
-AUTO = "auto"  # health check that is built in
-# speed below which a worker is a straggler, as a share of the speed of the other workers
+AUTO = "auto"  # name of the built-in health check
+# default speed below which a worker is a straggler, relative to the median speed of the others
 STRAGGLER_FACTOR = 0.5
 QUARANTINES = ("slot", "host", "off")
 
@@ -51,7 +53,7 @@ class StartCheckpoint(msgspec.Struct, frozen=True):
     Args:
         name: name of the checkpoint's folder in ``place``.
         place: the folder or URL of the checkpoints.
-        step: step of the state, or None if the state has no step counter.
+        step: step counter of the state, or None if the state has none.
     """
 
     name: str
@@ -74,42 +76,44 @@ class Settings:
     start_timeout_s: float = 120.0  # seconds from a worker's start to its init()
     # seconds to wait for enough workers, or for survivors to gather
     elastic_timeout_s: float = 600.0
-    reset_limit: int | None = None  # maximum number of failures, without planned changes
+    reset_limit: int | None = None  # maximum number of failures; planned changes do not count
     # seconds before a failed slot is used again, doubled after each failure
     cooldown_min_s: float = 1.0
     cooldown_max_s: float = 60.0  # longest cooldown of a failed slot, in seconds
-    # A slot is given up after this many consecutive incarnations that exited before training.
+    # Number of consecutive incarnations that exited before training, after which a slot is given up.
     slot_attempts: int = 5
     # Number of given-up slots after which a host is given up. None means never.
     host_attempts: int | None = None
     settle_s: float = 0.3  # seconds that a ready newcomer waits for others that are starting
     prepare_s: float = 5.0  # seconds for all members to answer a planned change
     leave_s: float = 30.0  # seconds from the request to leave until the exit
-    disconnect_s: float = 2.0  # seconds from a lost connection to the fence, if no exit is seen
+    # seconds from a lost connection until the worker is fenced, if its exit is not observed
+    disconnect_s: float = 2.0
     reconnect_s: float = 15.0  # seconds for all workers to reconnect to a restarted driver
     # Consecutive failures of a world, without a lost worker or a new commit, before the job ends.
     stranded_failures: int = 3
-    # Liveness timeout: a worker that was not observed able to run for this long is frozen.
+    # Liveness timeout in seconds: a worker that was not observed running for this long counts as frozen.
     lease_s: float = 2.0
-    # Seconds until a host counts as lost if others wait for it and it does not respond. 0 disables this.
+    # Seconds after which a host that does not respond counts as lost, if other workers wait for it. 0 disables this.
     silence_s: float = 0.0
-    # Seconds until a worker counts as stuck if it is idle while other workers wait. 0 disables this.
+    # Seconds after which an idle worker counts as stuck while other workers wait for it. 0 disables this.
     idle_s: float = 30.0
-    # Seconds until a busy worker is logged while other workers wait. 0 disables this.
+    # Seconds after which a busy worker is logged while other workers wait for it. 0 disables this.
     busy_warning_s: float = 60.0
-    busy_s: float = 600.0  # Seconds until a busy worker counts as stuck. 0 disables this.
-    # Seconds of delay in launched work after which a GPU counts as hung. 0 disables this.
+    busy_s: float = 600.0  # Seconds after which a busy worker counts as stuck. 0 disables this.
+    # Seconds without progress of launched work after which a GPU counts as hung. 0 disables this.
     gpu_hang_s: float = 10.0
     # Seconds that a collective may take after all ranks have launched it, if the cause is unclear.
     gpu_limit_s: float = 180.0
     dump_s: float = 0.5  # seconds for writing the stacks of a stuck worker before it is killed
-    # seconds from a kill to the exit; a worker that lives longer cannot be killed
+    # seconds from a kill to the exit, after which the kill counts as failed
     kill_s: float = 1.0
     # maximum number of new workers that start at the same time while a world trains
     starting_max: int | None = None
-    # Maximum number of restarts from one checkpoint without a newer one, or None without checkpoints.
+    # Maximum number of restarts from one checkpoint before a newer one is made. Without checkpoints, None.
     restarts: int | None = None
-    # End the job if its script fails again in the same way. The log names the workers that are missing because of this.
+    # Whether the job ends if its script fails again in the same way, and the log names the workers that are missing
+    # because of it.
     judge_scripts: bool = False
     # whether the job fails if workers are missing at its end because their script failed
     strict: bool = False
@@ -117,15 +121,16 @@ class Settings:
     # Command that checks a slot before its worker is admitted. AUTO selects the built-in check, None no check.
     health_check: str | None = None
     health_check_s: float = 60.0  # time limit of the health check, in seconds
-    # The built-in check fails on a host with less than this share of the other hosts' median bandwidth. 0 disables it.
+    # Share of the other hosts' median bandwidth below which the built-in check fails. 0 disables this.
     bandwidth_factor: float = 0.2
-    # Unit of quarantine after a worker computed wrong results, "slot", "host" or "off".
+    # What is quarantined after a worker has computed wrong results: "slot", "host" or "off".
     quarantine: str = "slot"
-    # A worker slower than this share of the median speed of the others is a straggler. 0 means that none is.
+    # Share of the other workers' median speed below which a worker is a straggler. 0 disables this.
     straggler_factor: float = STRAGGLER_FACTOR
     replace_stragglers: bool = False  # whether stragglers are replaced by standbys
     timeline: str | None = None  # absolute path of the file with the timeline of all ranks
-    env: dict[str, str] = field(default_factory=dict)  # additional environment of every worker
+    # additional environment variables of every worker
+    env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.np < 1:

@@ -13,16 +13,17 @@ from elastic.protocol.messages import Worker
 # "diagnostics": messages of a worker in addition to its output (see `elastic.protocol.uncaught`). "usage": one Usage as
 # JSON per chunk, measured by the worker's host.
 Stream = Literal["stdout", "stderr", "diagnostics", "usage"]
-Log = Callable[[str, str], None]  # level ("debug", "info", "warning", "error") and text
+# called with a level ("debug", "info", "warning" or "error") and a text
+Log = Callable[[str, str], None]
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Resources that one worker uses. None means that a value is unknown.
 
     Args:
-        cores: number of processors in use, averaged since the last measurement.
+        cores: number of CPU cores in use, averaged since the last measurement.
         memory: bytes of memory.
-        gpu: share of time in which the worker's busiest GPU works, for any process.
+        gpu: utilization of the worker's busiest GPU by all processes, from 0 to 1.
         gpu_memory: bytes of GPU memory.
     """
 
@@ -36,10 +37,10 @@ class Sink(Protocol):
     """Destination of the workers' output. See `elastic.driver.processes.output`."""
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        """Accept bytes in the order they were written, split anywhere."""
+        """Accept output in the order in which it was written. A chunk may end in the middle of a line."""
 
     def finish(self, worker: Worker, stream: Stream) -> None:
-        """Pass on an incomplete last line, because the stream ended or the worker waits for input."""
+        """Forward an incomplete last line, because the stream has ended or the worker waits for input."""
 
     def tail(self, worker: Worker) -> str:
         """Return the end of the worker's stderr so far, about 20 KB at most, including its final exception."""
@@ -51,4 +52,4 @@ class Sink(Protocol):
         """Return the native ID of the worker's training thread, or None before its ``init()``."""
 
     def drop(self, worker: Worker) -> None:
-        """Discard a worker after its exit and the end of its streams."""
+        """Discard the state of a worker after its exit and the end of its streams."""

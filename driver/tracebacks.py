@@ -1,6 +1,6 @@
-"""Find the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
+"""Finds the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
 
-Python prints an uncaught exception, the last of a chain, as:
+Python prints an uncaught exception as follows. Of a chain of exceptions, the last one counts.
 
     Traceback (most recent call last):
       File "train.py", line 3, in <module>
@@ -18,18 +18,18 @@ from elastic.errors import shortened
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"  + Exception Group {_HEADER}"
 _GROUP_EDGE = "  | "
-# torch.distributed writes this prefix before each line.
+# torch.distributed begins each line with this prefix.
 _RANK = re.compile(r"^\[rank\d+\]:(?: |$)")
 _FRAME = '  File "'
-# A script with a syntax error prints no header.
+# A syntax error in the script is printed without the header.
 _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 
 def exception_line(text: str) -> str:
-    """Return ``OSError: the first line``, shortened, of the last traceback in ``text``, or an empty string without a
-    traceback.
+    """Return the line ``OSError: the first line`` of the last traceback in ``text``, truncated.
 
-    An earlier traceback, of an exception that was caught, is ignored.
+    Return an empty string if there is no traceback. Earlier tracebacks belong to exceptions that were caught, and are
+    ignored.
     """
     lines = [_RANK.sub("", line) for line in text.splitlines()]
     for number in range(len(lines) - 1, -1, -1):

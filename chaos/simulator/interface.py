@@ -1,4 +1,4 @@
-"""Interfaces between the parts of a simulation, so that each part can be read and tested separately."""
+"""Interfaces between the parts of a simulation, which allow each part to be read and tested separately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Agent(Protocol):
         """Handle the exit of a worker process with the given exit code."""
 
     def watch(self) -> None:
-        """Start to sample whether the workers are running, because one may be frozen."""
+        """Start to sample the workers, because one of them may be frozen."""
 
 
 class SimulatedJob(Protocol):
@@ -38,26 +38,26 @@ class SimulatedJob(Protocol):
     processes: dict[Worker, Any]  # live objects of `simulated_worker`
     hosts: dict[str, int]  # hosts with their slots
     listed: dict[str, int]  # hosts in the current host list
-    fixed_hosts: bool  # the list does not grow; see `HostsChanged`
+    fixed_hosts: bool  # whether the list of hosts is fixed; see `HostsChanged`
     steps: int
     # If positive, one event every ``step_s`` simulated seconds advances all members by one step.
     step_s: float
-    mild: bool  # the faults spare the last worker that holds the state
-    calmed: bool  # the faults have ended
+    mild: bool  # whether the faults spare the last worker that holds the state
+    calmed: bool  # whether the phase with faults has ended
     aimed: int  # number of workers to kill at the next commits
     going_on: bool
     keep_journal: bool
     reports_samples: bool
     sharded: Any  # object that `simulated_shards` returns, or None if no shards are simulated
     seed: int
-    verify: float  # share of the shards of a step that two workers compute
-    named: set[Worker]  # workers that the driver found to compute wrongly
-    # of `named`, workers whose wrong gradients may remain, since no copy of an older commit existed
+    verify: float  # fraction of a step's shards that two workers compute
+    named: set[Worker]  # workers that the driver reported as computing wrong results
+    # workers in `named` whose wrong gradients may remain in the state, because no older copy of a commit existed
     excused: set[Worker]
     throttled: set[Worker]  # workers that a fault has made slow
 
     def note(self, fault: str) -> None:
-        """Add a description of an injected fault to the story."""
+        """Add a description of an injected fault to the list of events."""
 
     def list_hosts(self, hosts: dict[str, int]) -> None:
         """Set the list of hosts found by discovery, with their numbers of slots."""
@@ -78,10 +78,10 @@ class SimulatedJob(Protocol):
     def commits(self, process: Any) -> None: ...
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Check an order of the driver to an agent. Raises AssertionError if the order violates an invariant."""
+        """Check the driver's order to an agent. Raises AssertionError if the order violates an invariant."""
 
     def decided(self, event: Event, actions: list[Action]) -> None:
-        """Check a decision of the driver before it is carried out.
+        """Check a decision of the driver before it is performed.
 
         Raises AssertionError if the decision violates an invariant.
         """

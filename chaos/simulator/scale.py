@@ -1,6 +1,6 @@
-"""Large jobs on the virtual clock, and the cost of a regroup as a function of their size.
+"""Simulates large jobs on the virtual clock, and measures how the cost of a regroup depends on their size.
 
-The state machines are the real ones.
+The simulation runs the real state machines.
 
 A step of a world is one event, and a heartbeat is one event per host. The faults are the most common ones in large
 jobs: whole hosts that die during training and return. At the end of the time, no more hosts fail, and the job may
@@ -99,12 +99,12 @@ class Scale:
 
 @dataclass
 class Cost:
-    """Cost of the regroup after the loss of one worker: processor time and messages."""
+    """Cost of the regroup after the loss of one worker: CPU time and messages."""
 
     workers: int
-    decide_ms: float  # processor time of the driver, over all its events
-    events: int  # events that the driver received
-    messages: int  # messages in both directions
+    decide_ms: float  # CPU time of the driver for all its events
+    events: int  # number of events that the driver received
+    messages: int  # number of messages in both directions
     virtual_s: float  # virtual seconds until the new world was published
 
     @property

@@ -1,8 +1,8 @@
-"""An agent on the virtual clock, which starts, watches, samples, probes and kills the workers of its host.
+"""Simulated agent on the virtual clock, which starts, monitors, probes and kills the workers of its host.
 
 There is one agent per host. It sends the messages of a real agent (`elastic.driver.agents.messages`). When a driver
 attaches, it reports which workers run and which have ended, because messages of an earlier connection may be lost. It
-then reports every exit and sends heartbeats. When the agent dies, its workers die with it. After a restart, it has no
+then reports every exit and sends heartbeats. If the agent dies, its workers die as well, so a restarted agent has no
 workers.
 """
 
@@ -37,10 +37,10 @@ class SimulatedAgent:
         self.sim = sim
         self.host = host
         self.identity = messages.AgentId(host, 1)
-        # An agent that the driver does not start runs from the beginning.
+        # An agent that the driver does not start runs from the beginning of the simulation.
         self.alive = not sim.weather.starts_agents
         self.frozen = False
-        self.lost = False  # the machine does not return
+        self.lost = False  # whether the machine is lost permanently
         # end of the latest short freeze or cut, which is harmless unless another one follows immediately
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
@@ -88,7 +88,8 @@ class SimulatedAgent:
 
     def receive(self, connection: Connection, message: messages.AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
-            return  # The order was sent by an earlier driver or to an earlier incarnation.
+            # The order was sent by an earlier driver, or to an earlier incarnation of this agent.
+            return
         if self.frozen:
             self._mail.append(message)
         else:
@@ -134,7 +135,7 @@ class SimulatedAgent:
                 pass
 
     def _check_health(self, worker: Worker) -> None:
-        """Begin a health check that passes, fails, hangs or computes wrongly, and ends early or late.
+        """Begin a simulated health check, whose outcome and duration are random.
 
         After the phase with faults, every check passes.
         """
@@ -200,7 +201,7 @@ class SimulatedAgent:
     def watch(self) -> None:
         """Start to sample the workers.
 
-        While all workers can run, samples would only renew leases, so none are taken.
+        While all workers can run, samples would only renew liveness timeouts, so none are taken.
         """
         if not self._watching:
             self._watching = True
@@ -237,7 +238,7 @@ class SimulatedAgent:
         return Notice(self._notice.text, left_s)
 
     def announce(self, notice: Notice | None) -> None:
-        """Announce the end of the machine. None withdraws the notice."""
+        """Announce the preemption of the machine. None withdraws the notice."""
         self._notice = notice
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s
@@ -257,14 +258,14 @@ class SimulatedAgent:
             process.die(-9)
         self._leases = LivenessTimeouts(self.sim.settings.lease_s)
         self._told_frozen.clear()
-        # A lost machine closes no connection.
+        # The connections of a lost machine are not closed.
         if self.link.connection is not None and not self.lost:
             self.link.connection.break_off()
         self.link.closed = True
 
     def restart(self) -> None:
         if not self.alive and not self.lost:
-            # The machine came back, and its old connection is gone.
+            # The machine has restarted, so its old connection is lost.
             if self.link.connection is not None:
                 self.link.connection.break_off()
             self.alive = True

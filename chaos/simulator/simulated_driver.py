@@ -1,9 +1,10 @@
-"""A driver on the virtual clock: the real JobDecisions and AgentPool under a model of their loop, server and journal.
+"""Simulated driver on the virtual clock: the real JobDecisions and AgentPool, with models of the event loop, the server
+and the journal.
 
-Every event is written to the journal, with the resulting actions, before these are carried out. The driver can
-crash wherever it yields control: before an event is written, or between any two actions. After a restart, it
-replays its journal into a new Membership and continues. It then knows its decisions, but not which actions were
-carried out. Agents communicate with its AgentPool. Workers have their own connections, as on a single machine.
+Every event and the resulting actions are written to the journal before the actions are performed. The driver can crash
+wherever it yields control: before an event is written, or between any two actions. After a restart, it replays its
+journal into a new Membership and continues. It then knows its decisions, but not which actions were performed. Agents
+communicate with its AgentPool. Workers have their own connections, as on a single machine.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from elastic.protocol.messages import Message, Worker
 
 BEAT_S = 0.9  # seconds between two heartbeats of an agent
 ARM_S = 0.001
-LAST_S = 2.0  # seconds from the last exit to the end of the driver's process
-AGENT_STARTS_S = (0.05, 0.5)  # how long it takes to start an agent
+LAST_S = 2.0  # seconds from the last worker's exit to the end of the driver's process
+AGENT_STARTS_S = (0.05, 0.5)  # seconds for starting an agent
 
 
 class SimulatedDriver:
@@ -51,8 +52,8 @@ class SimulatedDriver:
         self.membership = Membership(sim.settings)
         self.entries: list[Entry] = []
         self.up = True
-        self.leaves = False  # no worker is left, and the driver process is about to end
-        self.gone = False  # the driver has ended with the job
+        self.leaves = False  # whether no worker is left and the driver's process is about to exit
+        self.gone = False  # whether the driver has exited because the job has ended
         self.paused = False
         self.end: events.EndJob | None = None
         self.ended_at = 0.0
@@ -97,7 +98,7 @@ class SimulatedDriver:
         if not self.sim.step_s:
             self._arm()
         elif not self._arming:
-            # As in the real loop, the timer is set once for all events that arrive together.
+            # As in the real loop, the timer is set once per batch of events.
             self._arming = True
             self.sim.clock.after(ARM_S, self._arm)
 
@@ -155,7 +156,7 @@ class SimulatedDriver:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
                     self._send_to_agent(self.pool.agent_of(host), Probe(there))
-                # Other workers would only report a line of the script.
+                # The other members would only report their script lines.
                 asked = self.membership.worlds.signs.asked
                 self._send([each for each in workers if each in asked], messages.Locate())
             case events.MeasureBandwidth(host, peer):
@@ -220,7 +221,7 @@ class SimulatedDriver:
         worker = connection.worker
         if worker is not None:
             if self._workers.get(worker) is not connection:
-                return  # The driver was already replaced.
+                return  # Another driver has already replaced this one.
             del self._workers[worker]
             self.hear(events.WorkerDisconnected(worker, silent))
             return
@@ -285,7 +286,7 @@ class SimulatedDriver:
         pool = self.pool
         for action in pool.handle(event, self.sim.clock.now):
             if not self.up or pool is not self.pool:
-                return  # The driver crashed during the previous action.
+                return  # The driver crashed while it performed the previous action.
             self._carry_out(action)
         self._arm_pool()
 
@@ -308,7 +309,8 @@ class SimulatedDriver:
 
     def _send_to_agent(self, agent: AgentId | None, message: AgentMessage) -> None:
         if agent is None or isinstance(message, Beat):
-            return  # Nothing to do: the simulated network detects missing acknowledgements itself.
+            # No action is needed, because the simulated network detects missing acknowledgements itself.
+            return
         connection = self._agents.get(agent)
         if connection is not None:
             connection.send(OUTWARD, self.sim.agents[agent.host].receive, message)

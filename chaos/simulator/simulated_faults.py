@@ -85,7 +85,7 @@ def kill_at_a_commit(sim: SimulatedJob) -> None:
 
 
 def strike(sim: SimulatedJob) -> None:
-    """Kill or freeze a process at one of the next places at which it yields control."""
+    """Kill or freeze a process at one of the next points at which it yields control."""
     process = _one(sim)
     if process is not None:
         frozen_s = sim.clock.random.choice((0.0, 0.0, 0.7, 5.0))
@@ -137,7 +137,8 @@ def stick(sim: SimulatedJob) -> None:
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
         if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
-            return  # No other worker would wait for this one, so the fault could not be detected.
+            # No other worker would wait for this one, so the stuck worker could not be detected.
+            return
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True
         sim.note(f"{process.trouble} {process.worker}")
@@ -158,7 +159,7 @@ def miscompute(sim: SimulatedJob) -> None:
 
 
 def throttle(sim: SimulatedJob) -> None:
-    """Make all further steps of a worker several times as long, unless another worker is slow already."""
+    """Slow down all further steps of a worker by a factor, unless another worker is already slow."""
     sound = _sound(sim)
     if sound and all(process.slowness == 1.0 for process in sim.processes.values()):
         process = sim.clock.random.choice(sound)
@@ -210,7 +211,8 @@ def spoil_all(sim: SimulatedJob) -> None:
     commit = process.recovery.newest
     spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
     driver.hear(spoilt)
-    if driver.entries[-1].event == spoilt:  # Only if the driver did not crash before.
+    if driver.entries[-1].event == spoilt:
+        # Applied only if the driver has not crashed in the meantime.
         for each in members:
             sim.training.spoils(each)
 
@@ -243,7 +245,7 @@ def crash_agent(sim: SimulatedJob) -> None:
 
 
 def lose_host(sim: SimulatedJob) -> None:
-    """Lose a machine: it sends nothing more, and returns only after the phase with faults."""
+    """Lose a machine: it sends no more messages, and returns only after the phase with faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
         sim.note(f"lose {agent.host}")
@@ -270,8 +272,8 @@ def announce_an_end(sim: SimulatedJob) -> None:
 
 
 def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
-    """Return whether a mild run must skip the fault: two short periods of silence without a heartbeat between them
-    would exceed the liveness timeout.
+    """Return whether a mild run must skip a fault, because two outages without a heartbeat between them could exceed
+    the liveness timeout.
     """
     now, before = sim.clock.now, agent.quiet_until
     agent.quiet_until = now + seconds
@@ -279,7 +281,7 @@ def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
 
 
 def freeze_agent(sim: SimulatedJob) -> None:
-    """Freeze an agent. Its workers continue."""
+    """Freeze an agent. Its workers keep running."""
     agent = _agent(sim)
     if agent is not None:
         seconds = sim.clock.random.choice((0.5, 1.2, 6.0))
@@ -435,7 +437,7 @@ WITH_NOTICE: list[Fault] = [announce_an_end, kill_one, leave, break_connections,
 MISCOMPUTING: list[Fault] = [miscompute, miscompute, kill_one, leave, change_hosts, crash_driver]
 THROTTLING: list[Fault] = [throttle, throttle, kill_one, leave, change_hosts, crash_driver]
 DAMAGED: list[Fault] = [spoil_all, spoil_all, leave, change_hosts, crash_driver]
-# faults of jobs that train on GPUs
+# faults that require GPUs
 ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]
 
 
@@ -446,8 +448,9 @@ class FaultConditions:
     faults: list[Fault] = field(default_factory=list)
     step_s: tuple[float, float] = (0.002, 0.03)
     network: Conditions = field(default_factory=Conditions)
-    early_exits: float = 0.0  # share of exits that arrive before the last messages of the process
-    struck: float = 0.0  # share of new processes that are killed or frozen during start-up
+    # fraction of exits that arrive before the last messages of the process
+    early_exits: float = 0.0
+    struck: float = 0.0  # fraction of new processes that are killed or frozen during start-up
     # Whether the driver starts agents on demand; otherwise they run from the beginning.
     starts_agents: bool = False
 

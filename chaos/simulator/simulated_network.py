@@ -1,4 +1,4 @@
-"""Connections between the driver and processes on hosts, with the properties of TCP. On the virtual clock.
+"""Simulated TCP connections between the driver and processes on hosts, on the virtual clock.
 
 Messages of one connection arrive in order, after random delays. A connection that breaks loses the last messages in
 flight, separately for each direction, and the two sides detect the loss at different times. A host can be cut off in
@@ -23,7 +23,7 @@ Deliver = Callable[..., None]
 
 
 class DriverEnd(Protocol):
-    """The part of the driver's interface that the network calls."""
+    """Interface of the driver that the network calls."""
 
     def can_accept(self) -> bool: ...
 
@@ -34,9 +34,10 @@ class DriverEnd(Protocol):
 class Conditions:
     """Quality of the network: delays and the probability of losses."""
 
-    delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)  # maximum delays, one drawn per message
-    ghosts: float = 0.0  # share of lost messages that arrive late
-    lease_s: float = 2.0  # a connection breaks if messages are not acknowledged for this long
+    # maximum delays in seconds; the delay of each message is random
+    delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)
+    ghosts: float = 0.0  # fraction of lost messages that arrive late
+    lease_s: float = 2.0  # seconds without an acknowledgement after which a connection breaks
 
 
 class SimulatedNetwork:
@@ -122,7 +123,7 @@ class Connection:
         self.network = network
         self.host = host
         self.over = False
-        self.worker: Worker | None = None  # worker at the other end, once the driver knows it
+        self.worker: Worker | None = None  # worker at the other end, as soon as the driver knows it
         self._lost = lost
         # For each direction: the number of messages sent, the number that arrived, the maximum number to deliver, and
         # the time of the last arrival.
@@ -143,7 +144,7 @@ class Connection:
         network = self.network
         network.messages += 1
         if self.over:
-            return  # The sender has not detected the loss yet.
+            return  # The sender has not detected the loss of the connection yet.
         self._sent[way] += 1
         self._held[way].append((self._sent[way], deliver, args))
         if network.cuts and (self.host, way) in network.cuts:
@@ -232,7 +233,7 @@ class SimulatedLink:
         give_up_s: float,
     ) -> None:
         self.connection: Connection | None = None
-        self.asleep = False  # the process at the other end is frozen
+        self.asleep = False  # whether the process at the other end is frozen
         self.closed = False
         self._network = network
         self._host = host

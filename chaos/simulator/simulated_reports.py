@@ -1,4 +1,4 @@
-"""A worker's reports to the driver during training: waits in collectives, pace and trained samples."""
+"""Reports of a simulated worker during training: waits in collectives, pace, and trained samples."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class SimulatedReports:
 
     def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
         self.samples: list[int] = []  # samples since the last commit
-        self.idle = False  # the worker waits outside collectives and uses no processor time
+        self.idle = False  # whether the worker waits outside collectives without using CPU time
         self.phase = ""  # name of the phase that the script marks as long, or empty
         self._sim = sim
         self._worker = worker
-        self._said_at = 0.0  # time of the last report of a wait
+        self._said_at = 0.0  # time at which a wait was last reported
         self._cpu_s = 0.0
         self._looked_at = sim.clock.now
         # start of the measurement, number of collectives, and seconds spent in them
         self._paced = (0.0, 0, 0.0)
 
     def cpu_s(self) -> float:
-        """Return the processor time that the worker has used so far, in seconds."""
+        """Return the CPU time that the worker has used so far, in seconds."""
         now, worker = self._sim.clock.now, self._worker
         if not (self.idle or worker.frozen or worker.inside is not None):
             self._cpu_s += now - self._looked_at
@@ -51,12 +51,12 @@ class SimulatedReports:
         return self._cpu_s
 
     def waits(self, collective: Collective) -> None:
-        """Report that the worker has waited in a collective for a while."""
+        """Report a long wait in a collective."""
         worker, now = self._worker, self._sim.clock.now
         if not worker.alive or worker.frozen:
             return
         rank = worker.recovery.place.rank
-        # Repeated only on GPUs, where the state may change in the meantime.
+        # The report is repeated only for GPUs, whose state may have changed.
         due = self._sim.training.on_gpus and now - self._said_at >= REPEAT_S
         if rank not in collective.told or due:
             collective.told.add(rank)

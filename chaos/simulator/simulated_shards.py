@@ -64,7 +64,7 @@ class ShardedJob:
 
     Args:
         copies: number of copies of each shard on other hosts.
-        least: smallest number of shards of a world with replicas. None means that each rank has a shard of its own.
+        least: smallest number of shards of a world with replicas. None means one shard per rank.
     """
 
     def __init__(self, copies: int, least: int | None = None) -> None:
@@ -83,7 +83,7 @@ class ShardedJob:
         return size if self.least is None else mesh_shape(size, min(self.least, size)).shards
 
     def sealed(self, steps: int, workers: tuple[Worker, ...]) -> None:
-        """Record that a rank has learned that all ranks have received their copies of this commit."""
+        """Record that a rank was notified that all ranks have received their copies of this commit."""
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:

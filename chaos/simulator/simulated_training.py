@@ -1,4 +1,4 @@
-"""The training of simulated workers, and its invariants, which only a simulator can check globally.
+"""Training of simulated workers, with invariants over all workers that only a simulator can check.
 
 A state is a number of steps, a cursor into the samples, and a hash of their history, so that two states are equal only
 if the same worlds produced them. A collective belongs to one generation, needs every rank of it, and requires equal
@@ -100,7 +100,7 @@ class Process(Protocol):
     def alive(self) -> bool: ...
 
     def poke(self) -> None:
-        """Recheck the condition that the process waits for."""
+        """Check again whether the condition that the process waits for is true."""
 
     @property
     def reports(self) -> WaitReports: ...
@@ -224,7 +224,9 @@ class Training:
         self._made.setdefault(after.history, (before.history, fresh))
 
     def _look(self, collective: Collective) -> None:
-        """Report long waits in a collective to the driver, as each worker's link thread does once a second."""
+        """Report long waits in a collective to the driver. In a real worker, the link thread does this once a
+        second.
+        """
         waits = False
         for rank, peer in collective.came.items():
             if peer.inside is collective and rank not in collective.done:
@@ -274,7 +276,8 @@ class Training:
             if worker not in notified and worker != process.worker:
                 apart = worker.host in self.cut_off or process.worker.host in self.cut_off
                 if apart and worker.host != process.worker.host:
-                    continue  # The worker is unreachable, so only the driver can notify it.
+                    # The worker is unreachable by its peers, so only the driver can notify it.
+                    continue
                 notified.add(worker)
                 peer = self.sim.processes.get(worker)
                 if peer is not None:

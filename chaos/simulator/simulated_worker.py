@@ -1,9 +1,9 @@
 """A worker on the virtual clock: a real Recovery state machine in a model of the run loop, the link and the
 collectives.
 
-The training thread is a generator. Each yield returns the name of the place and the time or condition that the thread
-waits for. Conditions are rechecked after every event of this worker. At each of these places, the process can be killed
-or frozen.
+The training thread is a generator. Each yield returns the name of a place in the code, and the time or condition that
+the thread waits for. Conditions are checked again after every event of this worker. At each yield, the process can be
+killed or frozen.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 HOLD_S = 60.0
 DEVICE_S = 10.0
 SHARDS = 8  # number of shards of a step in which shards are verified
-GIVE_UP_S = 40.0  # seconds without a connection to the driver
+GIVE_UP_S = 40.0  # seconds without a connection to the driver after which the worker exits
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
 QUITS = {"a": 0, "b": 3}  # exit codes with which user code calls sys.exit
-QUITTING_S = 8.0  # maximum time for an interpreter to exit
+QUITTING_S = 8.0  # maximum seconds for an interpreter to exit
 
 
 class UserError(Exception):
@@ -60,17 +60,18 @@ class SimulatedWorker:
         self.state = State(0, sim.clock.random.getrandbits(32))
         self.saved = self.state
         self.frozen = False
-        self.doomed = False  # an injected fault may cause this worker's kill
+        self.doomed = False  # whether the driver may kill this worker because of an injected fault
         self.point = "start"  # name of the place at which its training thread has yielded control
-        # The text is one of a few, so that several workers may raise the same exception.
+        # One of a few texts, so that several workers may raise the same exception.
         self.will_raise = ""
         self.trouble = ""  # fault in the worker's next step: stuck, spinning, slow, long
         self.trouble_s = 0.0
         self.slowness = 1.0  # factor by which the worker's steps are slower
-        self.gpu_hangs = False  # the worker's GPU hangs, so it enters no more collectives
-        # the worker is slow or in a long phase, for which it must not be killed
+        # whether the worker's GPU hangs, so that it enters no more collectives
+        self.gpu_hangs = False
+        # whether the worker is slow or in a long phase, for which the driver must not kill it
         self.innocent = False
-        # The process is killed, or frozen for some seconds, at the n-th place of yielding or at the place of this name.
+        # The process is killed, or frozen for some seconds, at its n-th yield or at the yield with this name.
         self.strike: tuple[int | str, float] | None = None
         self.wrong = 0.0  # fraction of backward passes with wrong gradients
         self.wrong_passes = 0  # number of backward passes with wrong gradients
@@ -85,7 +86,7 @@ class SimulatedWorker:
         self._welcomed = False
         # messages that were received while the worker was frozen
         self._unread: list[tuple[Connection, Message]] = []
-        self._failed: set[int] = set()  # generations that have lost a peer
+        self._failed: set[int] = set()  # generations in which the worker has lost a peer
         self._verdict = Verdict.PASS
         self._waits_for: Callable[[], bool] = lambda: False
         self.reports = SimulatedReports(sim, self)
@@ -167,7 +168,7 @@ class SimulatedWorker:
         return not listed or self.recovery.leaving or self.recovery.phase is Phase.OVER
 
     def trains(self, generation: int) -> bool:
-        """Return whether the worker could take part in a step of this generation now."""
+        """Return whether the worker could currently take part in a step of this generation."""
         recovery = self.recovery
         return (
             self.alive
@@ -268,7 +269,7 @@ class SimulatedWorker:
                 raise_if_broken(self.recovery)
                 return
             except PeerLost:
-                if self.gpu_hangs:  # Aborted work on a hung GPU never ends.
+                if self.gpu_hangs:  # An aborted collective never ends on a hung GPU.
                     yield "drain", DEVICE_S
                     raise DeviceLost("the GPU did not recover") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)

@@ -39,22 +39,22 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-FAULTS_S = 12.0  # virtual seconds in which faults happen
+FAULTS_S = 12.0  # virtual seconds during which faults are injected
 # virtual seconds after the faults in which the job and all of its processes must end
 LIVENESS_S = 400.0
-SLOTS = 2  # slots per host
+SLOTS = 2  # number of slots per host
 
 
 @dataclass
 class Outcome:
-    """The outcome of a simulated job."""
+    """Outcome of a simulated job."""
 
     code: int
     reason: Reason
     generation: int
     virtual_s: float
     faults: list[str] = field(default_factory=list)
-    happened: int = 0  # number of events of all kinds
+    happened: int = 0  # number of processed events
     messages: int = 0
     crashes: int = 0  # number of crashes of the driver
     # Places at which processes were killed or frozen.
@@ -141,7 +141,8 @@ class Simulation:
         self.workers = workers
         self.steps = steps
         self.mild = mild
-        self.step_s = step_s  # If positive, all members make a step in one event at this interval.
+        # If positive, the interval in virtual seconds at which one event advances all members by one step.
+        self.step_s = step_s
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)
@@ -162,7 +163,7 @@ class Simulation:
         self.network.conditions.lease_s = self.settings.lease_s
         wanted = workers + standbys
         self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
-        self.listed = self.hosts  # hosts in the present host list
+        self.listed = self.hosts  # hosts in the current list
         self.fixed_hosts = fixed_hosts
         self.processes: dict[Worker, SimulatedWorker] = {}  # live workers
         self.training = Training(self)
@@ -172,7 +173,7 @@ class Simulation:
         self.invariants: Invariants | None = Invariants(self.settings)
         self.faults: list[str] = []  # descriptions of the injected faults
         self.places: Counter[str] = Counter()
-        self.calmed = False  # the faults have ended
+        self.calmed = False  # whether the phase with faults has ended
         self.aimed = 0  # number of workers to kill at the next commits
         self.going_on = True
         at = self.clock.at
@@ -181,7 +182,7 @@ class Simulation:
                 at(0.0, agent.link.open)
         at(0.5, self.list_hosts, self.hosts)
         at(0.3, self._beat)
-        # Workers in lockstep report no collectives, so a stuck one could not be detected.
+        # Workers in lockstep report no collectives, so a stuck worker would not be detected.
         kinds = [
             kind for kind in self.weather.faults if not (step_s and kind is simulated_faults.stick)
         ]
@@ -269,7 +270,7 @@ class Simulation:
         self.training.heal(host)
 
     def lose_host(self, host: str) -> None:
-        """Lose a host. Its connections are not closed, and no process is notified."""
+        """Lose a host without closing its connections or notifying any process."""
         agent = self.agents[host]
         agent.lost = True
         self.network.cut(host, 0, 1)
@@ -290,7 +291,7 @@ class Simulation:
         for agent in self.agents.values():
             self.heal(agent.host)
             if agent.lost:
-                agent.announce(None)  # The machine was replaced by another one.
+                agent.announce(None)  # Another machine has replaced the lost one.
             agent.lost = False
             agent.thaw()
             if not self.weather.starts_agents:

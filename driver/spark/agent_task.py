@@ -34,9 +34,10 @@ from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.spark.task_environment import agents_environ, executor_of_command, host_of
 from elastic.errors import ElasticError
 
-PYTHON_S = 60.0  # seconds for the first start of Python on a cold machine
-LOOK_S = 1.0  # interval between two checks of the parent process
-END_S = 12.0  # seconds for an agent to kill its workers and exit
+# timeout in seconds for the first start of Python, which is slow on a machine without cached files
+PYTHON_S = 60.0
+LOOK_S = 1.0  # seconds between two checks of the parent process
+END_S = 12.0  # timeout in seconds for an agent to kill its workers and exit
 LINES_KEPT = 20
 
 
@@ -51,7 +52,7 @@ class AgentTask:
     bootstrap: bytes  # encoded parameters of the agent, without the host
     call: Any
     barrier: bool
-    threads: bool  # whether to set the workers' number of threads to the cores of a task
+    threads: bool  # whether to set the workers' number of threads to the number of cores of a task
 
     def __call__(self, _: Iterable[Any]) -> Iterator[Any]:
         from pyspark import BarrierTaskContext, TaskContext
@@ -67,7 +68,7 @@ class AgentTask:
         here = [number for number, each in enumerate(tasks) if _same_executor(each, own)]
         if here[0] == barrier.partitionId():
             self._hold(context, [tasks[number] for number in here])
-        barrier.barrier()  # The other tasks keep their slots until the agents have ended.
+        barrier.barrier()  # The other tasks occupy their slots until the agents have ended.
         return iter(())
 
     def _hold(self, context: Any, tasks: list[str]) -> None:
@@ -124,7 +125,7 @@ def _run_agent(command: list[str], environ: dict[str, str], config: Bootstrap) -
         for line in _lines(process.stdout.fileno()):
             lines.append(line)
             if as_logged(line)[0] != "debug" and not line.startswith(READY):
-                print(line, file=sys.stderr, flush=True)  # stderr is the executor's log.
+                print(line, file=sys.stderr, flush=True)  # stderr is written to the executor's log.
     finally:
         with contextlib.suppress(OSError):
             assert process.stdin is not None

@@ -41,7 +41,9 @@ class SparkCluster:
         return sorted(dict.fromkeys(names), key=lambda name: name == own)
 
     def leaving(self, executors: Collection[str]) -> set[str]:
-        """Return those of the executors that accept no new tasks, because they are being decommissioned or lost."""
+        """Return the executors, among the given ones, that accept no new tasks because they are decommissioned
+        or lost.
+        """
         if self.local:
             return set()
         backend = self._scala.schedulerBackend()

@@ -1,7 +1,7 @@
 """Discovery of hosts as the agents that Spark's tasks hold. Makes no decisions.
 
-Agents connect by themselves, so the list follows the driver's connections. Executors that Spark decommissions are
-omitted. Their workers leave at the next commit, and Spark can then end them.
+The list contains the hosts of the agents that are connected to the driver, except for executors that Spark is
+decommissioning. Workers on these executors leave at the next commit, so that Spark can end them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from elastic.driver.discovery.interface import Log
 from elastic.driver.spark.task_environment import executor_of
 
-LOOK_S = 0.5  # interval between two checks for decommissioned executors
+LOOK_S = 0.5  # seconds between two checks for decommissioned executors
 # Seconds without a new agent after which a job begins with fewer workers than requested.
 SETTLE_S = 2.0
-QUIET_S = 5.0  # waiting for tasks is logged after this time
+QUIET_S = 5.0  # seconds after which a log line states that the job waits for tasks
 
 
 class SparkDiscovery:
@@ -25,7 +25,7 @@ class SparkDiscovery:
 
     Args:
         wanted: number of slots with which the job begins.
-        least: number of slots that suffices if no more are expected.
+        least: number of slots that is sufficient if no more are expected.
         start_s: seconds to wait for these slots.
         expired: called with the reason if they did not connect in time.
         leaving: returns those of the executors that are being decommissioned. Called in a thread, and may block.
@@ -59,11 +59,11 @@ class SparkDiscovery:
 
     async def watch(self) -> AsyncGenerator[dict[str, int], None]:
         if not await self._enough():
-            # `expired` has requested the end of the job, which ends this wait.
+            # `expired` has requested the end of the job, which also ends this wait.
             await asyncio.Event().wait()
         over = threading.Event()
         loop = asyncio.get_running_loop()
-        # One thread makes all queries, because the JVM has a connection for each thread of Python.
+        # All queries run in one thread, because py4j opens a connection to the JVM for each Python thread.
         thread = threading.Thread(
             target=self._look, args=(loop, over), name="ask spark", daemon=True
         )
@@ -124,7 +124,7 @@ class SparkDiscovery:
                 leaving, trouble = self._leaving(executors), ""
             except Exception as error:  # py4j raises various exceptions.
                 leaving, trouble = set(), type(error).__name__
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # The event loop is closed.
                 if trouble and trouble != said:
                     text = f"Spark can't be asked for decommissioned executors: {trouble}"
                     loop.call_soon_threadsafe(self._log, "warning", text)

@@ -15,7 +15,7 @@ from elastic.driver.spark.cluster import SparkCluster
 from elastic.driver.spark.discovery import SparkDiscovery
 from elastic.driver.spark.tasks import SparkTasks
 
-FAILED_S = 3.0  # seconds for the job to find the cause itself if a stage has failed
+FAILED_S = 3.0  # seconds for the job to determine the cause itself after a stage has failed
 
 
 class SparkProvider:

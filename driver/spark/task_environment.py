@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Variables that Spark sets for its Python worker process alone. The first is a secret.
+# Variables that Spark sets only for its own Python worker process. The first one is a secret.
 OF_SPARKS_PROCESS = (
     "PYTHON_WORKER_FACTORY_",
     "PYSPARK_",
@@ -13,7 +13,7 @@ OF_SPARKS_PROCESS = (
 )
 GPUS = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
-LOCAL = "driver"  # ID of the executor of a local master
+LOCAL = "driver"  # ID of the executor if Spark runs with a local master
 
 
 def agents_environ(

@@ -1,8 +1,8 @@
-"""Spark jobs whose tasks hold agents. Makes no decisions. Each job runs in a thread of its own.
+"""Spark jobs whose tasks hold agents. Makes no decisions. Each job runs in a separate thread.
 
-A barrier stage starts all of its tasks together, and ends them together. Each ordinary task is a Spark job of its own,
-because Spark ends a job with all its tasks once one of them has failed a few times, even through the loss of executors.
-A task that ends before the training job is started again.
+A barrier stage starts all of its tasks together, and ends them together. Each ordinary task is a separate Spark job,
+because Spark ends a whole job if one of its tasks has failed a few times, even because of lost executors. A task that
+ends before the training job does is restarted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 from elastic.driver.sinks import Log
 from elastic.driver.spark.agent_task import AgentTask
 
-AGAIN_S = (0.2, 30.0)  # seconds until a task that failed is started again: first and longest
-RETURNS_S = 3.0  # seconds for tasks to return after their agents have ended
-CANCELLED_S = 15.0  # seconds for Spark to end the remaining tasks
-TRIES = 4  # number of failures of a task before the first agent has connected, as Spark's own limit
+AGAIN_S = (0.2, 30.0)  # first and longest delay before a failed task is restarted, in seconds
+RETURNS_S = 3.0  # timeout in seconds for tasks to return after their agents have ended
+CANCELLED_S = 15.0  # timeout in seconds for Spark to end the remaining tasks
+# maximum number of failures of a task before the first agent has connected; equal to Spark's own limit
+TRIES = 4
 
 
 class SparkTasks:
@@ -107,12 +108,12 @@ class SparkTasks:
             try:
                 self._run(partitions, task)
                 pause_s, why = AGAIN_S[0], ""
-            except Exception as error:  # Spark, its JVM, or the task may raise any exception.
+            except Exception as error:  # Spark, its JVM and the task may raise any exception.
                 why, tries = cause(error), tries + 1
             if self._closing.is_set():
                 return
             if self._barrier:
-                if why:  # Otherwise the agents were dismissed.
+                if why:  # Otherwise the agents had been dismissed, so the job has ended.
                     self._failed(f"the barrier stage of Spark failed: {why}")
                 return
             if why:
