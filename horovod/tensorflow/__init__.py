@@ -46,7 +46,7 @@ __all__ = [
     "check_num_rank_power_of_2",
     "elastic",
 ]
-# mpi_ops has all of these names, but type checkers cannot detect this.
+# Type checkers cannot detect that mpi_ops has all of these names.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

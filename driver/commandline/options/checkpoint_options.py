@@ -1,4 +1,4 @@
-"""Evaluation of the checkpoint flags: the commit from which a job begins, and the settings for its workers.
+"""Evaluates the checkpoint flags: the commit from which a job begins, and the settings for its workers.
 
 All problems of a checkpoint folder are detected here, before anything is started.
 """
@@ -110,7 +110,7 @@ _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 
 
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
-    """Return the identity of the command, by which an earlier finished job with the same command is found.
+    """Return the identity of the command, which is used to find an earlier finished job with the same command.
 
     Return None if this cannot be determined, for example because the job uses other machines.
     """
@@ -150,7 +150,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result of ``work``, or None if the storage does not respond: the job's start reports this."""
+    """Return the result of ``work``, or None if the storage does not respond, which the job's start reports later."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None
@@ -173,7 +173,7 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
     notes: Notes = []
     begin = _begin(options, storage, notes)
     run = catalog.claim_run(storage)
-    # Another job may have started at the same moment. The lower number has priority.
+    # Another job may have started simultaneously. The lower run number has priority.
     other = catalog.writing_here(storage, before=run) if alone else None
     if other is not None:
         catalog.give_back_run(storage, run)

@@ -95,7 +95,7 @@ def _near(key: str, known: list[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects duplicate keys, of which YAML would silently use the last."""
+    """YAML loader that rejects duplicate keys, instead of silently using the last one."""
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False

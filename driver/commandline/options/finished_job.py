@@ -1,11 +1,12 @@
-"""Detect a command that has already finished, so that it does not train again. Performs I/O, but starts nothing.
+"""Detects whether the same command has already finished, so that it does not train again. Performs I/O, but starts
+nothing.
 
 A command counts as finished under three conditions. First, a job with the same flags, program, environment and folder
 ended with exit code 0 after its training function returned. Second, its last commit is still the newest durable commit.
 Third, its imported modules, the files that its workers read, and the programs and settings next to it are unchanged.
 
-In case of doubt, for example if workers may have read files unobserved, the command does not count as finished. The
-job then resumes from its last commit.
+In case of doubt, for example if workers may have read files unobserved, the command does not count as finished. The job
+then resumes from its last commit.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from elastic.checkpoints.files.storage import Storage
 FINISHED = "finished.json"
 # Files next to a script that may determine how long it trains.
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-# Maximum number of examined files. A folder with more files is not the folder of a script.
+# Maximum number of files to examine. A folder with more files probably contains data and not scripts.
 MOST_FILES = 5000
-MOST_READ = 64 << 20  # maximum total size in bytes, since all files are read at each start
+# maximum total size of these files in bytes, because all of them are read at each start
+MOST_READ = 64 << 20
 _SEPARATORS = re.compile("[=,:;@]")
-# Variables of a terminal or a login, which may differ for the same command.
+# Variables of a terminal or a login session, which do not change the meaning of a command.
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
 _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", "XDG_SESSION_")
 
@@ -66,7 +68,7 @@ class FinishedJob(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SameCommand:
-    """Identity of one start of a program. ``files`` is None if the program has too many files for a comparison."""
+    """Identity of a command at one start. ``files`` is None if the command involves too many files for a comparison."""
 
     storage: Storage
     request: str
@@ -116,7 +118,7 @@ class SameCommand:
             return None
 
     def has_finished(self, run: int) -> bool:
-        """Record that the job of this run ended with exit code 0 and return whether this can be detected later.
+        """Record that the job of this run ended with exit code 0. Return whether a later start can detect this.
 
         Raises OSError if the checkpoint folder cannot be read or written.
         """
@@ -124,7 +126,7 @@ class SameCommand:
         if self.files is None or returned is None or returned.commit.run != run:
             return False
         after = self._files_now()
-        # A file that changed meanwhile may be a result of the job, or may have been edited.
+        # A file that has changed during the job may be one of its results, or may have been edited.
         if after is None or any(after.get(path) != was for path, was in self.files.items()):
             return False
         if self._newest(returned.commit) is None:
@@ -206,7 +208,7 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
             if looked_at > MOST_FILES:
                 return None
             listed.append((path, finished_training.signature(path, by_time=True)))
-        # A folder that is empty at the start is for results.
+        # A folder that is empty at the start is treated as a folder for results.
         if listed:
             listing = repr(sorted(listed)).encode(errors="surrogateescape")
             found[os.path.join(root, "")] = f"listing:{hashlib.sha256(listing).hexdigest()}"
@@ -227,7 +229,7 @@ def _paths(argument: str) -> Iterator[str]:
 
 def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[str]:
     """Yield all files below a folder, without hidden folders, caches and environments."""
-    visited: set[str] = set()  # Links may form cycles.
+    visited: set[str] = set()  # Symbolic links may form cycles.
     for folder, folders, files in os.walk(root, followlinks=followlinks):
         folders[:] = [
             each

@@ -217,7 +217,7 @@ class HostFlags:
 class CommunicationFlags:
     """Flags for the communication between workers."""
 
-    controller: str = choice(  # For two of these, an error is raised.
+    controller: str = choice(  # Two of these flags raise an error.
         "gloo",
         given(
             "--gloo",
@@ -608,11 +608,11 @@ class Options(
     """
 
     command: list[str] = field(default_factory=list)
-    # for each given flag without effect, whether it switches something on
+    # flags without effect that were given, each with whether it enables a feature
     without_meaning: dict[str, bool] = field(default_factory=dict)
 
 
-# Title and text of each group of --help-all, and its classes of flags.
+# Title and text of each group in --help-all, with its classes of flags.
 GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (

@@ -36,8 +36,8 @@ def flag_of(option: Field[Any]) -> str:
 
 
 def accepts(function: str) -> Callable[[Function], Function]:
-    """Decorator that puts the accepted keyword arguments into the function's signature in place of ``**options``, for
-    ``help()`` and editors.
+    """Decorator that replaces ``**options`` in a function's signature by the accepted keyword arguments, for ``help()``
+    and editors.
     """
 
     def shown(given: Function) -> Function:

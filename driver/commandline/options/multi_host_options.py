@@ -76,7 +76,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
             "drivers and agents that are started separately need a shared secret: create a file with"
             " `elasticrun secret FILE`, copy the file to every host, and pass --secret-file FILE"
         )
-    # An earlier job may have agents that must be notified of its end.
+    # An earlier job may have agents, which must be notified that it has ended.
     left = options.fresh and os.path.exists(f"{options.journal}.secret")
     if secret is None and options.journal is not None and (options.resume or left):
         secret = _secret_beside(options.journal)
@@ -202,7 +202,7 @@ def tls_files(
 
 
 def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of the driver that all workers receive, also on other hosts."""
+    """Return the environment variables of the driver that the workers on all hosts receive."""
     missing = [name for name in exported if name not in environ]
     if missing:
         raise Invalid(f"--export names variables that are not set: {','.join(missing)}")
@@ -211,7 +211,7 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
 
 
 def _secret_beside(journal: str) -> bytes:
-    """Return the job's secret from a file next to the journal, so that the next driver can resume the job.
+    """Return the job's secret from a file next to the journal, where the next driver also finds it.
 
     The file is created if it is missing.
     """

@@ -1,4 +1,4 @@
-"""Flags that a training script defines, as far as its source shows. Reads files and executes nothing."""
+"""Flags that a training script defines, determined from its source. Reads files and executes nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-FILES = 100  # maximum number of modules that are read
-INSTALLED = 10  # maximum number of these that are in installed packages, which may import thousands of others
-LARGEST = 1 << 20  # bytes of the largest module that is read
+FILES = 100  # maximum number of modules to read
+# maximum number of these modules in installed packages, which may import thousands of others
+INSTALLED = 10
+LARGEST = 1 << 20  # maximum size of a module in bytes
 # Packages that define no flags of a script, except through one of `_GENERATED`.
 _WITHOUT_FLAGS = {
     *sys.stdlib_module_names,
@@ -68,10 +69,12 @@ class ScriptFlags:
         return bool(self._sources) and not any(map(_GENERATED.search, self._sources))
 
     def defines(self, flag: str) -> bool:
-        """Return whether the source may define a flag, such as ``--journal``, or a longer one that it abbreviates."""
+        """Return whether the source may define a flag, such as ``--journal``, or a longer flag of which it is an
+        abbreviation.
+        """
         name = re.sub("[-_]", "[-_]", flag.lstrip("-"))
         literal, derived = rf"""["'/]--?{name}""", rf"(?<![a-zA-Z0-9]){name}"
-        # Parsers like Typer, Fire and absl's derive a flag from a name.
+        # Some parsers, such as those of Typer, Fire and absl, derive flags from names.
         return any(
             re.search(literal if _LITERAL.search(source) else derived, source)
             for source in self._sources

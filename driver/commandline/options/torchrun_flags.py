@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from elastic.driver.commandline.options.argument_parser import Group, flag, switch, whole
 from elastic.errors import Invalid
 
-# the class `Options` in `flags`, which includes these flags
+# the class `Options` in `flags`, which contains these flags
 Options = TypeVar("Options", bound=Any)
 
 _ELSEWHERE = (
@@ -25,7 +25,7 @@ _ELSEWHERE = (
 )
 _OUTPUT = "omit it, and pass --output-filename DIR to write each worker's output to a file"
 _NOTHING = "omit it; it has no equivalent here"
-# Rejected torchrun flags, with the number of values and the remedy.
+# Rejected flags of torchrun, each with its number of values and the remedy.
 REFUSED: dict[str, tuple[bool, str]] = {
     "--node-rank --node_rank": (True, _ELSEWHERE),
     "--local-addr --local_addr": (True, "omit it, and pass --network-interface"),

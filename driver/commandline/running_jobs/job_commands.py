@@ -247,7 +247,7 @@ def _jobs(options: CommandOptions, environ: Mapping[str, str]) -> int:
                 state = json.loads(client.ask(messages.AskStatus).data)
         except JobUnreachable:
             if record not in records(environ):
-                continue  # it has just ended
+                continue  # The job has just ended.
         rows.append(
             job_tables.job_row(record.name, record.pid, record.began, record.command, state)
         )

@@ -12,7 +12,7 @@ from elastic.driver.reasons import ReasonKind, because, counted, start_checkpoin
 from elastic.protocol.messages import Commit, at_step
 
 State = dict[str, Any]
-SHOWN = 64  # limit of workers
+SHOWN = 64  # maximum number of workers that are listed
 NO_RESPONSE = "not responding"  # phase of a job whose driver is stopped or overloaded
 
 
@@ -164,7 +164,7 @@ def _progress(state: State) -> list[str]:
     values, now = state["set"], state["now"]
     parts: list[str] = []
     commit = values["commit"]
-    reported: list[tuple[str, float | None]] = []  # figures, and the time of the report of each
+    reported: list[tuple[str, float | None]] = []  # figures, each with the time of its report
     if commit is not None and commit.get("initial"):
         parts.append("no commit yet: the script has not called state.commit()")
     elif commit is not None:
@@ -173,7 +173,7 @@ def _progress(state: State) -> list[str]:
     if values.get("steps") is not None:
         samples = values.get("samples")
         samples_text = "" if samples is None else f" ({samples:.4g} samples/s)"
-        # A driver of an earlier version does not report the time. In a stall, rates decay without reports.
+        # A driver of an earlier version does not report this time. Without reports, as in a stall, rates decay.
         at = None if values["stall"] is not None else values.get("steps_at")
         reported.append((f"{values['steps']:.4g} steps/s{samples_text}", at))
     elif values["rate"] is not None:

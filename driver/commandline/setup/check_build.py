@@ -32,14 +32,17 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Build:
-    """Result of `probe` about torch. ``trouble`` is the problem as a clause if torch could not be queried."""
+    """Properties of the torch installation, as found by `probe`.
+
+    ``trouble`` describes the problem, as a clause, if torch could not be queried.
+    """
 
     torch: str = ""
     gloo: bool = False
     nccl: bool = False
     nccl_version: str = ""  # empty without a GPU
     gpus: int = 0
-    shared: str = ""  # why ranks of this host cannot share memory, or empty if they can
+    shared: str = ""  # reason why ranks of this host cannot share memory; empty if they can
     tensorflow: str = ""  # version, or empty; the same applies to the following fields
     keras: str = ""
     mxnet: str = ""
@@ -77,7 +80,7 @@ def other_elastic() -> str | None:
 
 
 def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
-    """Import torch in a separate process, which may take long from a cold disk. Errors are reported in the result."""
+    """Query torch in a separate process. The import may take long. Errors are reported in the result."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
@@ -141,7 +144,7 @@ def describe(build: Build) -> str:
 
 
 def _version_of(distribution: str) -> str | None:
-    # The import is slow, because it loads the mail parser and sockets.
+    # Imported on demand, because the import is slow: it loads the mail parser and sockets.
     from importlib import metadata
 
     try:

@@ -28,9 +28,9 @@ from elastic.driver.network.hosts import ThisHost, parse_hosts
 from elastic.version import __version__
 
 MODULE = "elastic.driver.commandline.setup.host_facts"
-# seconds from the login to the facts, including an import of torch, possibly from a cold disk
+# timeout in seconds from the login to the facts, including an import of torch that may be slow
 ANSWER_S = 120.0
-AT_ONCE = 32  # maximum number of hosts that are queried at the same time
+AT_ONCE = 32  # maximum number of hosts that are queried concurrently
 DESCRIPTION = """\
 Check this host, and the hosts of -H over ssh: torch, the C++ library, GPUs, NCCL, arithmetic, ports, network,
 shared memory, clocks and conflicting packages. Exit with 1 if a check failed."""
@@ -128,6 +128,6 @@ def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> lis
         return [
             Check("hvd-elastic", Level.FAIL, reason, f"install hvd-elastic=={__version__} there")
         ]
-    # The answer takes time: a clock within this interval counts as equal to this machine's.
+    # The clock was read during the query, so clocks that differ by less than its duration count as equal.
     ahead_s = facts.at - min(max(facts.at, began), ended)
     return checks(facts, version=__version__, several=True, ahead_s=ahead_s)

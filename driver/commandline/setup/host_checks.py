@@ -10,8 +10,8 @@ from elastic.conflicting_packages import remedy
 from elastic.driver.commandline.setup.check_build import Build
 from elastic.driver.reasons import counted
 
-SHM_LEAST = 1 << 30  # bytes; the default in a container is 64 MiB
-CLOCKS_S = 1.0  # seconds by which clocks may differ
+SHM_LEAST = 1 << 30  # minimum size in bytes of /dev/shm; the default in a container is 64 MiB
+CLOCKS_S = 1.0  # maximum difference between clocks, in seconds
 NAMED = 3
 
 
@@ -19,7 +19,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     """Facts of one host that `checks` evaluates.
 
     Args:
-        at: time at which they were collected, in seconds since 1970.
+        at: time at which the facts were collected, in seconds since 1970.
     """
 
     version: str
@@ -27,11 +27,12 @@ class HostFacts(msgspec.Struct, frozen=True):
     at: float
     build: Build
     driver_gpus: int  # GPUs listed by the kernel's driver
-    port_trouble: str  # why no port of loopback can be opened and reached, or empty if this works
-    addresses: list[str]  # addresses other than loopback, with their interfaces
-    shm_bytes: int | None  # size of /dev/shm, or None if it is missing
+    # reason why no port of loopback can be opened and reached; empty if this works
+    port_trouble: str
+    addresses: list[str]  # addresses except loopback, with their interfaces
+    shm_bytes: int | None  # size of /dev/shm in bytes, or None if it is missing
     shm_free: int
-    # Files in the installed folders of this package that are foreign or modified.
+    # Files in the installed folders of this package that do not belong to it or were modified.
     foreign: list[str]
     health_code: int  # exit code of the built-in health check: 0, 1, or 3 for a wrong result
     health: str  # output of the built-in health check
@@ -123,7 +124,7 @@ def _gpus(host: HostFacts) -> Check:
 
 
 def _health(host: HostFacts) -> Check:
-    """Return the result of the check that ``--health-check auto`` runs on the processors and on all GPUs."""
+    """Return the result of the built-in health check, which tests the CPUs and all GPUs."""
     if not host.health_code:
         return Check("health", Level.OK, host.health)
     do = "do not train on this host until its hardware was tested or replaced"

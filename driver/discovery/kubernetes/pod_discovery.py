@@ -74,7 +74,7 @@ class PodDiscovery:
         self._queued = 0
         # time of the last attempt to delete each pod, by uid
         self._tried: dict[str, float] = {}
-        self._deletes = True  # whether the API server has not refused to delete pods
+        self._deletes = True  # False after the API server has refused to delete a pod
         self._listed = False
         self._refused = False
         self._asked: set[asyncio.Task[None]] = set()

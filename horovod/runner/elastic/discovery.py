@@ -10,11 +10,11 @@ import subprocess
 from elastic.errors import Invalid
 from elastic.runtime.host_updates import HostUpdateResult
 
-SCRIPT_S = 60.0  # time limit for a discovery script in seconds
+SCRIPT_S = 60.0  # timeout for a discovery script, in seconds
 
 
 class HostDiscovery:
-    """Base of discoveries. Subclasses define ``find_available_hosts_and_slots``."""
+    """Base class of discoveries. Subclasses define ``find_available_hosts_and_slots``."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the slots by host, preferred hosts first."""
@@ -57,7 +57,7 @@ class HostDiscoveryScript(HostDiscovery):
 
 
 class FixedHosts(HostDiscovery):
-    """A fixed set of hosts. ``set`` replaces the set."""
+    """Discovery with a fixed set of hosts. ``set`` replaces the set."""
 
     def __init__(self, available_hosts_and_slots: dict[str, int]) -> None:
         self._hosts = dict(available_hosts_and_slots)
@@ -95,7 +95,7 @@ class HostManager:
     def update_available_hosts(self) -> HostUpdateResult:
         """Run the discovery again and return whether hosts or slots were added or removed.
 
-        Exceptions of the discovery are passed on.
+        Exceptions of the discovery propagate to the caller.
         """
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update

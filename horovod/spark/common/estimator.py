@@ -1,4 +1,4 @@
-"""``HorovodEstimator`` and ``HorovodModel``: bases of the estimators and models of all frameworks."""
+"""``HorovodEstimator`` and ``HorovodModel``: base classes of the estimators and models of all frameworks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from elastic.spark import parquet
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.params import EstimatorParams, ModelParams
 
-UNSAVED = ("backend", "store")  # parameters of one run, which must be set again after loading
+UNSAVED = ("backend", "store")  # parameters of a single run, which must be set again after loading
 PREDICTIONS = "__predictions"
 SCALARS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
 
 class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
-    """Base of estimators. Prepares the data, runs the training, and creates the model."""
+    """Base class of estimators, which prepare the data, run the training, and create the model."""
 
     framework = ""
 
@@ -140,7 +140,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
 
 
 class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
-    """Base of trained models, which add a column with predictions for each label."""
+    """Base class of trained models, which add a column with predictions for each label to a DataFrame."""
 
     def transform(self, df: Any, params: Any = None) -> Any:
         """Return the DataFrame with the columns of `setOutputCols`, by default LABEL__output."""
@@ -163,7 +163,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
 
         def batches(parts: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
             for part in parts:
-                # a single column is not a tuple
+                # A single column is not a tuple.
                 columns = part if isinstance(part, tuple) else (part,)
                 given = [np.stack([np.asarray(each) for each in column]) for column in columns]
                 found = [_flat(each) for each in predict(given)]

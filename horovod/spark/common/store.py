@@ -38,7 +38,7 @@ class Store:
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
-        """Return whether checkpoints of runs are kept."""
+        """Return whether the store keeps the checkpoints of runs."""
         raise NotImplementedError
 
     def get_runs_path(self) -> str:
@@ -74,7 +74,7 @@ class Store:
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """Return a store in this folder or at this URL."""
+        """Create a store in this folder or at this URL."""
         if HDFSStore.matches(prefix_path):
             return HDFSStore(prefix_path, *args, **kwargs)
         if DBFSLocalStore.matches_dbfs(prefix_path):
@@ -207,7 +207,7 @@ AbstractFilesystemStore = FilesystemStore
 
 
 class LocalStore(FilesystemStore):
-    """The old name of `FilesystemStore`."""
+    """Old name of `FilesystemStore`."""
 
 
 class HDFSStore(FilesystemStore):

@@ -29,9 +29,9 @@ from horovod.runner.common.util.timeout import Timeout
 log = logging.getLogger("elastic")
 
 SIDES = ("compute", "training")
-_FILE_S = 600.0  # seconds for a compute job to be started
+_FILE_S = 600.0  # timeout in seconds for a compute job to start
 _FILE_LOOK_S = 0.2
-_ANSWER_S = 2.0  # seconds for a running compute job to answer
+_ANSWER_S = 2.0  # timeout in seconds for a running compute job to respond
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,13 +227,14 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """Return the same dataset, prepared by the compute job. Also available as a method of ``tf.data.Dataset``.
+    """Return a dataset with the same elements, which the compute job prepares. Also available as a method of
+    ``tf.data.Dataset``.
 
     Args:
         size: size of the training. Only ``round_robin`` needs it.
         processing_mode: "distributed_epoch", in which workers share an epoch, or "parallel_epochs".
-        reuse_dataset: with a single dispatcher, all ranks share one pass over the data: each element is sent to one
-            of them, and every rank makes this call. Otherwise each rank gets all elements.
+        reuse_dataset: with a single dispatcher, all ranks share one pass over the data: each element is sent to one of
+            them, and every rank makes this call. Otherwise each rank gets all elements.
         round_robin: with ``reuse_dataset``: the ranks take turns. The dataset must be endless.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A deadline whose error names the activity."""
+"""Deadline whose error message names the activity that exceeded it."""
 
 from __future__ import annotations
 
