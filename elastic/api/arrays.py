@@ -24,7 +24,7 @@ def to_torch(array: Array) -> torch.Tensor:
         # not ascontiguousarray, which adds a dimension to a 0-d array
         array = np.array(array, order="C")
     try:
-        # ml_dtypes provides this dtype, which numpy itself lacks.
+        # numpy has no bfloat16 of its own; ml_dtypes adds it.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)

@@ -86,7 +86,8 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         (average,) = _average(ctx.how, gradients)
         if not submission.is_root(ctx.root, average.device, ctx.how[1]):
-            # These zeros depend on the average, so that a second differentiation runs its collectives on every rank.
+            # The zeros are computed from the average, so they stay in the autograd graph: in a double backward pass,
+            # every rank then runs the same collectives.
             average = average.masked_fill(torch.ones_like(average, dtype=torch.bool), 0)
         return None, None, None, average
 

@@ -156,9 +156,9 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean, the biased variance and the number of values per channel, over all ranks.
 
-    All three have the shape ``[channels]`` and are computed in float32, or in float64 for float64 inputs. Differences
-    from the mean are computed locally, and the sums of the ranks are combined in float64, so a mean that is large
-    compared to the deviation loses no precision.
+    All three have the shape ``[channels]`` and are computed in float32, or in float64 for float64 inputs. Each rank
+    subtracts its own mean before it squares, and the ranks' sums are combined in float64, so the variance keeps its
+    precision if the mean is much larger than the standard deviation.
     """
     wide = torch.float32 if input.dtype in _HALF else input.dtype
     others = [dim for dim in range(input.dim()) if dim != 1]

@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # number of bytes read at once
 
 
 class IncompleteCommit(UnreadableCommit):
-    """Error raised for an incomplete commit, whose manifest was never written."""
+    """Error raised for an incomplete commit: its manifest was never written."""
 
 
 CLAIMS_READ = 8  # maximum number of claims read to find running jobs, newest first

@@ -67,7 +67,7 @@ class Contents:
 
 
 def dotted(path: Path) -> str:
-    """Return the name that torch.distributed.checkpoint gives to a path in a state dict."""
+    """Return the flattened name that torch.distributed.checkpoint assigns to a path in a state dict."""
     return ".".join(map(str, path))
 
 
@@ -104,7 +104,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
     """
     try:
         flat, paths = flatten_state_dict({name: value})
-    except ValueError:  # Two values would have the same name.
+    except ValueError:  # The flattened names of two values are equal.
         yield (name,), value
         return
     for key, leaf in flat.items():

@@ -82,7 +82,7 @@ def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
             os.unlink(partial)
         if isinstance(error, OSError | Invalid) or not isinstance(error, Exception):
             raise
-        # torch and safetensors raise their own exceptions if the disk is full.
+        # torch and safetensors raise exceptions of their own types if the disk is full, not OSError.
         raise OSError(
             f"{file} can't be written ({type(error).__name__}: {error}): check that the disk has enough free space"
         ) from error

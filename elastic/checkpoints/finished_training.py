@@ -23,7 +23,7 @@ from elastic.protocol import read_paths
 from elastic.protocol.file_times import changed_since
 
 RETURNED = "returned.json"
-READ = "read-{}.json"  # name of a rank's file
+READ = "read-{}.json"  # name of the file with the paths that a rank has read
 LARGE = (
     1 << 20
 )  # Size in bytes. Larger files are identified by size and modification time instead of content.
@@ -81,7 +81,7 @@ def note_read(storage: Storage, commit: CommitName, rank: int, began_at: float) 
 def paths_read(commit: CommitName, began_at: float) -> PathsRead:
     """Return the paths that this process has read so far.
 
-    A path that changed since the process started is named in ``unseen``.
+    If a path has changed since the process started, ``unseen`` names it.
     """
     observed = read_paths.observed()
     if observed is None:

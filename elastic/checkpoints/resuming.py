@@ -129,7 +129,7 @@ def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> Non
 
 
 def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
-    """Call ``work`` and retry on OSError for `PATIENCE_S` seconds.
+    """Call ``work``, and retry it after OSError for up to `PATIENCE_S` seconds.
 
     Raises:
         OSError: the storage did not recover in time.

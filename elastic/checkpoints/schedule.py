@@ -68,12 +68,12 @@ class Schedule:
         self._next = True
 
     def hasten(self, now: float) -> None:
-        """Request that one of the next commits is written, even if none is due."""
+        """Request that one of the next commits is written, even if no checkpoint is due."""
         self._due_at = min(self._due_at, now)
 
     @property
     def target(self) -> int | None:
-        """Return the number of the commit requested last, or None if no request is pending."""
+        """Return the number of the last requested commit, or None if no request is pending."""
         return self._target
 
     def told(self, generation: int, number: int) -> bool:
@@ -137,7 +137,7 @@ class Schedule:
         if number == self._owed and (again or number == self._wanted):
             self._due_at = now  # Write one of the next commits instead.
         self.settled(number)
-        # Another commit may have been requested since then.
+        # Another commit may have been requested in the meantime.
         if self._target == number:
             self._target = None
         if self._asked is not None and self._asked[0] == number:
@@ -150,7 +150,7 @@ class Schedule:
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:
-        """Record that the outcome of a request is known."""
+        """Record that a request's outcome is known, so that rank 0 may make another request."""
         if number == self._owed:
             self._owed = None
 

@@ -113,7 +113,7 @@ class CheckpointWriter:
         # Generation and number of the last request that was begun on this rank, and whether its outcome is known.
         self._latest: tuple[int, int] | None = None
         self._settled = True
-        # names of the parameters that were not finite at the first check
+        # names of the parameters that were already non-finite at the first check
         self._odd: set[str] | None = None
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
         # the message, and the time at which it was sent
@@ -193,7 +193,7 @@ class CheckpointWriter:
     def finish(
         self, state: ObjectState, commit: Commit, place: Place, over: Callable[[], bool]
     ) -> None:
-        """Wait, after the training function has returned, until the last commit is durable.
+        """Wait until the last commit is durable. Called after the training function has returned.
 
         All ranks must call this after the same commit.
 

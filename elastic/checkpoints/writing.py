@@ -107,7 +107,7 @@ def _write(item: StateItem, file: str, out: CheckedFile) -> StoredTensor:
 
 
 def replica_digests(held: HeldCommit) -> dict[str, int]:
-    """Return, for each part of the state, the digest of the tensors that are equal on all ranks.
+    """Return, for each part of the state, the digest of its replicated tensors.
 
     Raises:
         DeviceLost: the accelerator failed.

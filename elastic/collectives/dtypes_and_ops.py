@@ -108,7 +108,7 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 
 
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
-    """Return integers in the order of these floats. -0.0 is less than 0.0, and NaN is selected by ``op``, MIN or MAX.
+    """Map floats to integers that compare in the same order. -0.0 is less than 0.0, and NaN always wins under ``op``.
 
     If floats were reduced directly, NCCL would ignore NaNs, and with Gloo the result would depend on which ranks have
     them.

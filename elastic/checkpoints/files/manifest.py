@@ -30,7 +30,7 @@ _NAME = re.compile(r"r(\d{4,})-g(\d{4,})-c(\d{8,})")
 
 
 class CommitName(msgspec.Struct, frozen=True, order=True):
-    """Identifier of a durable commit, ordered by age."""
+    """Identifier of a durable commit. A later commit compares greater."""
 
     run: int
     generation: int
@@ -246,7 +246,7 @@ def _check_format(content: bytes, what: str) -> None:
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:
-    """Compare the recorded sizes of a commit's files with their actual ``sizes``.
+    """Compare the recorded sizes of a commit's files with the actual ``sizes`` in bytes, by file name.
 
     Return a description of the mismatch, or an empty string.
     """

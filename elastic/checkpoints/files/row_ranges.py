@@ -19,7 +19,8 @@ READ = 64 << 20  # number of bytes per read, buffered in memory in addition to t
 
 
 class RowRead(NamedTuple):
-    """Read of ``length`` bytes at ``offset``, which contain the rows ``rows``, of which ``wanted`` are needed.
+    """Read operation of ``length`` bytes at ``offset``. The bytes contain ``rows``, and only ``wanted`` of these are
+    needed.
 
     ``sum_before`` and ``sum_after`` are CRC-32s of the data of the stored range: up to the start and up to the end of
     these bytes.

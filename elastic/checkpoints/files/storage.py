@@ -282,7 +282,7 @@ def _checked(file: IO[bytes], alive: Alive) -> Iterator[CheckedFile]:
 
 
 class _Stream:
-    """Stream to or from a storage, whose exceptions are converted to OSError."""
+    """Stream to or from a storage that converts the store's exceptions to OSError."""
 
     def __init__(self, stream: Any, errors: Callable[[], contextlib.AbstractContextManager[None]]):
         self._stream = stream
@@ -304,7 +304,7 @@ def _refuse_misspelt(url: str) -> None:
             "the name of the checkpoint folder is empty. A shell variable may be unset. Pass a folder or a URL"
         )
     protocol, colon, rest = url.partition(":")
-    # These protocols are valid without slashes.
+    # fsspec accepts these protocols without ``//``.
     known = set(fsspec.available_protocols()) - {"file", "local"}
     if colon and not rest.startswith("//") and protocol in known:
         raise Invalid(
