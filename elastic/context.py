@@ -97,7 +97,7 @@ def refusal() -> str:
 
 
 def register(current: Callable[[], Context]) -> None:
-    """Register the function that returns the runtime."""
+    """Register ``current``, the function that returns the runtime."""
     global _current
     _current = current
 

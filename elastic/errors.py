@@ -147,7 +147,7 @@ class JobOver(JobFailed):
 
 
 class DeviceLost(ElasticError):
-    """Error raised when a GPU does not respond or has reported a fatal error, so that its process must exit."""
+    """Error raised when a GPU does not respond or has reported a fatal error. Its process must exit."""
 
 
 class DriverLost(ElasticError):

@@ -38,7 +38,7 @@ class Work(Protocol):
         """Return whether `wait` would return or raise immediately."""
 
     def within(self, timeout_s: float) -> bool:
-        """Wait for at most ``timeout_s`` seconds. Return whether the collective is done."""
+        """Wait for the collective for at most ``timeout_s`` seconds. Return whether it is done."""
 
     def wait(self) -> None:
         """Block until the result of the collective is in place.
@@ -219,7 +219,7 @@ class SumsTrees(Protocol):
 class Counts(NamedTuple):
     """Progress counters of one group's collectives.
 
-    The first three fields are numbers of collectives, in the order of their launch.
+    The first three fields are counts of collectives.
     """
 
     launched: int
@@ -288,7 +288,7 @@ class Messenger(Protocol):
         `MessageWork.source` returns the sender.
 
         Waiting for the work raises TensorMismatch if the message has another dtype or number of elements. The error
-        names both tensors.
+        message describes both tensors.
         """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:

@@ -118,7 +118,7 @@ class NcclCollectives:
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._make(store, purpose, bind_host)
-        except Exception as error:  # any error must reach the waiting thread
+        except Exception as error:  # any exception must be passed to the waiting thread
             self._invalid = error if isinstance(error, Invalid) else None
             self._fail(f"{error}")
         finally:
@@ -140,8 +140,8 @@ class NcclCollectives:
         self._raise_if_failed()
         backend.eager_connect_single_device(self._device)
         first = torch.zeros(1, dtype=torch.float32, device=self._device)
-        # Once connected, kernels of peers may read memory that this rank would free, so the communicator must be
-        # revocable.
+        # Once the communicator is connected, kernels of peers may read this rank's memory. It must therefore be
+        # revocable, so that an abort does not free that memory.
         with self._revoking:
             # torch waits here until the communicator is connected. An earlier query of the pointer would wait while
             # it holds the GIL.
@@ -375,7 +375,9 @@ class NcclCollectives:
         self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """Return, after `abort`, whether all collectives' kernels have ended and no thread is about to start one."""
+        """Wait, after `abort`, for the kernels of all collectives. Return whether all have ended and no thread is about
+        to start one.
+        """
         deadline = time.monotonic() + timeout_s
         ending = [thread for thread in (self._stopping, self._building) if thread is not None]
         for thread in ending:

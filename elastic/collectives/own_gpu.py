@@ -17,7 +17,7 @@ _chosen: int | None = None  # GPU chosen by torch.cuda.set_device, at the last c
 
 
 def meet(device: torch.device) -> None:
-    """Record that a tensor on this device is about to be reduced.
+    """Record the device of a tensor that is about to be reduced as the GPU of this process.
 
     Raises:
         Invalid: the tensor is on another GPU than earlier tensors.

@@ -69,7 +69,9 @@ def leave_if_ending() -> None:
 
 
 class Completion:
-    """Storage of a collective's result, which calls ``then`` exactly once. Waiting threads return after this call."""
+    """Completion step of a collective: calls ``then`` exactly once to store the result. Waiting threads return after
+    this call.
+    """
 
     def __init__(self, then: Callable[[], object] | None) -> None:
         self._then = then

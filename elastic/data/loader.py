@@ -142,8 +142,8 @@ class DataLoader:
         self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
-        self._dealt = SamplePartition(1, 1)  # partition of the samples in the current pass
-        self._began_in = 0  # epoch of the current pass
+        self._dealt = SamplePartition(1, 1)  # partition of the samples in the current iteration
+        self._began_in = 0  # epoch of the current iteration
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times that the position was set other than by iterating
         self._noting = environment.digests()

@@ -109,7 +109,8 @@ class ElasticSampler(Sampler[int]):
             done = (self.processed_num - self._start) // self.num_replicas
             mine = self._indices()[done : done + size]
             self._trained.setdefault(self.epoch, []).extend(mine)
-        # The last round may contain repeats, and the last batch may be smaller than reported.
+        # The reported count can exceed the remaining samples: the last round may contain repeats, and the last batch
+        # may be smaller than ``batch_size``.
         self.processed_num = min(self.processed_num + size * self.num_replicas, len(self.dataset))
 
     def take_trained(self) -> list[tuple[int, list[int]]]:

@@ -31,7 +31,7 @@ class SeededDataset(Dataset[Any]):
             return self._load(drawn)
 
     def _load(self, drawn: list[tuple[int, list[Any]]]) -> Any:
-        # torch's loader uses this method to fetch many samples.
+        # torch's loader calls this method, if it exists, to fetch all samples of a batch at once.
         together = getattr(self.dataset, "__getitems__", None)
         samples: list[Any] = []
         for seed, indices in drawn:

@@ -76,7 +76,8 @@ class IndexedSource:
         length, arguments = self.length(position.epoch) or 0, self._arguments
         drawn = self._order.of(len(arguments.dataset), position.epoch)
 
-        asked: deque[tuple[range, int]] = deque()  # batches requested but not handed out yet
+        # batches that were requested and not handed out yet
+        asked: deque[tuple[range, int]] = deque()
 
         def indices() -> Iterator[Any]:
             for step in dealing.rest(position.consumed, length):

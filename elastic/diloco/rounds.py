@@ -172,7 +172,7 @@ class Rounds:
         own_steps: number of inner steps that this worker's inner parameters contain.
         merges_before: number of merges at the time when the inner parameters were last set to the outer ones.
         merged: number of merges, by fragment.
-        pending: fragment that is to be merged, or None.
+        pending: fragment that was sent and not merged yet, or None.
         tokens: tokens of this worker since the last merge of each fragment.
         weighted: whether the script reports tokens, or None before its first step.
         quorum: whether merges proceed without late islands.

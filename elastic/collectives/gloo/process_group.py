@@ -104,7 +104,8 @@ class GlooCollectives:
         self._mismatch: TensorMismatch | None = None
         self._messages = GlooMessages(self)
         self._key = ""  # identifies the group on all of its ranks
-        self._built = threading.Event()  # set once the group is built or its creation has failed
+        # set when the creation of the group has succeeded or failed
+        self._built = threading.Event()
         self._swapping = Call()
         self._word = b""
         self._heard: Callable[[list[bytes]], None] = lambda words: None
@@ -329,9 +330,8 @@ class GlooCollectives:
         return work
 
     def _follow(self) -> None:
-        """Begin second exchanges in the background, because the script may compute or wait for another group first.
-
-        Otherwise, other ranks would wait for this rank.
+        """Start second exchanges in the background, so that other ranks need not wait until the script of this rank
+        waits for the work.
         """
         try:
             while True:
@@ -501,7 +501,9 @@ class GlooCollectives:
         self._built.set()
 
     def look(self) -> None:
-        """Fail the group if a connection was closed. Gloo may have detected this without waking this rank."""
+        """Fail the group if a connection was closed. Gloo may detect a closed connection without waking a waiting
+        thread.
+        """
         if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
 
@@ -616,7 +618,7 @@ class GlooWork:
         self.compare = compare
         self.second = second
         self.then = then
-        self.two = second is not None  # whether the work has two exchanges
+        self.two = second is not None  # whether the work needs a second exchange
         self.first: Any = None  # `Work` of torch for the first exchange
         self.places: Places | None = None
         self.rest: Any = None  # Gloo's work of the second exchange

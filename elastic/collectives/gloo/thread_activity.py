@@ -10,7 +10,8 @@ import contextlib
 import os
 
 _TASKS = "/proc/self/task"
-_NAME = b"pt_gloo_runloop"  # The name excludes threads that read sockets, which wake every 10 ms.
+# This name does not match Gloo's socket threads, which wake every 10 ms.
+_NAME = b"pt_gloo_runloop"
 
 Runs = frozenset[tuple[str, bytes]]
 

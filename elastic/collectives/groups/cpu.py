@@ -1,8 +1,8 @@
 """Group of CPU ranks, which select a backend that all of them support.
 
-First every rank publishes its host and the memory it can share; `backend_selection` decides. If ranks can share memory,
-each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is used only if all ranks
-succeeded; otherwise Gloo is used.
+First, every rank publishes its host and the memory that it can share, and `backend_selection` selects the backend. If
+ranks can share memory, each rank maps the memory of its neighbors and reports whether this succeeded. Shared memory is
+used only if all ranks succeeded; otherwise Gloo is used.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
 def prepare(native: bool) -> None:
     """Import the modules and load the libraries that CPU groups need.
 
-    Otherwise the first group would do this while other ranks wait.
+    Without this call, the creation of the first group would do the same while other ranks wait.
     """
     from elastic.collectives.groups import cpu  # noqa: F401
     from elastic.collectives.shared_memory import native_library

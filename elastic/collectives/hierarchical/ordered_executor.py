@@ -99,7 +99,8 @@ class OrderedExecutor:
             work.run()
         except threads.ProcessExiting:
             raise
-        # Any error must reach the waiters, on this and on other ranks.
+        # Any exception must be passed to the threads that wait for this work, and the group must fail on other ranks
+        # too.
         except BaseException as error:
             if not isinstance(error, CollectiveFailed):
                 error = CollectiveFailed(f"{type(error).__name__}: {error}")

@@ -84,7 +84,7 @@ class Topology:
     def inter_node_ranks(self) -> tuple[int, ...]:
         """Return the ranks of this rank's inter-node group, by host.
 
-        Empty if the leader of this host sends for this rank.
+        The result is empty if the leader of this host sends for this rank.
         """
         if not self.even and self.index > 0:
             return ()
@@ -140,7 +140,7 @@ def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
 
 
 class Route(NamedTuple):
-    """Peers of a rank in the steps of a broadcast. None means that the rank has no peer in a step."""
+    """Peers of a rank in each step of a broadcast. None means that the rank has no peer in that step."""
 
     first: int | None  # index of the root if it is on this host: it sends to the carrier
     cross: int | None  # host of the root, which sends to the other hosts

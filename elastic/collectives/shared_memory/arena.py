@@ -91,7 +91,7 @@ class Arena:
         region = self.take(elements * dtype.itemsize)
         if region is None:
             return None
-        # Only the storage references this object.
+        # This object is referenced only by the tensor's storage, and is freed with it.
         held = (ctypes.c_char * region.bytes).from_address(region.address)
         weakref.finalize(held, self._die, region).atexit = False
         return torch.frombuffer(held, dtype=dtype, count=elements)

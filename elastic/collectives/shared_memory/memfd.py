@@ -81,7 +81,7 @@ def give_back(address: int, size: int) -> None:
     """
     try:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))
-    except OSError:  # This kernel does not support memfd.
+    except OSError:  # The kernel does not support MADV_REMOVE for memfd.
         ctypes.memset(address, 0, size)
 
 

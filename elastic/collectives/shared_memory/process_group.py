@@ -347,7 +347,8 @@ class SharedCollectives:
         """
         drained = self._native.drain(timeout_s)
         if drained:
-            self._held = collections.deque()  # Another thread may still use the old list.
+            # Create a new list, because another thread may still use the old one.
+            self._held = collections.deque()
             self._messages = set()
         return drained
 
@@ -515,7 +516,7 @@ class _Native:
         if not self._closed and not self.elsewhere:
             self._closed = True
             self._library.elastic_close(self.handle)
-            # A rank that is processing a chunk completes that chunk soon.
+            # Wait briefly, because a rank that is processing a chunk finishes it soon.
             if self.drain(_CLOSE_S) and self._library.elastic_detach(self.handle, _CLOSE_S):
                 self._let_go(True)
 
