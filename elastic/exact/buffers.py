@@ -91,7 +91,7 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _expanded(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is expanded. torch never writes to such a tensor in place."""
+    """Return whether the tensor is expanded. torch rejects in-place writes to such a tensor."""
     return any(
         not stride and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True)
     )

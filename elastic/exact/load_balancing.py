@@ -123,7 +123,7 @@ class LoadBalancer:
 
     @property
     def may_change(self) -> bool:
-        """Return whether this rank has committed in this world, and always before it fetched the next step."""
+        """Return whether this rank has committed in this world, and has never fetched the next step before a commit."""
         return self._fetched_early is False
 
     def exchanged(self, seconds: Sequence[float], may_change: bool = True) -> None:

@@ -126,12 +126,14 @@ class Shards:
         self._clock = ShardClock()
         # The load balancer, its generation, and its runtime: a process may join several jobs.
         self._balancer: tuple[int, weakref.ref[Context] | None, LoadBalancer] | None = None
-        self._fetched = False  # whether the script has read the shards of the next step
-        self._present: ShardStep | None = None  # not None iff a step is in progress
+        # whether the script has read `held` for the next step, so that the shards must not change
+        self._fetched = False
+        self._present: ShardStep | None = None  # not None iff a step is in progress on this rank
         self._begun_in = 0  # generation in which the current step began
         # runtime with which the current step began
         self._begun_with: weakref.ref[Context] | None = None
-        self._thread_count: int | None = None  # number of threads in this process's last step
+        # number of torch's threads in this process's last step
+        self._thread_count: int | None = None
         self._done = 0  # number of this rank's shards that have begun in the current step
         self._computed = False  # whether all of this rank's shards have ended
         self._optimizer_steps = 0  # number of optimizer steps at the start of the current step
@@ -565,13 +567,15 @@ class Shards:
             held = tuple(assignment.place(key[3]))
             plans = [tree.schedule(each, self.count) for each in held]
             partials = [nodes for _, nodes in plans]
-            # A worker that is joining has no rank yet.
+            # A joining worker has no rank yet.
             merges = plans[rank][0] if rank < size else []
             self._assigned = key, ShardStep(self.step, held, rank, merges, partials)
         return self._assigned[1]._replace(number=self.step)
 
     def _of_last_loop(self) -> ShardStep:
-        """Return the last complete step of the current world; before the first one, the next step."""
+        """Return the last complete step of the current world. If the world has not completed a step yet, return the
+        next step.
+        """
         step = self._step()
         if self._ended is None or self._assigned is None:
             return step

@@ -45,7 +45,7 @@ class Partial(NamedTuple):
     place: int
 
 
-ADD = None  # Instruction of a program: replace the top two values by their sum.
+ADD = None  # Instruction of a program: replace the top two values with their sum.
 Program = tuple[Partial | None, ...]
 
 
@@ -57,7 +57,7 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def parent(left: Node, right: Node, shards: int) -> Node | None:
-    """Return the node that is the sum of these two nodes, or None if the tree of ``shards`` shards has no such node."""
+    """Return the parent of these two nodes, or None if the tree of ``shards`` shards has no such node."""
     size = left.stop - left.start
     whole = size & (size - 1) == 0 and left.start % (2 * size) == 0
     if whole and left.stop == right.start and right.stop == min(shards, left.start + 2 * size):

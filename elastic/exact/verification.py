@@ -185,7 +185,8 @@ def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
 
 
 def voters(found: Sequence[Computed], ranks: int) -> tuple[int, ...]:
-    """Return the ranks that compute the shard next, to decide between different digests. Empty if no rank is left.
+    """Return the ranks that compute the shard next, to decide between different digests. Empty if all ranks have
+    computed it.
 
     These are all other ranks, which would wait for the result anyway.
     """

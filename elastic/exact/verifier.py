@@ -23,7 +23,7 @@ from elastic.protocol import messages
 from elastic.runtime import lifecycle
 
 WAIT = "verification of shards"
-# purpose of the group that is used for `Shards.mean`, speeds and digests
+# purpose string of the group that `Shards.mean` and the exchanges of speeds and digests use
 PURPOSE = "means over shards"
 
 
@@ -294,9 +294,8 @@ class Verifier:
             f"rank {first.rank} computed wrong gradients of shard {first.shard} in step {first.step}:"
             f" {first.digest} instead of {first.right}"
         )
-        if (
-            runtime.env.keep_faulty
-        ):  # before the reports, since the driver kills the culprits as soon as it receives these
+        # Save the states before the reports, because the driver kills the culprits as soon as it receives these.
+        if runtime.env.keep_faulty:
             self._keep(evidence, runtime.env.keep_faulty)
         for each in evidence:
             runtime.report_miscomputed(each)

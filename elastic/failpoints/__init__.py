@@ -146,7 +146,7 @@ def _facts() -> dict[str, str]:
         "incarnation": str(worker.incarnation),
         "step": _step,
     }
-    # Looked up, not imported: a script may use failpoints before it imports torch.
+    # The module is looked up and not imported, because a script may use failpoints before it imports torch.
     runtime = sys.modules.get("elastic.runtime.lifecycle")
     active = runtime.active() if runtime is not None else None
     if active is not None:

@@ -81,7 +81,7 @@ def _ecc(nvml: Any, gpu: Any) -> str:
 def _rows(nvml: Any, gpu: Any) -> str:
     try:
         _, _, pending, failure = nvml.nvmlDeviceGetRemappedRows(gpu)
-    except nvml.NVMLError:  # This GPU does not support the query.
+    except nvml.NVMLError:  # raised if the GPU does not support the query
         return ""
     if failure:
         return "a row of its memory could not be remapped"

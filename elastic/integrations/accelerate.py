@@ -120,7 +120,7 @@ def _has_unknown(state: PartialState) -> bool:
     return state.distributed_type != DistributedType.NO and not alone
 
 
-# Set at import, because a model is prepared before a state is created.
+# Patched at import, because scripts prepare models before they create a state.
 setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 - not for mypy
 
 

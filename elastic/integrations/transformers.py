@@ -207,7 +207,7 @@ class ElasticTrainerMixin:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)
             return
         if not schedules.counts_steps(schedule) or self._created_lr_scheduler:
-            return  # The schedule does not depend on the number of steps.
+            return  # A schedule of this kind does not depend on the number of steps.
         changed = self._steps.changed
         if changed.see(self.state.max_steps) and self.state.is_world_process_zero:
             assert changed.first is not None

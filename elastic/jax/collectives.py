@@ -9,8 +9,8 @@ to the host and back, so on a GPU call them outside of compiled functions. They 
 function that ``jax.grad`` differentiates.
 
 All functions raise TypeError for a leaf that is not an array or a number, `UnsupportedType` for a dtype that can't be
-sent or reduced, `Invalid` where JAX can't run a collective, `TensorMismatch` on every rank for mismatched trees,
-`NotInitialized` before ``init()``, and `PeerLost` if a worker was lost, which ``elastic.run`` handles.
+sent or reduced, `Invalid` in a context where JAX can't run a collective, `TensorMismatch` on every rank for mismatched
+trees, `NotInitialized` before ``init()``, and `PeerLost` if a worker was lost, which ``elastic.run`` handles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modes of JAX in which several processes form one JAX program, which elastic jobs reject."""
+"""Rejection of JAX's multi-process mode, in which the workers form a single JAX program."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ class _Position(keras.callbacks.Callback):
         """Record the end of a batch. May be called twice."""
 
     def was_last_batch(self) -> bool:
-        """Return whether the batch that has just ended was the last one of an epoch, as far as known."""
+        """Return whether the batch that has just ended is known to be the last one of its epoch."""
         return False
 
     def epoch_ended(self, epoch: int) -> None:

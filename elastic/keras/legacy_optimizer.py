@@ -44,7 +44,7 @@ class ReducesLegacyGradients:
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
         """Reduce gradients and return them. Loss scale optimizers call this method before they check for finite values.
 
-        Thus all ranks skip a step, or no rank does.
+        Because the check uses reduced gradients, either all ranks skip a step or none.
         """
         if self._elastic_passes is not None:
             raise Invalid(

@@ -78,7 +78,8 @@ def launch(
         command = [executable or sys.executable, "-m", "elastic.launcher.run_function", str(call)]
         job = cli.make_job(cli.read_options([*flags, *command], environ), environ)
         fleet = job.fleet
-        if fleet is not None:  # Other machines may not see this folder.
+        # The folder may not exist on other machines, so the call is also passed in environment variables.
+        if fleet is not None:
             fleet = replace(fleet, forwarded={**fleet.forwarded, **carried(content)})
         job = replace(job, reported=on_report, fleet=fleet)
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))

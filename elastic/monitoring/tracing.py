@@ -70,7 +70,7 @@ class TracingThroughDriver:
         self._send = send
         self._poke = poke
         self._buffer = TraceBuffer()
-        self._lock = threading.Lock()  # serializes sending by the link thread and at exit
+        self._lock = threading.Lock()  # held while records are sent, by the link thread or at exit
         self._sending = TraceSending(self._buffer)
         self._asking = threading.Lock()  # lock that permits one request at a time
         self._answered = threading.Condition()

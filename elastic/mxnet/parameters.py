@@ -56,7 +56,7 @@ def broadcast_parameters(
 
 
 def only_array(value: Parameter | Array) -> Array:
-    """Return the array of a parameter.
+    """Return the only array of a parameter.
 
     Raises Invalid if the parameter has several arrays, and MXNet's own error if it has none.
     """
@@ -64,7 +64,7 @@ def only_array(value: Parameter | Array) -> Array:
 
 
 def only_gradient(parameter: Parameter) -> Array:
-    """Return the gradient of a parameter. Raises Invalid if the parameter has several gradients."""
+    """Return the only gradient of a parameter. Raises Invalid if the parameter has several gradients."""
     return _only(parameter, parameter.list_grad())
 
 

@@ -103,7 +103,7 @@ class Coordinator:
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
     def named(self, offer: RequestList) -> list[str]:
-        """Return the names of the collectives in an offer, before it is made."""
+        """Return the names of the collectives in a message of a rank that was not passed to `offer` yet."""
         each = self._set(offer.members)
         entries = each.entries if offer.epoch == each.epoch else each.before
         known = bits(int.from_bytes(offer.known, "little"))
@@ -225,14 +225,14 @@ class Coordinator:
         return made
 
     def _no_join(self) -> ResponseList:
-        """Refuse the pending joins, because a rank that left will never join."""
+        """Fail the pending joins, because a rank that has left will never join."""
         rank, why = next(iter(self._gone.items()))
         error = f"join can't complete: rank {rank} {why}"
         refused = Response(Request(JOIN, JOIN), error=error, refused=True, missing=(rank,))
         return ResponseList(ALL, self._set(ALL).epoch, responses=(refused,))
 
     def leave(self, rank: int, why: str) -> list[ResponseList]:
-        """Refuse, now and later, all collectives that need this rank, which has left for the reason ``why``."""
+        """Fail all pending and later collectives that need this rank, which has left for the reason ``why``."""
         if rank in self._gone:
             return []
         self._gone[rank] = f"has {why}"
@@ -297,7 +297,7 @@ class Coordinator:
             (each.named_as, name): ranks
             for each in self._sets.values()
             for name, ranks in each.names()
-            # The collective is slow, but all members take part.
+            # If all members take part, the collective is slow but not stalled.
             if not ranks.issuperset(self._active(each))
         }
         for key in self._since.keys() - waiting.keys():
@@ -354,7 +354,7 @@ class Coordinator:
 
 
 def in_cycles(waits_for: Mapping[int, Set[int]]) -> set[int]:
-    """Return the ranks that wait for each other, or for ranks in such a cycle."""
+    """Return the ranks in wait cycles, and the ranks that wait for them."""
     found = set(waits_for)
     while free := {rank for rank in found if found.isdisjoint(waits_for[rank])}:
         found -= free

@@ -227,7 +227,7 @@ class Engine:
             raise self.fail(error) from error
 
     def offer(self) -> None:
-        """Send submissions while another thread drives, and make that thread recheck its condition."""
+        """Send queued requests while another thread drives the engine, and make that thread recheck its condition."""
         self._send_fresh()
         line = self._line
         if line is not None and self._driving.locked():
@@ -235,7 +235,9 @@ class Engine:
         self._tell()
 
     def drain(self, pending: Pending) -> None:
-        """Wait briefly, after the world is over, for a decision that the driving thread may already hold."""
+        """Wait briefly, after the world has ended, for a decision that the driving thread may have received but not
+        carried out.
+        """
         until = time.monotonic() + DRAIN_S
         while not pending.decided and self._driving.locked() and time.monotonic() < until:
             time.sleep(0.0005)

@@ -47,7 +47,7 @@ class Handles:
         self._claimed: dict[int, HandleEntry] = {}
         self._names: dict[tuple[Members, str], int] = {}
         self._lost: set[int] = set()  # handles of earlier worlds
-        self._world: tuple[Context, int] | None = None  # the world of these handles
+        self._world: tuple[Context, int] | None = None  # world of the handles in `_claimed`
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
         """Return a handle for a collective that is about to be submitted.

@@ -185,7 +185,7 @@ class LocalController:
             return []
         decisions = [each for each in received if isinstance(each, ResponseList)]
         if None in received:
-            # Decisions in transit to other ranks must be returned here too.
+            # Decisions that were already sent to other ranks must also be returned here.
             with self._deciding:
                 rest = self._waiting()
             self.own.put(None)  # This also wakes the next caller.

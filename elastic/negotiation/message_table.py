@@ -93,7 +93,7 @@ class MessageTable:
         request = found.request
         if found.error:
             return found
-        # The request has changed, so the old number is used up.
+        # The request has changed, so its name gets a new number.
         self.numbers.pop(request.name, None)
         if not request.lasting or capacity == 0:
             return found

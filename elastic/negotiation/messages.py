@@ -195,7 +195,7 @@ def _where_they_differ(values: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Format ranks: ``rank 1``, ``ranks 1, 2 and 5``, ``ranks 0 to 7``."""
+    """Format a list of ranks as ``rank 1``, ``ranks 1, 2 and 5`` or ``ranks 0 to 7``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -34,7 +34,7 @@ class ElasticEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Not used, because workers find each other through the driver."""
+        """Return a placeholder, because workers find each other through the driver."""
         return "127.0.0.1"
 
     @property

@@ -252,7 +252,7 @@ class ElasticFitLoop(Trained):
             trainer.training = True
         torch.set_grad_enabled(True)
         module._current_fx_name = None
-        # The validation data are divided among the present ranks at the next validation.
+        # The next validation divides its data among the ranks of the new world.
         self.epoch_loop.val_loop._combined_loader = None
         connector = trainer._logger_connector
         connector._first_loop_iter = None

@@ -78,7 +78,7 @@ class TrainerProgress(Carried):
             epochs.automatic_optimization,
             epochs.manual_optimization,
         ):
-            # The loops continue at the same position, so no loop restarts.
+            # Mark the loops as not restarting, because they continue at the same position.
             loop.on_iteration_done()
         fit.changed.load_state_dict(state["changed"])
         trainer.should_stop = state["should_stop"]
