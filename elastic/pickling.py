@@ -25,7 +25,7 @@ _YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch can pickle but not unpi
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that pickles objects by name where possible. Raises the errors of pickle."""
+    """Pickler that pickles objects by name if possible, and otherwise by value. Raises the errors of pickle."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

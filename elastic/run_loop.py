@@ -159,7 +159,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
             raise
         finally:
-            departure.watch_children()  # called only after the error was reported
+            departure.watch_children()  # must not be called before the error is reported
             rt.training.leave()
 
     return wrapper
@@ -242,12 +242,13 @@ def _train_in_worlds(
             except PeerLost:  # ranks save a sharded state together
                 _return_to_commit(rt, state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
-            raise  # unsupported only in a world of fixed size that has lost a worker
+            # CollectiveFailed reaches this only in a world of fixed size that has lost a worker
+            raise
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
             departure.ignore_children()
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
-                # Raised by user code without the driver's knowledge. Treated as a failure.
+                # User code raised the exception, so the driver does not know of it yet. Report it as a failure.
                 rt.training.gave_up(summary_of(error))
             if rt.alone and rt.broken:
                 raise  # fixed size without a driver, so no further world is possible
@@ -290,7 +291,7 @@ def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) ->
 
 
 def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
-    """Raise StateMismatch on every rank if the state of any rank differs."""
+    """Raise StateMismatch on every rank if the layouts of the ranks' states differ."""
     ours = layouts[rt.place.rank]
     for other, theirs in enumerate(layouts):
         if theirs != ours:

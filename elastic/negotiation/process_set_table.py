@@ -56,7 +56,7 @@ def checked_ranks(values: object) -> Ranks:
 
 
 def present(ranks: Ranks, size: int) -> Ranks:
-    """Return the ranks that exist in a world of ``size`` ranks."""
+    """Return those of the given ranks that exist in a world of ``size`` ranks."""
     return ranks if not ranks or ranks[-1] < size else tuple(rank for rank in ranks if rank < size)
 
 
@@ -256,7 +256,7 @@ def _common(wishes: Sequence[TableProposal], index: int) -> int:
 
 
 def _same(wishes: Sequence[TableProposal]) -> None:
-    """Raise Invalid, with the request of each rank, unless all requests are equal."""
+    """Raise Invalid unless the requests of all ranks are equal. The message lists the request of each rank."""
     asked: dict[str, list[int]] = {}
     for rank, wish in enumerate(wishes):
         sets = ", ".join(str(list(ranks)) for ranks in wish.sets)

@@ -128,7 +128,8 @@ class GlobalProcessSet(ProcessSet):
 
 global_process_set = GlobalProcessSet()
 
-_objects: dict[SetEntry, ProcessSet] = {}  # the first object for each registered set
+# first ProcessSet object of each registered set, by number
+_objects: dict[SetEntry, ProcessSet] = {}
 
 
 # ---- ranks of collectives --------------------------------------------------------------------------------------------

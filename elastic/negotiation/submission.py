@@ -419,5 +419,5 @@ def group_size(device: torch.device, members: Members = None) -> int:
 
 
 def is_root(root_rank: int, device: torch.device, members: Members = None) -> bool:
-    """Return whether this rank's tensor was the one that was broadcast."""
+    """Return whether this rank was the root of the broadcast."""
     return group_size(device, members) == 1 or context.current().place.rank == root_rank

@@ -237,7 +237,7 @@ def _check_shards(
         "a compression other than Compression.fp16 and bf16": compression
         not in (Compression.none, Compression.fp16, Compression.bf16),
         "gradient_predivide_factor": predivide_factor != 1.0,
-        "groups": bool(groups),  # Buckets are the same in every world.
+        "groups": bool(groups),  # Buckets must be the same in every world.
         "process_set": process_set is not global_process_set,
     }
     for name, given in refused.items():

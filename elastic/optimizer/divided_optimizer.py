@@ -69,7 +69,8 @@ class DividedOptimizer(WrappedOptimizer):
     """
 
     zero_order: tuple[int, ...]
-    stepped: Sequence[torch.Tensor] = ()  # whole parameters, only during a step
+    # the whole parameters of all groups; set only during a step
+    stepped: Sequence[torch.Tensor] = ()
     _gather_memory: dict[
         tuple[Any, ...], torch.Tensor
     ]  # buffers for gathers, by the layout for which they were allocated

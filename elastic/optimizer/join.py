@@ -123,7 +123,7 @@ class _SharedPlans:
         return not waits and all(each.over for each in self._shadows.values())
 
     def turn(self, now: float, all_joined: bool) -> bool:
-        """Process pending exchanges of plans and steps. Return whether any was pending."""
+        """Take part in pending agreements on plans and in pending steps. Return whether any was pending."""
         moved = self._proposed is None and self._look(now, all_joined)
         for each in self._shadows.values():
             if each.done():

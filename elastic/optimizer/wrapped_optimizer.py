@@ -176,7 +176,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state with the wrapped optimizer's method, and reset the count of backward passes."""
         super().load_state_dict(state_dict)
-        if (unwrapped := self._unwrapped()) is not None:  # load_state_dict() has replaced both.
+        # load_state_dict() has replaced ``state`` and ``param_groups``.
+        if (unwrapped := self._unwrapped()) is not None:
             unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
 

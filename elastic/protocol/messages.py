@@ -55,7 +55,7 @@ class ProtocolError(Exception):
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A small immutable value inside messages."""
+    """Base class of immutable values inside messages."""
 
 
 class Worker(Value):
@@ -195,7 +195,7 @@ class ShardsHeld(Value):
 
     copies: int
     sealed: Commit | None = None
-    # shards of a commit in each of the two snapshot buffers
+    # complete shards in each of the two snapshot buffers
     held: Annotated[tuple[HeldCommitShards, ...], Meta(max_length=2)] = ()
 
 
@@ -329,7 +329,7 @@ class Ready(Message):
 
 
 class Failed(Message):
-    """Message: a collective of this generation failed at this worker.
+    """Report that a collective of this generation failed on this worker.
 
     Args:
         differs: whether the ranks made the different calls that ``calls`` lists.
@@ -361,13 +361,13 @@ class Checked(Message):
 
 
 class Leaving(Message):
-    """Message: this worker received SIGTERM and leaves at its next commit."""
+    """Notice that this worker received SIGTERM and leaves at its next commit."""
 
     reason: str
 
 
 class Resumed(Message):
-    """Message: the first collective of a generation completed at this worker.
+    """Report that the first collective of a generation completed on this worker.
 
     Args:
         phases_ms: milliseconds of each phase of the recovery, in order.
@@ -421,7 +421,7 @@ class Pace(Message):
 
 
 class TimeSpent(Message):
-    """Message: times that this worker has spent on each activity since ``init()``.
+    """Report of the time that this worker has spent on each activity since ``init()``.
 
     Sent periodically, when training begins in a world, and at exit.
     """
@@ -513,7 +513,7 @@ class Merged(Message):
 
 
 class Raised(Message):
-    """Message: user code raised an exception, and the process is about to exit with this traceback."""
+    """Report that user code raised an exception, and that the process is about to exit with this traceback."""
 
     generation: int
     commit: Commit | None
@@ -531,7 +531,7 @@ class Raised(Message):
 
 
 class Quit(Message):
-    """Message: the process is about to exit with this code (0 to 255).
+    """Notice that the process is about to exit with this code (0 to 255).
 
     Sent if user code called ``sys.exit`` under ``elastic.run``, or if the worker's state does not match.
 
@@ -545,7 +545,7 @@ class Quit(Message):
 
 
 class Returned(Message):
-    """Message: the function under ``elastic.run`` returned."""
+    """Report that the function under ``elastic.run`` has returned."""
 
     generation: int
 
@@ -596,7 +596,7 @@ class Traced(Message):
 
 
 class TracedAll(Message):
-    """Message: this worker has sent all its records of a timeline that has ended."""
+    """Notice that this worker has sent all its records of a timeline that has ended."""
 
     timeline: int
 
@@ -626,7 +626,7 @@ class CheckpointDue(Message):
 
 
 class NotFinite(Message):
-    """Message: gradients have been infinite or NaN since before this commit.
+    """Report that gradients have been infinite or NaN since before this commit.
 
     Sent at the first such commit of a world, and again while the condition lasts.
 
@@ -641,7 +641,7 @@ class NotFinite(Message):
 
 
 class ShareWritten(Message):
-    """Message: this rank's part of checkpoint ``number`` is in the storage."""
+    """Report that this rank's part of checkpoint ``number`` is in the storage."""
 
     generation: int
     number: int
@@ -650,7 +650,7 @@ class ShareWritten(Message):
 
 
 class ShareDropped(Message):
-    """Message: this rank cannot write its part of a checkpoint, which cancels the checkpoint."""
+    """Notice that this rank cannot write its part of a checkpoint. The driver then cancels the checkpoint."""
 
     generation: int
     number: int
@@ -742,7 +742,7 @@ class StopAt(Message):
 
 
 class Proceed(Message):
-    """Message: the planned change is cancelled, and the receiver continues."""
+    """Notice that the planned change is cancelled, and that the receiver continues."""
 
     generation: int
     change: int
@@ -771,7 +771,7 @@ class Locate(Message):
 
 
 class Awaited(Message):
-    """Message: the receiver waits for this rank, which executes this line of the script."""
+    """Notice that the receiver waits for this rank, which executes this line of the script."""
 
     generation: int
     rank: int
@@ -779,7 +779,7 @@ class Awaited(Message):
 
 
 class Rejected(Message):
-    """Message: the receiver's state does not match that of the world. The reason names the difference."""
+    """Notice that the receiver's state does not match that of the world. The reason names the difference."""
 
     reason: str
 
@@ -795,7 +795,7 @@ class Finish(Message):
 
 
 class End(Message):
-    """Message: the job has failed. The receiver aborts blocking calls and exits."""
+    """Notice that the job has failed. The receiver aborts blocking calls and exits."""
 
     reason: str
 
@@ -809,7 +809,7 @@ class ClockTold(Message):
 
 
 class ReportsTaken(Message):
-    """Message: all reports up to this number are delivered and need not be kept for another driver."""
+    """Acknowledgement that all reports up to this number are delivered and need not be kept for another driver."""
 
     number: int
 
@@ -823,7 +823,7 @@ class Tracing(Message):
 
 
 class HostsListed(Message):
-    """Message: the list of hosts has changed.
+    """Notice that the list of hosts has changed.
 
     Listeners of the script receive it. Changes of the world are announced by Prepare.
     """
@@ -852,7 +852,7 @@ class MakeDurable(Message):
 
 
 class CheckpointSoon(Message):
-    """Message: a last checkpoint is needed, because the job stops or its machines are preempted. Rank 0 starts it."""
+    """Request for a last checkpoint, because the job stops or its machines are preempted. Rank 0 starts it."""
 
     generation: int
 
@@ -877,7 +877,7 @@ class DropCheckpoint(Message):
 
 
 class CheckpointDone(Message):
-    """Message: the checkpoint is complete, and contains this commit."""
+    """Notice that the checkpoint is complete and contains this commit."""
 
     generation: int
     number: int

@@ -28,7 +28,7 @@ def is_free(path: str) -> bool:
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
-        return False  # TraceFile reports the error.
+        return False  # The constructor of TraceFile reports this error.
 
 
 class TraceFile:

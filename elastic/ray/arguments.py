@@ -183,7 +183,7 @@ def start_timeout_s(options: RayOptions) -> float:
 
 
 def _standbys(options: RayOptions) -> int:
-    # The value may be a number or its text, as for any flag.
+    # Options may be passed as numbers or as text, like flags of elasticrun.
     return int(options.get("standbys") or 0)
 
 

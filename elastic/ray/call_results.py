@@ -157,5 +157,5 @@ def failure_in(answer: bytes) -> CallFailure | None:
 
 
 def cause(failures: Iterable[CallFailure]) -> CallFailure:
-    """Return the failure that caused the other failures of the same call."""
+    """Return, of several ranks' failures in one call, the one that caused the others."""
     return min(failures, key=lambda failure: (failure.secondary, failure.rank))

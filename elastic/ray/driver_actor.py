@@ -226,7 +226,7 @@ class DriverActor:
             return Ended(2, str(error), invalid=True)
         except OSError as error:
             return Ended(1, f"the driver can't start: {error}")
-        except ElasticError as error:  # Another driver runs the job.
+        except ElasticError as error:  # raised if another driver runs the job
             return Ended(DEPOSED_CODE, str(error))
         finally:
             self._driver = self._desk = None
@@ -407,7 +407,7 @@ class RayProvider:
     def environ_of(self, host: str) -> Mapping[str, str]:
         if not self._job_spec.wanted.gpus:
             return {}
-        # Slots that share a GPU both list its ID.
+        # Slots that share a GPU all list its ID.
         ids = [id for slot in self._discovery.gpus_of(host) for id in slot.split(",")]
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
 

@@ -288,7 +288,7 @@ def stop(job: str) -> bool:
         follower = DriverClient(actor, on_output=lambda stream, data: None)
         follower.close()
     removed = remove_claims(job)
-    with contextlib.suppress(LeadershipLost):  # Another job of this name has started.
+    with contextlib.suppress(LeadershipLost):  # raised if another job of this name has started
         run_apart(lambda: asyncio.run(RayArchive(job).forget()))
     return bool(removed) or actor is not None
 
@@ -301,7 +301,7 @@ def to_streams(stream: str, data: bytes) -> None:
 
 
 def brief(error: BaseException) -> str:
-    """Return the last nonempty line of an error."""
+    """Return the last nonempty line of an error message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

@@ -195,7 +195,7 @@ class Executor:
         self._follower: Any = None
         # request for the workers if a placement group spans several hosts, or None
         self._spread: arguments.WorkerRequest | None = None
-        self._calling: Any = None  # set if workers are persistent
+        self._calling: Any = None  # not None iff workers are persistent
 
     # ---- start and shutdown ------------------------------------------------------------------------------------------
 

@@ -143,9 +143,7 @@ def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) ->
     while (word := calls.take()) != END:
         answer = serving.answer(word)
         del word
-        with contextlib.suppress(
-            OSError
-        ):  # The caller has exited, which the next request will detect.
+        with contextlib.suppress(OSError):  # The caller has exited. `take` then returns `END`.
             calls.answer(answer)
 
 

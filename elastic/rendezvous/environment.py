@@ -185,7 +185,7 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
 
     It keeps the last 2000 collectives of the process with their Python stacks, and some data of every group forever: 8
     MB with three workers. These data fragment the heap, so the memory between them cannot be freed. Torch reads the
-    variable when it makes its first group.
+    variable when it creates its first group.
     """
     env = os.environ if environ is None else environ
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # deprecated name of the variable

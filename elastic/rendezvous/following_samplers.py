@@ -114,7 +114,7 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(self, *args, **options)
         numbers = _numbers(self)
         if numbers == _present():
-            # a plain tuple, which unpickles without this package
+            # stored as a plain tuple, so that a pickled sampler can be loaded without this package
             setattr(self, MADE_FOR, tuple(numbers))
             key = id(self)
             _made[key] = weakref.ref(self, lambda _: _made.pop(key, None))

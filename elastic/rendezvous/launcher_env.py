@@ -235,7 +235,7 @@ def _slurm_step(env: Mapping[str, str]) -> str | None:
 
 def _by_hand(env: Mapping[str, str], size: int) -> ByAddress | ByFile | None:
     if size == 1:
-        return None  # no address is needed
+        return None  # a world of one rank needs no address
     host, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
     if _loopback(host) and not _has(env, ASKS_FOR_PORT):
         return ByFile(_file_name("master", f"{host} {port} {size}"))

@@ -56,7 +56,8 @@ def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> Non
 def stale(
     place: Place, environ_at_start: Mapping[str, str], reads: Iterable[VariableRead]
 ) -> list[VariableRead]:
-    """Return those of the ``reads`` whose value at the start of this worker differs from the value for ``place``.
+    """Return the ``reads`` of variables that had another value at the start of this worker than they have for
+    ``place``.
 
     LOCAL_RANK is included if rank 0 is in a slot other than 0, because scripts take slot 0 for the first worker.
     """

@@ -92,7 +92,7 @@ class ControlClient:
             caller.accepted(self.next(deadline), self._wire)
         except (OSError, ProtocolError):
             with contextlib.suppress(OSError):
-                self._flush()  # the TLS alert contains the reason
+                self._flush()  # send the TLS alert, which contains the reason
             self.socket.close()
             raise
 

@@ -128,7 +128,7 @@ class SealedServer:
         )
         self._received, self._lost, self._tick, self._died = received, lost, tick, died
         self._idle_s = idle_s
-        self._deaf = False  # temporarily not accepting
+        self._deaf = False  # whether accepting connections is suspended
         self._closed = threading.Event()
         self._callers: dict[Any, SealedCaller] = {}  # callers by socket
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -78,7 +78,7 @@ class CommitLog:
         self._session = session
         self._progress = progress
         self.made = 0  # number of commits in all worlds
-        # Set inside elastic.run if checkpoints are enabled.
+        # writer of checkpoints; not None inside elastic.run if checkpoints are enabled
         self.durable: DurableWriter | None = None
 
     # ---- commit() ------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class CommitLog:
             self.durable.saved()
 
     def keep_older(self, state: CommittedState) -> None:
-        """Copy the newest commit, so that it remains available after later ones.
+        """Keep a copy of the newest commit that remains available after later commits.
 
         No-op for a state that keeps no older commits.
         """

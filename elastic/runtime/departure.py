@@ -54,7 +54,7 @@ class Departure:
         self.ignore_children()
         session = self._session
         if session.env.elastic or session.alone:
-            return False  # in these jobs, a loss is not a CollectiveFailed
+            return False  # in these jobs, a lost worker does not raise CollectiveFailed
         if self.waits:
             self._wait_until(lambda: session.recovers)
         return session.recovers

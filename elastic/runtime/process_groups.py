@@ -154,7 +154,7 @@ class Groups:
         try:
             group = self.form(key, generation, place)
         except CollectiveFailed:
-            return  # a caller that needs the group retries and receives the error
+            return  # Ignore the error: a caller that needs the group retries, and then raises it.
         with self._forming:
             retired = self._made is not made
         if retired and made.pop(key, None) is not None:  # created after `retire` was called

@@ -81,7 +81,8 @@ class Recovery:
     phase: Phase = Phase.OUTSIDE
     generation: int = 0
     place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
-    provisional: bool = True  # the worker is in no world yet, so its place may change
+    # whether the worker has not joined a world yet, so that its place may change
+    provisional: bool = True
     newcomer: bool = False
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
@@ -127,7 +128,7 @@ class Recovery:
             case messages.Welcome():
                 self._welcomed = True
                 self.step_input = message.step_input
-                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore a late message
+                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore an outdated message
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
                     # The world of init() has continued without this worker.

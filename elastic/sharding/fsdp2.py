@@ -278,7 +278,8 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
     param._setattr_on_modules(parameter)
     for tensor in param.all_gather_outputs:
         tensor.untyped_storage().resize_(0)
-    param.all_gather_outputs = []  # recreated by the next all-gather, like the gathered parameter
+    # The next all-gather recreates this, like the gathered parameter.
+    param.all_gather_outputs = []
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
     return local

@@ -170,7 +170,7 @@ def _pipeline_stages() -> list[Any]:
 
 
 def _objects(kinds: tuple[type, ...]) -> list[Any]:
-    # Not isinstance(), which some proxies answer for another object.
+    # Uses type() instead of isinstance(), because some proxies report the class of another object.
     return [found for found in gc.get_objects() if issubclass(type(found), kinds)] if kinds else []
 
 

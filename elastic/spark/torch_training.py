@@ -219,7 +219,7 @@ class _Run:
             own = torch.tensor(
                 [rows * float(value) for value in values], dtype=torch.float64, device="cpu"
             )
-        else:  # a placeholder row that must not count in the sums
+        else:  # The row is a placeholder, which must not count in the sums.
             own = torch.zeros(len(values), dtype=torch.float64, device="cpu")
         op = self.elastic.Sum
         return [float(each) for each in self.elastic.allreduce(own, op=op, name="history")]

@@ -377,7 +377,9 @@ class HandledState(_OfThisProcess, ObjectState):
                 self._random.save()
 
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
-        """Keep the replicated values twice, like the shards: all ranks may have to restore the previous commit."""
+        """Save the replicated values in two banks, like the shards, because all ranks may have to restore the previous
+        commit.
+        """
         self._check_parameters()
         self._check_stepped()
 

@@ -17,7 +17,7 @@ from elastic.tensorflow import ops
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Like ``keras.layers.BatchNormalization``, with statistics shared by the ranks of ``process_set``.
+    """Variant of ``keras.layers.BatchNormalization`` with statistics shared by the ranks of ``process_set``.
 
     TensorFlow only.
 

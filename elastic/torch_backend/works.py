@@ -30,10 +30,11 @@ from elastic.torch_backend.collective_calls import CollectiveCall
 if TYPE_CHECKING:
     from elastic.collectives.interface import MessageWork
 
-_GRACE_S = 0.02  # seconds that the thread leaves to the training thread
+# seconds for which the training thread may complete a future before the separate thread does
+_GRACE_S = 0.02
 _IDLE_S = 0.1  # seconds until an idle thread ends, which the process's exit waits for
 _SLICE_S = 0.1
-_NAMED = 8  # ranks to name in a message
+_NAMED = 8  # maximum number of ranks to name in a message
 
 
 _TorchWork: Any = distributed.Work
@@ -327,7 +328,7 @@ class Futures:
         self._owner = owner
         self._pending: collections.deque[tuple[float, ElasticWork]] = collections.deque()
         self._changed = threading.Condition()
-        self._passes: set[int] = set()  # backward passes with a pending call of `_end_pass`
+        self._passes: set[int] = set()  # IDs of backward passes with a pending call of `_end_pass`
         self._ending = False
         self._thread: threading.Thread | None = None
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FIRST_BYTES = 1 << 20
-FULL_BYTES = 8 << 20  # measured with Gloo, see the docstring of benchmarks/step.py
+# in bytes; measured with Gloo, see the docstring of benchmarks/step.py
+FULL_BYTES = 8 << 20
 # For GPUs, not measured: DistributedDataParallel's value within a host, and twice that over a network, where NCCL needs
 # larger messages for full bandwidth.
 GPU_FULL_BYTES = 25 << 20
@@ -22,7 +23,7 @@ ALIGNMENT = 64  # bytes; each gradient starts at a cache line, for aligned vecto
 
 
 class Gradient(NamedTuple):
-    """Size and kind of one gradient. Gradients of different kinds (dtype and device) never share a bucket."""
+    """Size and kind (dtype and device) of one gradient. Gradients of different kinds never share a bucket."""
 
     kind: str
     elements: int
@@ -90,7 +91,7 @@ def plan(
 
 
 def expected_order(count: int) -> tuple[int, ...]:
-    """Return the order in which gradients are assumed to become ready until an order was observed."""
+    """Return the order in which gradients are assumed to become ready before the first observed step."""
     return tuple(reversed(range(count)))
 
 

@@ -51,7 +51,7 @@ class BackwardEndListener(Protocol):
     The methods are called in the thread that ends the pass. backward() raises their exceptions.
     """
 
-    number: int  # Number that is equal on all ranks and determines the order of the calls.
+    number: int  # Sort key of the calls, equal on all ranks.
 
     def backward_ended(self, inner: bool) -> None:
         """Handle the end of a backward pass. May communicate with other ranks, but must not wait for their gradients.

@@ -60,7 +60,7 @@ def lines(
 def outside_state(handled: Collection[object]) -> str:
     """Return the lines of all of this process's optimizers except those in ``handled``.
 
-    Their order is equal on all processes.
+    The lines have the same order in all processes.
     """
     if not _outside(handled):
         return ""

@@ -65,7 +65,7 @@ class Options:
             return Scales(filling=before, finishing=after)
         if inside:
             return Scales(reducing_over=size)
-        # The sum may overflow in these dtypes.
+        # In these dtypes, the sum may overflow, so gradients are scaled before it.
         if self.casts and wire in (torch.float16, torch.bfloat16):
             return Scales(filling=1.0 / size)
         return Scales(finishing_over=size)

@@ -17,7 +17,7 @@ from elastic.rendezvous import environment
 LARGE_BYTES = 1 << 20  # block size in bytes below which glibc keeps freed blocks
 # Maximum of glibc's dynamic threshold. A fixed threshold must not be lower.
 LEAST_THRESHOLD = 32 << 20
-MOST_THRESHOLD = 64 << 20  # Larger blocks cause more fragmentation.
+MOST_THRESHOLD = 64 << 20  # a larger threshold would cause more fragmentation
 _ROOM = 4096  # number of bytes for header and alignment, which must stay below the threshold
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -95,7 +95,7 @@ class FirstNotFinite:
             each.clear()
 
     def missed(self) -> None:
-        """Record a step of the other ranks that this rank did not make.
+        """Record that the other ranks took a step without this rank.
 
         This rank can no longer identify the first non-finite step, so nothing is recorded until gradients are finite
         again.
@@ -113,7 +113,7 @@ class FirstNotFinite:
         self._found = dict(self._committed)
 
     def lasts(self) -> bool:
-        """Return whether the last gradients were not finite."""
+        """Return whether the most recent gradients were non-finite."""
         return bool(self._odd)
 
     def digest(self) -> int | None:

@@ -79,7 +79,7 @@ def of(error: BaseException) -> Uncaught:
 
 
 def because_of_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because of another worker."""
+    """Return whether the exception is a collective's failure that another worker has caused."""
     error = _of_a_framework(error)
     found = folded_traceback.chain(error)
     broken = [each for each in found if isinstance(each, (CollectiveFailed, Interrupted))]

@@ -45,4 +45,5 @@ def answer() -> None:
     if _file is not None:
         faulthandler.register(number, file=_file, all_threads=False)
     else:
-        signal.signal(number, signal.SIG_IGN)  # the default action would end the process
+        # ignore the signal, because its default action ends the process
+        signal.signal(number, signal.SIG_IGN)

@@ -210,7 +210,7 @@ class ShardBuffers:
         return digest.digest((str(number), view) for number, view in enumerate(self._views))
 
     def hold(self) -> Callable[[], None]:
-        """Keep this rank's shard unchanged while later commits are copied to other memory.
+        """Preserve this rank's shard while later commits are copied to other memory.
 
         Returns:
             A function that releases the shard; it can be called from any thread.

@@ -17,7 +17,8 @@ import torch
 
 from elastic.collectives.shared_memory import memfd
 
-LEAST_BYTES = 1 << 20  # minimum size of a tensor; memory for smaller ones is already in the process
+# Minimum size of a tensor in bytes. Smaller tensors use memory that the process already has.
+LEAST_BYTES = 1 << 20
 _ALIGNMENT = 64  # bytes, as with torch's allocator
 
 

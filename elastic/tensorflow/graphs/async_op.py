@@ -162,7 +162,7 @@ def _keep(graph: Any, held: _Callee) -> None:
 
 
 class AsyncCall:
-    """One run of the operation. Call `succeed` or `fail` once, from any thread."""
+    """Pending run of the operation. Call `succeed` or `fail` exactly once, from any thread."""
 
     def __init__(self, lib: _TensorFlowLibrary, context: int, done: int) -> None:
         self._lib = lib
@@ -170,7 +170,7 @@ class AsyncCall:
         self._done = (ctypes.c_char * _FUNCTION_BYTES).from_buffer_copy(
             (ctypes.c_char * _FUNCTION_BYTES).from_address(done)
         )
-        _at.from_address(done + _MANAGER).value = None  # marks the source as moved from
+        _at.from_address(done + _MANAGER).value = None  # mark the source as moved-from
 
     def inputs(self) -> list[torch.Tensor]:
         """Return views of TensorFlow's memory, which is kept until the last view is freed.
