@@ -1,4 +1,4 @@
-"""Assignment of samples to steps, and to ranks or shards. Pure: a function of the job's position.
+"""Assignment of samples to steps, and to ranks or shards, from the job's position. Pure: no I/O, no clock.
 
 An epoch has one order of its samples, the same on all ranks, and the job has consumed a prefix of it. A position
 therefore consists of two numbers, independent of the number of ranks and of prefetched batches. A step consumes the

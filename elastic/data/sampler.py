@@ -91,7 +91,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that every rank has finished a batch of ``batch_size`` samples of its own.
+        """Record that every rank has finished one batch of ``batch_size`` samples.
 
         The last batch of a partition may be smaller than the loader's batch size. Pass either of these sizes.
 

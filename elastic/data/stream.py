@@ -1,4 +1,4 @@
-"""Division of one stream of samples into steps, and of each step into the ranks' parts. Runs in loader workers.
+"""Division of a stream of samples into steps, and of each step into one part per rank. Runs in loader workers.
 
 A stream has no index. Every rank therefore reads the whole stream, and reaches a position by reading all samples before
 that position or by calling the stream's own ``skip(n)``. The rank that a sample is assigned to depends only on the
@@ -119,7 +119,7 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
 def _steps(
     samples: Iterator[Any], dealing: SamplePartition, start: int
 ) -> Iterator[tuple[range, Any]]:
-    """Yield each step and its samples, reading ahead as far as the size of a step requires."""
+    """Yield each step with its samples. Reads ahead only as far as computing the size of the step requires."""
     ahead: deque[Any] = deque()
     while True:
         ahead.extend(islice(samples, dealing.reach - len(ahead)))

@@ -1,6 +1,6 @@
 """DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps without communication.
 
-Then all workers average the changes of their parameters.
+An island of workers can take the place of a single worker.
 
 Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
 parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -
@@ -233,7 +233,7 @@ class DiLoCo:
         return min(self.merged)
 
     def step(self, tokens: float | None = None) -> None:
-        """Count an inner step, and send and merge the fragments that are due.
+        """Increment the inner step counter, then send and merge the fragments that are due.
 
         Call it after each step of the inner optimizer. It communicates only in steps in which a fragment is sent or
         merged. If the world fails meanwhile and the object is in a state, the merge is repeated in the next world, and
@@ -452,7 +452,8 @@ class DiLoCo:
                 op=Op.SUM,
                 into=[tensor],
             )
-            reduced.lasting = False  # each name is used only once
+            # names are never reused, so collectives of different merges cannot be matched
+            reduced.lasting = False
             made.append(reduced)
         return made
 

@@ -42,7 +42,7 @@ FORM = "a rule is PLACE ACTION [KEY=VALUE ...], as in: bucket kill rank=2 step=7
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule of a failpoint.
+    """Rule that injects a fault at a place if its conditions hold.
 
     Args:
         where: allowed values by condition.

@@ -66,7 +66,7 @@ class Job:
         return state
 
     def scale(self, workers: int) -> str:
-        """Request another number of workers, and return the expected outcome immediately.
+        """Request a different number of workers. Return the expected outcome, in words, without waiting for the change.
 
         `status` shows the actual number.
         """

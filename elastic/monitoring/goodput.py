@@ -37,7 +37,7 @@ class Goodput:
 
 
 def goodput() -> Goodput:
-    """Return the times that this worker has spent on training, recoveries and other activities.
+    """Return the time that this worker has spent on training, recoveries and other activities, in seconds.
 
     ``elastic.goodput().goodput`` is the fraction of time spent on training that was not lost. The call takes
     microseconds and does not communicate. ``elasticrun --summary`` prints the same for all workers when the job ends.

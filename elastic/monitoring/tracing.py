@@ -33,7 +33,7 @@ Send = Callable[[Message], None]
 
 
 class TraceSession(Protocol):
-    """Interface of the destination of timeline records. A process has one destination."""
+    """Interface of the destination of a process's timeline records."""
 
     def begin(self, place: Place) -> None:
         """Start the timeline of HOROVOD_TIMELINE, once this worker knows its rank.

@@ -150,7 +150,7 @@ class LifeLock:
     def _wait(self, gone: Callable[[], None]) -> None:
         word = ctypes.c_uint32.from_address(self._address)
         while not (value := word.value) & _OWNER_DIED:
-            if not self._futex(_FUTEX_WAIT, value):  # raised if a sandbox forbids the system call
+            if not self._futex(_FUTEX_WAIT, value):  # fails if a sandbox forbids the system call
                 return self._leave()
         if not self._ended:
             gone()

@@ -11,7 +11,7 @@ from elastic.state.state import ObjectState, State, parts_of
 
 
 def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
-    """Load libraries, allocate memory and build the first step in advance.
+    """Load libraries, allocate memory and build the first training step in advance.
 
     Memory is allocated for the state to receive, its copies and the gradients. See `preallocated_memory`. Call
     `preallocated_memory.leave` once the state has been saved.

@@ -284,7 +284,7 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """Return the layout of the state, as lines that must agree on all workers. Empty if nothing is compared."""
+        """Return the layout of the state as lines, which must be equal on all workers. Empty if nothing is compared."""
         return ""
 
     def _options(self) -> list[str]:

@@ -37,7 +37,7 @@ class MirrorCollectives(LocalCollectives):
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
-        """Receive from each rank the rows that this rank sends to itself, as many as fit."""
+        """Fill the rows of each rank with the rows that this rank sends to itself, truncated to the expected number."""
         begin = sum(sent[: self.rank])
         own = tensor[begin : begin + sent[self.rank]]
         for place in output.split(received):

@@ -99,8 +99,7 @@ class OrderedExecutor:
             work.run()
         except threads.ProcessExiting:
             raise
-        # Any exception must be passed to the threads that wait for this work, and the group must fail on other ranks
-        # too.
+        # Any exception must end the waits for this work, in threads of this process and on other ranks.
         except BaseException as error:
             if not isinstance(error, CollectiveFailed):
                 error = CollectiveFailed(f"{type(error).__name__}: {error}")

@@ -508,7 +508,7 @@ class GradientReducer:
         try:
             return self._compare(world, moment, anew)
         except Exception:
-            self._clear()  # The old plan can be dropped, because no work is in flight.
+            self._clear()  # Discard the step without a wait, because no work is in flight.
             raise
 
     def _compare(self, world: Context, moment: ComparisonPoint, anew: bool) -> bool:
