@@ -24,7 +24,7 @@ def to_torch(array: Array) -> torch.Tensor:
         # not ascontiguousarray, which adds a dimension to a 0-d array
         array = np.array(array, order="C")
     try:
-        # numpy has no bfloat16 of its own; ml_dtypes adds it.
+        # ml_dtypes adds bfloat16, which numpy lacks.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)

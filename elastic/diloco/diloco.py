@@ -236,8 +236,8 @@ class DiLoCo:
         """Increment the inner step counter, then send and merge the fragments that are due.
 
         Call it after each step of the inner optimizer. It communicates only in steps in which a fragment is sent or
-        merged. If the world fails meanwhile and the object is in a state, the merge is repeated in the next world, and
-        the following ``commit()`` keeps this inner step before it raises.
+        merged. If the world fails during this call and the object is in a state, the merge is repeated in the next
+        world, and the following ``commit()`` keeps this inner step before it raises.
 
         Args:
             tokens: number of tokens, or samples, in this worker's batch. Changes are then weighted by the number of
@@ -801,7 +801,7 @@ def _world_of(rt: context.Context | None) -> tuple[int, int] | None:
 
 
 def _context() -> context.Context | None:
-    """Return the runtime, or None before ``init()``, when a worker trains on its own."""
+    """Return the runtime, or None before ``init()``, when a worker trains alone."""
     try:
         return context.current()
     except NotInitialized:

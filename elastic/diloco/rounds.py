@@ -293,7 +293,9 @@ class Rounds:
             self.tokens[fragment] += tokens or 0.0
 
     def _scheduled(self) -> Sent | None:
-        """Return the fragment to send after this step, or None if none is due or the due one was already merged."""
+        """Return the fragment to send after this step, or None if no fragment is due or the due fragment was already
+        merged.
+        """
         if self.quorum:
             if self.pending is not None:
                 return None

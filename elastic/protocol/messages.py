@@ -734,7 +734,7 @@ class Prepare(Message):
 
 
 class StopAt(Message):
-    """Order: all workers stop at this safepoint."""
+    """Order to stop at this safepoint, sent to all workers."""
 
     generation: int
     change: int
@@ -749,7 +749,7 @@ class Proceed(Message):
 
 
 class Leave(Message):
-    """Order: the receiver is no longer part of the job, and exits with code 0.
+    """Order to leave the job and to exit with code 0.
 
     Args:
         fenced: whether the driver has fenced the worker, so that its later work is discarded. Determines the exit code.
@@ -858,14 +858,14 @@ class CheckpointSoon(Message):
 
 
 class SealCheckpoint(Message):
-    """Order to rank 0: write the manifest that completes the checkpoint, because all parts are written."""
+    """Order to rank 0 to write the manifest, which completes the checkpoint, because all parts are written."""
 
     generation: int
     number: int
 
 
 class DropCheckpoint(Message):
-    """Order: the checkpoint is cancelled, and the receiver stops writing.
+    """Order to stop writing the checkpoint, because it is cancelled.
 
     Args:
         again: whether the checkpoint is retried, because the request reached a rank too late.

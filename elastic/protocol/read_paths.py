@@ -122,7 +122,7 @@ _observed: ReadPaths | None = None
 
 
 def observe(environ: Mapping[str, str]) -> None:
-    """Record reads from now on until the process exits, if the job has a checkpoint folder."""
+    """Start recording reads until the process exits, if the job has a checkpoint folder."""
     global _observed
     if environ.get(DIR) and _observed is None:
         _observed = ReadPaths()

@@ -47,7 +47,7 @@ class TraceFormat:
         return [self._meta(name, 1, None, {name: self._epoch_us})]
 
     def process(self, key: str, name: str, order: int) -> list[str]:
-        """Set a process's name from now on, and its position in the display."""
+        """Set a process's current name, and its position in the display."""
         if self._names.get(key) == name:
             return []
         self._names[key] = name

@@ -55,7 +55,8 @@ class Memory(NamedTuple):
     arenas: Sequence[tuple[int, int]]  # address and size in bytes of each arena
     staging: Sequence[int]  # offset of each staging area in its arena
     pidfds: Sequence[int]  # pidfd of each rank; -1 means this process
-    # Called once, when this process no longer uses the memory. With False, another rank may still write to the staging.
+    # Function to call once, when this process has stopped using the memory. With False, another rank may still write to
+    # the staging.
     release: Callable[[bool], None]
 
 

@@ -42,8 +42,8 @@ Members = tuple[int, ...] | None
 def channel_device(known: Plans, device: torch.device) -> torch.device:
     """Return the device on which the next agreement takes place.
 
-    The first agreement is on ``device``, with the group of the gradients. Later agreements are on the CPU with a group
-    of their own, because each GPU communicator uses memory and must be launched in the same order as all others.
+    The first agreement is on ``device``, with the group of the gradients. Later agreements are on the CPU with a
+    separate group, because each GPU communicator uses memory and must be launched in the same order as all others.
     """
     return CPU if known.agreed else device
 

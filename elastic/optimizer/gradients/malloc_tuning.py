@@ -42,7 +42,7 @@ class MallocTuning:
         self._trimmed = False
 
     def keep(self, largest: int, freed: int = 0) -> None:
-        """Make malloc keep the memory of freed gradients from now on. The limits never decrease.
+        """Make malloc keep the memory of freed gradients. The limits never decrease.
 
         Args:
             largest: size of the largest gradient in bytes.

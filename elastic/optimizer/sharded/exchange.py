@@ -98,7 +98,7 @@ class PartialsExchange:
             self._target[: self._elements].copy_(into[: self._elements])
 
     def done(self) -> bool:
-        """Return whether all communication has ended, so that buffers are no longer written to."""
+        """Return whether all communication has ended, after which buffers are not written to."""
         return self._work is None or self._work.done()
 
     def within(self, timeout_s: float) -> bool:
