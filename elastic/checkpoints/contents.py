@@ -43,7 +43,7 @@ class StateItem:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint.
+    """Tensors and objects of a checkpoint.
 
     Args:
         objects: leaves of the state dict other than the commit's tensors, by path.

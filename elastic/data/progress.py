@@ -19,7 +19,7 @@ from elastic.errors import Invalid
 
 
 class DataProgress:
-    """Progress of one loader.
+    """Tracker of one loader's position, and of the position that a commit contains.
 
     Args:
         ahead: number of batches that the loop fetches before it trains on the current one.

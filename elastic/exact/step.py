@@ -21,7 +21,7 @@ class PassResult(NamedTuple):
 
 
 class ShardStep(NamedTuple):
-    """One step of the shards, as seen by this rank."""
+    """Assignment of one step's shards to ranks, and the operations that merge this rank's shards."""
 
     number: int
     held: tuple[tuple[int, ...], ...]  # the shards that each rank computes

@@ -55,7 +55,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the value of rank ``root_rank`` on every rank, as a tensor of the backend."""
+    """Broadcast the value of rank ``root_rank`` to all ranks. Return a tensor of the backend."""
     if _in_tensorflow(value):
         return _tensorflow().broadcast(value, root_rank, name)
     return _apply(lambda given: ops.broadcast(given, root_rank, name), value)

@@ -62,7 +62,7 @@ def present(ranks: Ranks, size: int) -> Ranks:
 
 @dataclass(eq=False)
 class SetEntry:
-    """One process set.
+    """Entry of the table for one process set.
 
     The object is updated when the set is registered (``number`` is not 0), renumbered or removed.
     """

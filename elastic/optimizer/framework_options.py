@@ -1,4 +1,4 @@
-"""Options of gradient tapes and optimizers of other frameworks. Pure validation, without communication."""
+"""Options of gradient tapes and optimizers of frameworks other than torch. Only validates; does not communicate."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ class Environment:
     group_fusion: bool = True  # whether a group may be fused with other tensors
     # seconds until a collective that waits for other ranks is reported; 0 means never
     stall_warning_s: float = 60.0
-    stall_shutdown_s: float = 0.0  # seconds until such a collective fails; 0 means never
+    # seconds until a collective that waits for other ranks fails; 0 means never
+    stall_shutdown_s: float = 0.0
     cores: tuple[int, ...] = ()  # core for the background thread, by local rank; empty means any
     dynamic_process_sets: bool = False
     timeline: str | None = None  # a path, or DYNAMIC

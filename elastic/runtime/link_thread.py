@@ -33,7 +33,7 @@ FIRST_SPENT_S = 5.0  # seconds between two reports of rank 0, which also contain
 
 
 class LinkThread:
-    """The work of one worker's link thread. `receive` and `poked` are called in that thread."""
+    """Message handler and timers of one worker's link thread. `receive` and `poked` are called in that thread."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from elastic.sharding.rows import owners
 
 @dataclass(frozen=True)
 class Division:
-    """Division of a state into shards in one world.
+    """Assignment of a state's shards to the ranks of one world, with this rank's place in it.
 
     Args:
         order: the rank at each mesh position, row by row (replicas by shards).

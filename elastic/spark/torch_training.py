@@ -69,7 +69,7 @@ class TorchTraining:
 
 
 class _Run:
-    """The training on one worker."""
+    """Execution of a `TorchTraining` on one worker."""
 
     def __init__(self, job: TorchTraining, elastic: Any) -> None:
         self.job = job

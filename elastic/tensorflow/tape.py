@@ -67,7 +67,7 @@ def DistributedGradientTape(
         device_dense, device_sparse: ignored.
 
     Raises:
-        Invalid: (a ValueError) for invalid arguments.
+        Invalid: (a ValueError) an argument is invalid.
 
     Example::
 
