@@ -626,7 +626,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.REJECTED: "it was rejected",
     ReasonKind.SCALED_DOWN: "scaled down to {workers:+worker}",
     ReasonKind.DRAINED: "{host} is drained",
-    ReasonKind.QUARANTINED: "{place} is quarantined, since {worker} computed wrong gradients there",
+    ReasonKind.QUARANTINED: "{place} is quarantined, because {worker} computed wrong gradients there",
     ReasonKind.REMOVED: "an operator removed it",
     ReasonKind.SCALED: _scaled,
     ReasonKind.DRAINS: _drains,
@@ -687,7 +687,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.JOINED: "{workers} joined",
     ReasonKind.LEAVES: "{worker} leaves ({leaving})",
     ReasonKind.AWAITS_COMMIT: _awaits_commit,
-    ReasonKind.NOT_WANTED: "no worker waits to join or leave any more",
+    ReasonKind.NOT_WANTED: "no worker is waiting to join or leave",
     ReasonKind.NO_ANSWER: "no answer from {workers}",
     ReasonKind.RETURNED: "{worker} returned",
     ReasonKind.RETURNED_MEANWHILE: "{worker} returned during a planned change",
@@ -708,7 +708,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.ALL_LOST: f"all {{members:+member}} of generation {{generation}} are lost, and no commit is left:"
     f" {{cause}}. {GONE}{{wrote:wrote}}",
     ReasonKind.NO_COMMIT: "no survivor holds a commit: {cause}",
-    ReasonKind.SLOTS_SPENT: "every slot was given up after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
+    ReasonKind.SLOTS_SPENT: "every slot was excluded after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
     ReasonKind.TOO_FEW_SLOTS: _too_few_slots,
     ReasonKind.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
     " or raise --elastic-timeout",

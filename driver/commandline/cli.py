@@ -243,7 +243,7 @@ def _program_from_pods(options: Options, environ: Mapping[str, str]) -> list[str
         raise Invalid("--program-from-pods requires --kubernetes: pass --kubernetes")
     if options.command:
         raise Invalid(
-            f"--program-from-pods and the program {options.command[0]} exclude each other: omit one of them"
+            f"--program-from-pods and the program {options.command[0]} can't be combined: omit one of them"
         )
     from elastic.driver.discovery.kubernetes.api_client import ApiClient
     from elastic.driver.discovery.kubernetes.pod_program import find_program
@@ -680,9 +680,11 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     if np < least:
         raise Invalid(f"-np {np} is smaller than --min-np {least}: pass --min-np {np} or less")
     if options.num_proc is not None and np > most:
-        raise Invalid(f"-np {np} is greater than --max-np {most}: pass np <= max")
+        raise Invalid(f"-np {np} is greater than --max-np {most}: lower -np, or raise --max-np")
     if least > most:
-        raise Invalid(f"--min-np {least} is greater than --max-np {most}: pass min <= max")
+        raise Invalid(
+            f"--min-np {least} is greater than --max-np {most}: lower --min-np, or raise --max-np"
+        )
     return np, least, most, True
 
 

@@ -203,7 +203,7 @@ class Membership:
             ):
                 pass  # No action is needed, because deadlines are checked after every event.
             case _:
-                raise IllegalEvent("the event has no handler")
+                raise IllegalEvent("no handler is registered for the event")
 
     def _overdue(self) -> None:
         for record in self.worlds.staff.overdue():

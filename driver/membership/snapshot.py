@@ -303,7 +303,7 @@ class _Taking:
 
     def _of_settings(self, value: Any) -> list[int]:
         if value is not self._settings:
-            raise SnapshotError("a snapshot can't contain two Settings objects")
+            raise SnapshotError("a snapshot can't contain more than one Settings object")
         return self._add(value, [self._number(Settings.__name__)])
 
     # Mutable objects may appear anywhere in the table and may form cycles.

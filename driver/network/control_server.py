@@ -301,7 +301,9 @@ class ControlServer(Generic[Who]):
         if isinstance(message, self.callers.answer):
             raise ProtocolError("the peer sent a second Answer message")
         if isinstance(message, Hello) and message.worker != peer:
-            raise ProtocolError(f"the peer claims to be {message.worker}")
+            raise ProtocolError(
+                f"the peer authenticated as {peer}, but its Hello message names {message.worker}"
+            )
         self._heard(peer, message)
 
     def lost(

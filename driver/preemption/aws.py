@@ -51,7 +51,7 @@ class Aws:
             moment = datetime.strptime(end, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(
-                f"the metadata service sent an unknown response: {answer.text[:80]!r}"
+                f"the metadata service sent an unexpected response: {answer.text[:80]!r}"
             ) from error
         text = f"AWS will {action} this spot instance"
         return PreemptionNotice(text, answer.ends_at(moment.timestamp()))

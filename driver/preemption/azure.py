@@ -62,7 +62,7 @@ class Azure:
             ends = [self._ends(event, answer) for event in own]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SourceError(
-                f"the metadata service sent an unknown response: {answer.text[:80]!r}"
+                f"the metadata service sent an unexpected response: {answer.text[:80]!r}"
             ) from error
         return min(ends, key=lambda each: each.at or 0.0, default=None)
 

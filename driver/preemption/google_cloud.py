@@ -71,7 +71,7 @@ class GoogleCloud:
         content = answer.json()
         if not isinstance(content, dict):
             raise SourceError(
-                f"the metadata service sent an unknown response: {answer.text[:80]!r}"
+                f"the metadata service sent an unexpected response: {answer.text[:80]!r}"
             )
         if content.get("preempted") == "TRUE":
             return self._since("Google Cloud will preempt this machine", PREEMPTED_S)

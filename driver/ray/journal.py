@@ -104,7 +104,9 @@ class RayArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
-            raise RuntimeError("the journal was begun before it was read from the store")
+            raise RuntimeError(
+                "the journal can't be created, because the store has not been read yet"
+            )
         journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal

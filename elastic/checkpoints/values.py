@@ -30,7 +30,7 @@ def to_plain(value: Any) -> Any:
     try:
         return encode(value, _other)
     except RecursionError:
-        raise NotPlain("the value contains itself, so it can't be stored") from None
+        raise NotPlain("the value contains a reference to itself, so it can't be stored") from None
 
 
 def from_plain(text: Any) -> Any:

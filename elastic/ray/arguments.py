@@ -80,7 +80,9 @@ def wanted(
     least = min_workers if min_workers is not None else np
     most = max_workers if max_workers is not None else np
     if least > most:
-        raise Invalid(f"min_workers {least} is greater than max_workers {most}: pass min <= max")
+        raise Invalid(
+            f"min_workers {least} is greater than max_workers {most}: lower min_workers, or raise max_workers"
+        )
     if not least <= np <= most:
         raise Invalid(
             f"num_workers {np} is not between min_workers {least} and max_workers {most}: pass min <= num <= max"

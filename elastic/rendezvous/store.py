@@ -166,7 +166,7 @@ class Store:
             request = _Request(self.generation, key, rank, size, blob)
             reply = call.ask(request, derived(self._secret, "store", self.generation), deadline)
             if (reply.generation, reply.key) != (self.generation, key):
-                raise ProtocolError("the reply of the store belongs to another request")
+                raise ProtocolError("the store's reply belongs to another request")
             if reply.error:
                 raise ProtocolError(reply.error)
             return reply.blobs

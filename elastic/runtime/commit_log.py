@@ -186,7 +186,7 @@ class CommitLog:
         match verdict:
             case Verdict.STOP:
                 session.phases.mark("broken", time.monotonic())
-                raise WorldChanging("the world is changing as planned")
+                raise WorldChanging("a planned change of the world is in progress")
             case Verdict.BROKEN:
                 raise PeerLost(session.recovery.reason)
             case Verdict.OVER:

@@ -144,7 +144,7 @@ def active_context() -> Any:
     java = os.environ.get("JAVA_HOME") or shutil.which("java")
     raise Invalid(
         "there is no active SparkContext: create one first, with SparkSession.builder.getOrCreate(); Spark Connect"
-        " has none"
+        " provides no SparkContext"
         + ("" if java else ". Spark also needs Java 17 or later, which is not installed here")
     )
 

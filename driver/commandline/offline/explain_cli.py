@@ -27,7 +27,7 @@ from elastic.driver.monitoring.time_spent import summary
 from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\
-Explain a job: which workers were lost and why, what the others did, the cost, and what to change.
+Explain a job: which workers were lost and why, how the others recovered, the time lost, and what to change.
 JOURNAL is the file of --journal, of a running, finished or killed job, or the name of a running job."""
 
 

@@ -137,7 +137,7 @@ class WorkerFlags:
     commit_budget: float | None = flag(
         "--commit-budget",
         "PERCENT",
-        "Elastic: share of the time that commit() may spend on copies; 0: no limit (default:"
+        "Elastic: maximum percentage of training time that commit() may spend on copies; 0: no limit (default:"
         " ELASTIC_COMMIT_BUDGET, or 0).",
         percent,
         variable="ELASTIC_COMMIT_BUDGET",
@@ -329,7 +329,7 @@ class DetectionFlags:
         "--gpu-hang-timeout",
         "S",
         f"Kill a worker whose GPU is S seconds late for a collective; 0: never (default: {Settings.gpu_hang_s:g})."
-        " If all GPUs hang, form a new world after three times as long.",
+        " If all GPUs hang, form a new world after 3 * S seconds.",
         number,
     )
     health_check: str | None = flag(
@@ -354,7 +354,7 @@ class DetectionFlags:
         "--bandwidth-factor",
         "F",
         "With --health-check auto, reject hosts below F times the median bandwidth of the others (default:"
-        f" {Settings.bandwidth_factor:g}; 0: none).",
+        f" {Settings.bandwidth_factor:g}; 0: off).",
         number,
         variable="ELASTIC_BANDWIDTH_FACTOR",
         keys=("health_check.bandwidth_factor",),
@@ -381,7 +381,7 @@ class DetectionFlags:
         "--straggler-factor",
         "F",
         "Report workers slower than F times the median of the others as stragglers (default:"
-        f" {Settings.straggler_factor:g}; 0: none).",
+        f" {Settings.straggler_factor:g}; 0: off).",
         number,
         variable="ELASTIC_STRAGGLER_FACTOR",
         keys=("stragglers.factor",),
@@ -500,7 +500,7 @@ class OutputFlags:
     )
     strict: bool = switch(
         "--strict",
-        "Exit with 2 on script mistakes in the first steps, with 1 on script failures.",
+        "Fail on script mistakes (exit code 2) and on workers lost to script failures (exit code 1).",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
         use=Use(setting="strict", for_workers=True),
@@ -617,7 +617,8 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "Pass at most one of the first four. Default without --etcd: this machine, one slot per worker,"
+        "Pass at most one of -H, --hostfile, --host-discovery-script and --slurm. Default without --etcd: this machine,"
+        " one slot per worker,"
         " at most 8 per core.",
         (HostFlags,),
     ),

@@ -81,7 +81,8 @@ class KubernetesFlags:
         "With --kubernetes: namespace of the pods (default: that of this pod).",
     )
     program_from_pods: bool = switch(
-        "--program-from-pods", "With --kubernetes: run the program after -- in the agents' command."
+        "--program-from-pods",
+        "With --kubernetes: run the program that follows -- in the agents' command.",
     )
     node_notices: list[str] | None = flag(
         "--node-notices",
@@ -92,7 +93,7 @@ class KubernetesFlags:
     kubernetes_service: str | None = flag(
         "--kubernetes-service",
         "NAME",
-        "Discover hosts through this headless service; with --kubernetes, if pods can't be listed.",
+        "Headless service for host discovery; with --kubernetes, used only if listing pods fails.",
     )
 
 
@@ -102,11 +103,11 @@ class FailoverFlags:
 
     resume: bool = switch(
         "--resume",
-        "Continue the job of --journal or --etcd, or start it. If all workers were lost, training "
+        "Continue the job recorded in --journal or --etcd, or start a new one. If all workers were lost, training "
         "resumes from --checkpoint-dir.",
     )
     standby: bool = switch(
-        "--standby", "Wait until no driver leads the job in --etcd, then take over."
+        "--standby", "Run as standby driver: take over the job in --etcd when its driver is lost."
     )
     fresh: bool = switch(
         "--fresh",

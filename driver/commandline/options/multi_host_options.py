@@ -63,8 +63,8 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
         raise Invalid(f"--driver-port {options.driver_port} is not a port: pass 1 to 65535")
     if options.slurm and (etcd is not None or options.resume or options.standby):
         raise Invalid(
-            "--slurm excludes --etcd, --resume and --standby, since Slurm ends the agents in its job steps together"
-            " with their driver: pass --checkpoint-dir to resume after the loss of the driver"
+            "--slurm can't be combined with --etcd, --resume or --standby, because Slurm ends the agents in its job"
+            " steps together with their driver: pass --checkpoint-dir to resume after the loss of the driver"
         )
     choose_address.check_wanted(options.network_interfaces or [])
     secret = read_secret(options.secret_file, environ)

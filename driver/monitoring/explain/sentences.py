@@ -280,7 +280,7 @@ def _then(facts: Facts) -> str:
             return "Every worker ended before training began, so the job ended."
         case ReasonKind.SLOTS_SPENT.value:
             attempts = counted(facts["attempts"], "attempt")
-            return f"Every slot was given up after {attempts}, but the job needs {counted(facts['needed'], 'worker')}."
+            return f"Every slot was excluded after {attempts}, but the job needs {counted(facts['needed'], 'worker')}."
         case ReasonKind.RESET_LIMIT.value:
             return f"--reset-limit {facts['limit']} allows no more failures, so the job ended."
         case ReasonKind.RESTARTS_SPENT.value:
@@ -298,13 +298,13 @@ def _then(facts: Facts) -> str:
         case ReasonKind.TOO_FEW_SLOTS.value:
             needed, usable = counted(facts["needed"], "worker"), counted(facts["usable"], "slot")
             return (
-                f"The job needs at least {needed}: {usable} of its fixed list of hosts could still be used, the others"
-                f" were given up after {counted(facts['attempts'], 'attempt')}."
+                f"The job needs at least {needed}: {usable} of its fixed list of hosts could still be used; all others"
+                f" were excluded after {counted(facts['attempts'], 'attempt')}."
             )
         case ReasonKind.TOO_FEW.value:
             needed = counted(facts["needed"], "worker")
             return (
-                f"The job needs at least {needed}: it had {facts['ready']}, and none joined within"
+                f"The job needs at least {needed}: it had {facts['ready']}, and no other worker joined within"
                 f" {facts['within_s']:g} s."
             )
         case _:
@@ -383,9 +383,9 @@ def _after(facts: Facts) -> str:
             if facts["spoilt"]
             else "no complete commit was left in memory"
         )
-        held = f" from {_checkpoint(facts)}, as {why}"
+        held = f" from {_checkpoint(facts)}, because {why}"
     elif facts.get("uncommitted"):
-        held = " from the beginning, as no commit was made"
+        held = " from the beginning, because no commit was made"
     size = facts["size_after"]
     subject = counted(size, "worker") if size else "The others"
     copied = facts["copied_bytes"] / 1e6
@@ -415,7 +415,7 @@ def _request(facts: Facts) -> str:
             wish = f"the removal of worker {facts['worker']}"
         case _:
             wish = "an action that is unknown to this version"
-    return f"{_at(facts)} An operator requested {wish}{'' if facts['done'] else ', which was refused'}."
+    return f"{_at(facts)} An operator requested {wish}{'' if facts['done'] else ', which was rejected'}."
 
 
 def _store_silent(facts: Facts) -> str:
@@ -532,7 +532,7 @@ def _lost_all(facts: Facts) -> str:
         f"All training up to {_commit(facts)} was in the memory of the workers, which have ended."
     )
     if facts.get("uncommitted"):
-        all_of_it = "All training, as no commit was made."
+        all_of_it = "All training, because no commit was made."
     return f"{all_of_it} Files that the script itself wrote still exist."
 
 

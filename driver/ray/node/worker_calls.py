@@ -130,7 +130,7 @@ class WorkerCalls:
             while True:
                 answer = await _frame(reader)
                 if not caller.waiting:
-                    raise ValueError("the worker sent an answer without a call")
+                    raise ValueError("the worker sent a response without a pending call")
                 waiting = caller.waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(answer)

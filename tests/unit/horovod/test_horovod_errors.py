@@ -66,7 +66,7 @@ def test_a_script_of_horovods_catches_what_it_knows(only_elastic):
         raise PeerLost("a peer is gone")
     assert type(lost.value) is HorovodPeerLost
     with pytest.raises(HostsUpdatedInterrupt, match="planned") as change:
-        raise WorldChanging("the world is changing as planned")
+        raise WorldChanging("a planned change of the world is in progress")
     assert type(change.value) is HorovodWorldChanging
     assert change.value.skip_sync is False
     for raised in (lost.value, change.value):
