@@ -125,6 +125,27 @@ class WorkerRecord:
         self.moved_at = now
 
 
+class _Indexed:
+    """Field whose changes update the roster's indexes.
+
+    The value is in the record's dict. Without ``__get__``, reading it costs no more than reading another field.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __set__(self, record: WorkerRecord, value: Any) -> None:
+        fields = record.__dict__
+        fields[self._name] = value
+        filed = fields.get("_filed")
+        if filed is not None:
+            filed(record, self._name)
+
+
+for _name in INDEXED:
+    setattr(WorkerRecord, _name, _Indexed(_name))
+
+
 class Roster(dict[Worker, WorkerRecord]):
     """Live worker processes, with indexes for frequent queries."""
 
