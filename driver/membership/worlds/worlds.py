@@ -239,12 +239,11 @@ class Worlds:
                 self.staff.welcome(record, self.members)
         for worker in arranged.order:
             record = self.roster[worker]
-            record.stage, record.stands_by = WorkerStage.MEMBER, False
-            if source.running:
-                record.first_generation = record.first_generation or self.generation
+            record.stage = WorkerStage.MEMBER
+            if source.running and not record.first_generation:
+                record.first_generation = self.generation
             record.moved(self.now)
-            record.entered, record.phase, record.last_inside = 0, "", ""
-            record.gpu = []
+            record.note(stands_by=False, entered=0, phase="", last_inside="", gpu=[])
         self.published = events.PublishWorld(
             generation=self.generation,
             members=self.world.placed(),
