@@ -9,6 +9,7 @@ not included. `control_plane.py` includes them, but needs a machine that can run
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import time
 from collections.abc import Iterable
@@ -108,6 +109,7 @@ class Cost:
     snapshot_bytes: int = 0
     taken_s: float = 0.0
     restored_s: float = 0.0
+    peak_bytes: int = 0  # peak memory of this process so far, before the snapshot
 
 
 def measure(workers: int, slots: int, together: float) -> Cost:
@@ -135,6 +137,7 @@ def measure(workers: int, slots: int, together: float) -> Cost:
         job.resume()
         cost.resumed_s = watch.lap()
         cost.journal_bytes = job.journal_bytes() - before
+        cost.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         watch.lap()
         data = take_snapshot(job.membership)
         cost.taken_s = watch.lap()
@@ -165,6 +168,7 @@ ROWS = {
     "... per worker, us": lambda it: f"{it.gathered_s / it.workers * 1e6:.1f}",
     "all train again, s": lambda it: f"{it.resumed_s:.2f}",
     "journal of one loss, MB": lambda it: f"{it.journal_bytes / MB:.1f}",
+    "peak memory before the snapshot, MB": lambda it: f"{it.peak_bytes / MB:.0f}",
     "snapshot, MB": lambda it: f"{it.snapshot_bytes / MB:.1f}",
     "... taken, s": lambda it: f"{it.taken_s:.2f}",
     "... restored, s": lambda it: f"{it.restored_s:.2f}",
