@@ -368,10 +368,11 @@ class Rounds:
         assert self.pending is not None
         self._sent_tokens = self.tokens[self.pending.fragment]
         tokens: Sequence[float] = [self._sent_tokens]
+        if self.quorum:
+            # Set before the comparison: it may fail here and complete on the leader, which then sends the change.
+            self._sent_for = sum(self.merged), self.islands.name
         if len(self.islands.members) > 1:
             tokens = yield CompareIsland(self.pending, self._sent_tokens)
-        if self.quorum:
-            self._sent_for = sum(self.merged), self.islands.name
         if self.islands.leads:
             equal = 1.0 if self.quorum else None
             weight = sum(tokens) if self.weighted else equal

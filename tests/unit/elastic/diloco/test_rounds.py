@@ -201,6 +201,19 @@ def test_missed_merge_with_a_delay_is_applied_at_its_step_or_before_the_next_one
     assert step(rounds, Decisions(1, True), Decisions(0, True), absent=["b"]) == [*missed, start]
 
 
+def test_member_whose_comparison_failed_takes_out_the_change_that_its_leader_sent():
+    rounds = Rounds(RoundSchedule(1), quorum=True)
+    actions = rounds.step(1, Islands(("a", "b", "b"), 2), 5)
+    assert isinstance(next(actions), CompareReports)
+    report = json.dumps([1, [0], None, [1, 0], [], False])
+    assert isinstance(actions.send([report] * 3), Follow)
+    assert isinstance(actions.send(Decisions(0, False)), CompareIsland)
+    rounds.interrupted()  # It completed on the leader.
+    theirs = {"position": 1, "merged": [1], "pending": None, "weighted": True}
+    assert rounds.take_shared(theirs | {"absent": [(0, ())]}) == {0: False}
+    assert rounds.tokens == [0.0]
+
+
 def test_island_that_sent_its_change_takes_it_out_after_a_merge_on_other_ranks_only():
     rounds = follower(every=1)
     actions = rounds.step(1, Islands(NAMES, 1), 5)
