@@ -628,10 +628,8 @@ class Driver:
                     # The worker's output is already visible on the console.
                     text = in_one_line(about) or text
                 starting = self.generation == 0
-                if self._exits.shares(about, starting=starting):
+                if self._exits.shares(level, about, starting=starting):
                     return None
-                if level != "debug":
-                    self._exits.say()  # This line may be caused by an exit that was not logged yet.
                 return (level, text)
             case events.AnswerRequest(_, done, reason):
                 self._answered(action)

@@ -26,14 +26,19 @@ class ExitLines:
         self._first: Reason | None = None
         self._timer = DebounceTimer(self.say, held)
 
-    def shares(self, about: Reason | None, *, starting: bool = False) -> bool:
+    def shares(self, level: str, about: Reason | None, *, starting: bool = False) -> bool:
         """Return whether a log line about an exit is deferred until the summary.
 
+        Before other lines, except those at debug level, the summary is logged: an exit may be their cause.
+
         Args:
-            about: exit reason.
+            level: level of the line.
+            about: exit reason, or the reason in another line.
             starting: whether no world has formed yet, in which case more exits may fail the job.
         """
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
+            if level != "debug":
+                self.say()
             return False
         self._timer.touch()
         if self._more is not None:
