@@ -101,7 +101,7 @@ def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimiz
     first, again, *_ = [
         enter["step"] for enter in history.all("enter") if enter["worker"] == "localhost:2#2"
     ]
-    assert first in (5, 6)  # a step early, where it is ready before the others are held at step 6
+    assert 2 < first <= 6  # It may be ready before the others are held at step 6.
     assert again == 6
 
 

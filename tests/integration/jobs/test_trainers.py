@@ -216,9 +216,9 @@ def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
     training.succeed(START_S)
     rates(training)
     assert "elastic.errors.StateMismatch" in training.output
-    # The survivor does not wait for the end of its process.
-    [told] = training.events("WorkerQuit")
-    assert told["worker"] == next(each["worker"] for each in training.events("WorkerExited"))
+    # The survivor does not wait for the end of its process, which may even outlive the survivor's.
+    [quit_event] = training.events("WorkerQuit")
+    assert quit_event["worker"] == ["localhost", 1, 1]
 
 
 @library
