@@ -617,9 +617,8 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "Pass at most one of -H, --hostfile, --host-discovery-script and --slurm. Default without --etcd: this machine,"
-        " one slot per worker,"
-        " at most 8 per core.",
+        "Pass at most one of -H, --hostfile, --host-discovery-script and --slurm. Default without --etcd: this"
+        " machine.",
         (HostFlags,),
     ),
     (
