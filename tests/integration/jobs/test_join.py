@@ -98,11 +98,10 @@ def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimiz
     training.succeed()
     history = History(training)
     history.check(steps=9, optimizer=optimizer)
-    first, again, *_ = [
-        enter["step"] for enter in history.all("enter") if enter["worker"] == "localhost:2#2"
-    ]
-    assert 2 < first <= 6  # It may be ready before the others are held at step 6.
-    assert again == 6
+    entered = [each["step"] for each in history.all("enter") if each["worker"] == "localhost:2#2"]
+    # It may be ready before the others are held at step 6, or enter only after the second loss.
+    assert 2 < entered[0] <= 6
+    assert entered[-1] == 6
 
 
 def test_collectives_of_reset_callbacks_include_only_their_callers(job):
