@@ -309,7 +309,10 @@ def _has_journal(path: Path) -> bool:
 
 
 def _check(path: Path, first: bytes) -> None:
-    """Check that a file, of which ``first`` is the beginning, is a journal.
+    """Check that a file is a journal.
+
+    Args:
+        first: beginning of the file.
 
     Raises:
         Invalid: the file is not a journal.

@@ -68,7 +68,7 @@ class SshOptions:
     python: str | None = None  # path of the Python that runs the agents on all hosts
     program: str = "ssh"
     connect_s: int = 10  # timeout for connecting, in seconds
-    ready_s: float = 60.0  # timeout for a ready agent, including the login, in seconds
+    ready_s: float = 60.0  # seconds to wait until the agent is ready, including the login
     alive_s: int = 5  # seconds between two keepalives on an idle connection
     alive_count: int = 3  # number of unanswered keepalives after which the connection is lost
 

@@ -80,7 +80,7 @@ class RayArchive:
 
         Raises:
             Invalid: the journal is corrupted.
-            LeadershipLost: another driver took a turn during the read.
+            LeadershipLost: another driver became the writer during the read.
         """
         self._turn = self._turn or await self._take()
         writers = await self._writers()

@@ -149,7 +149,7 @@ class Part(StateHandler):
         return None
 
     def differing(self) -> list[str]:
-        """Return the names of tensors that must be equal on all workers and differ from the commit."""
+        """Return the names of the tensors that differ from the commit, if all workers must have equal values."""
         return []
 
     # ---- Horovod's interface ---------------------------------------------------------------------
