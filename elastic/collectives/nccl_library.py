@@ -40,7 +40,7 @@ def can_revoke() -> bool:
 
 
 def revoke(communicator: int) -> int:
-    """Start to terminate all kernels of a communicator permanently. Does not wait, and needs no GPU.
+    """Revoke a communicator permanently: its kernels end, and nothing is freed. Does not wait, and needs no GPU.
 
     Args:
         communicator: communicator from ``_comm_ptr()``, not freed yet.
