@@ -96,8 +96,8 @@ class Frozen(Part):
     def _has_company(self, record: WorkerRecord) -> bool:
         """Return whether another worker trains with the frozen worker, or will train with it in the next world.
 
-        A worker that is about to join does not count, because it holds no training progress. If all members are frozen,
-        one of them must remain.
+        For a member, only other members count, because workers that are about to join have no progress. If all members
+        are frozen, one of them must remain.
         """
         member = record.worker in self.worlds.world.places
         return any(
