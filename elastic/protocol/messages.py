@@ -233,7 +233,7 @@ class ShardsPlaced(Value):
     restored: Commit | None = None
     rows: RowBytes = RowBytes()  # bytes of all rows of this worker, by source
     received: int = 0  # bytes of these rows that other workers sent
-    # shards of the restored commit whose worker is not in this world, and this worker's rows from them
+    # shards of the restored commit that no worker of this world had trained, and this worker's rows from them
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     lost_rows: RowBytes = RowBytes()
 
@@ -749,10 +749,10 @@ class Proceed(Message):
 
 
 class Leave(Message):
-    """Order to leave the job and to exit with code 0.
+    """Order to leave the job and to exit with code 0, or with code 1 if ``fenced``.
 
     Args:
-        fenced: whether the driver has fenced the worker, so that its later work is discarded. Determines the exit code.
+        fenced: whether the driver has fenced the worker, so that its later work is discarded.
     """
 
     reason: str
