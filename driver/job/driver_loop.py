@@ -234,7 +234,7 @@ class Driver:
         self._settling: asyncio.Future[None] | None = None
         self._signalled: int | None = None  # exit code that corresponds to the last signal
         self._signalled_at: dict[signal.Signals, float] = {}
-        # exit code of a stop request received before run()
+        # text and exit code of a stop request received before run()
         self._early_stop: tuple[str, int] | None = None
         self._said_last = ""  # last log line about the world
         self._exits = ExitLines(log, unfolding)

@@ -5,8 +5,9 @@ not know. Every member therefore creates a new reducer, as DDP's constructor doe
 start with equal buckets and agree on their order after the first step, as at the start of a job. Communication hooks
 and a static graph are set again.
 
-The new reducer has the same parameters as the first one, including parameters that are temporarily frozen. Parameters
-added later are not reduced and would differ between ranks from the first step on, so the next commit raises NotReduced.
+The new reducer has the same parameters as the first one, including parameters that are temporarily frozen. Other
+parameters that the module trains, such as those added or unfrozen later, are not reduced and would differ between ranks
+from the first step on, so the next commit raises NotReduced.
 """
 
 from __future__ import annotations
