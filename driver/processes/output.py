@@ -30,8 +30,7 @@ STACKS_S = 0.2  # seconds for all lines of a worker's stack dump to arrive
 # Seconds at the end of a job after which a line reports that output is not being read.
 REMIND_S = 5.0
 
-# Wait for the byte after a final carriage return, because it may be the first half of "\r
-# ".
+# Wait for the byte after a final carriage return, because it may be the first half of "\r\n".
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
