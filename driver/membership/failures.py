@@ -72,7 +72,7 @@ class Failures(Part):
         if event.differs:
             verdict = because(ReasonKind.CALLS_DIFFER, text=text)
         if self.settings.elastic and record.stage is WorkerStage.DISMISSED:
-            return  # The driver has already asked the worker to leave.
+            return  # The worker was asked to leave, or is about to exit.
         if not self.settings.elastic:
             self._record_complaint(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):

@@ -5,7 +5,7 @@ known. The search therefore waits briefly for an exit, and the first worker that
 is the cause.
 
 `Mismatches`: if ranks call different collectives, the world first resumes from the last commit, because a transient
-    fault may be the reason. If the next world fails in the same calls, the script is at fault.
+fault may be the reason. If the next world fails in the same calls, the script is at fault.
 
 `Exceptions`: an exception that one worker raised affects that worker only, and the others continue. If it occurs again
 at the same commit, the script is at fault, and the exception would recur forever. Exceptions reported as caused by
