@@ -1,4 +1,4 @@
-"""Measurement of the CPU, memory and GPU usage of each worker of this host, including its child processes.
+"""Measurement of the CPU, memory and GPU usage of each worker of this host, including all processes of its session.
 
 `Rates` is pure. `Gpus` queries NVML if nvidia-ml-py (extra ``gpu-usage``) and the driver are installed. In a container
 with its own pid namespace, NVML reports different pids, so the use of GPUs is unknown.
