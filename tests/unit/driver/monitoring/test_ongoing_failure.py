@@ -110,7 +110,7 @@ def test_exceptions_and_exits_that_are_seconds_apart_have_one_line_each(monkeypa
         actions += [EndJob(1, WHY)] if slot == RANKS - 1 else []
         view.note(event, actions, loop.now)
         cools = because(ReasonKind.SLOT_COOLS, worker=f"h:{slot}#1", exit="exit code 1", wait_s=60)
-        if not lines.shares(cools):
+        if not lines.shares("warning", cools):
             logged.append(str(cools))
 
     happens = [(apart_s * slot, raised, slot) for slot in range(RANKS)]
