@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from math import inf
 
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
@@ -43,17 +42,11 @@ from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Place, Worker
 
-# Every member of a large world sends these events at about the same time.
-ONE_OF_MANY = (events.WorkerReady, events.WorkerResumed)
-
 __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
 
 
 class Membership:
     """Membership of one job. Pass each event with its time to `handle`, and perform the returned actions in order."""
-
-    # Until this time, no deadline expires, and the last checks found nothing to do. None: unknown. Not in snapshots.
-    _quiet_until: float | None = None
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -152,19 +145,13 @@ class Membership:
         try:
             if self.over:
                 self._after_the_end(event)
-            elif self._is_one_of_many(event, now):
-                self.reports.handle(event)
             else:
-                self._quiet_until = None
                 self._dispatch(event)
                 self._overdue()
                 self.worlds.advance()
                 self.stuck.watch()
                 self.notices.watch()
                 self.stop.watch()
-                if not self.worlds.actions.decided and isinstance(event, ONE_OF_MANY):
-                    deadline = self.next_deadline()
-                    self._quiet_until = inf if deadline is None else deadline
         except JobFinished:
             pass
         except IllegalEvent as illegal:
@@ -172,34 +159,6 @@ class Membership:
             where = f"in phase {self.phase.value}; the story:\n  {story}"
             raise IllegalEvent(f"{event}: {illegal}, {where}") from None
         return self.worlds.actions.decided
-
-    def _is_one_of_many(self, event: events.Event, now: float) -> bool:
-        """Return whether an event changes only the record of one worker, so that the other checks can be omitted.
-
-        After a lost host, every survivor becomes ready and resumes. All checks after each of these events would take
-        most of the time until the next world of a large job.
-        """
-        if self._quiet_until is None or now >= self._quiet_until or self.roster.frozen:
-            return False
-        match event:
-            case events.WorkerReady(worker, generation):
-                record, gathering = self.roster.get(worker), self.worlds.gathering
-                return (
-                    self.phase is Phase.GATHERING
-                    and not (gathering.late or gathering.anew)
-                    and generation == self.generation
-                    and worker in self.worlds.world.places
-                    and record is not None
-                    and record.stage is WorkerStage.MEMBER
-                    and not (record.frozen or record.killed_for)
-                    # Other members are ready, and the next world waits for others.
-                    and self.roster.any_at(WorkerStage.READY)
-                    and self.roster.count(WorkerStage.MEMBER) > 1
-                )
-            case events.WorkerResumed():
-                # A planned change may become due at any time.
-                return self.phase is Phase.TRAINING and self.worlds.look_again_at is None
-        return False
 
     def _dispatch(self, event: events.Event) -> None:
         self.stop.heard(event)

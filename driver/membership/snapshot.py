@@ -145,8 +145,6 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
 METHODS = {(Roster, "_file")}  # fields that hold bound methods
 # Fields that are reset at each event. The caller has already received their contents.
 PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
-# Fields that are omitted, because the class has a default with which the same decisions are made.
-OMITTED = {(Membership, "_quiet_until")}
 
 _NAMED: dict[str, type] = {
     cls.__name__: cls
@@ -321,8 +319,6 @@ class _Taking:
             row.append(self._number(kind.__name__))
         else:
             fields = vars(value)
-            if kind is Membership:
-                fields = {n: v for n, v in fields.items() if (kind, n) not in OMITTED}
             row.append(self._number(kind.__name__, *fields))
             if kind is ActionList:
                 fields = {n: None if (kind, n) in PASSING else v for n, v in fields.items()}

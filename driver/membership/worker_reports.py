@@ -95,16 +95,11 @@ class WorkerReports(Part):
             self.staff.release(record, because(ReasonKind.RETURNED_BEFORE))
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
-        record.moved(self.actions.now)
-        record.note(
-            commit=event.commit,
-            kept=event.kept.commits,
-            store=event.store,
-            layout=event.layout,
-            running=event.running,
-            waits_since=self.actions.now,
-        )
+        record.commit, record.kept, record.store = event.commit, event.kept.commits, event.store
+        record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
+        record.moved(self.actions.now)
+        record.waits_since = self.actions.now
         self.staff.has_waiting_starts()
         if event.worker not in self.worlds.world.places:
             self._newcomer_ready(record)

@@ -30,11 +30,9 @@ from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
 from elastic.driver import events
-from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import ReasonKind
 from elastic.protocol.messages import Worker
 from harness import wording
-from harness.checking_all import CheckingAll
 from harness.golden import recorded
 
 WORKERS = 8
@@ -90,16 +88,6 @@ def test_seeds_that_have_found_something(seed, workers):
 def test_a_thousand_seeds(first):
     for seed in range(first, first + BATCH):
         simulate(seed)
-
-
-@pytest.mark.parametrize("seed", some(range(MANY // 2), 3))
-def test_membership_that_omits_checks_decides_as_one_that_runs_all(seed):
-    sim = Simulation(seed, workers=WORKERS, steps=60, faults=14, mild=seed % 2 == 0)
-    sim.run()
-    omits, runs_all = Membership(sim.settings), CheckingAll(sim.settings)
-    for entry in sim.driver.entries:
-        assert omits.handle(entry.event, entry.at) == runs_all.handle(entry.event, entry.at)
-        assert omits.next_deadline() == runs_all.next_deadline()
 
 
 @pytest.mark.parametrize("seed", some(range(3), 1))

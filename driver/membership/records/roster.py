@@ -99,10 +99,6 @@ class WorkerRecord:
         if name in INDEXED and self._filed is not None:
             self._filed(self, name)
 
-    def note(self, **fields: Any) -> None:
-        """Set several fields that no index of the roster contains, which is faster than setting each."""
-        vars(self).update(fields)
-
     @property
     def slot(self) -> tuple[str, int]:
         return self.worker.host, self.worker.slot

@@ -239,11 +239,12 @@ class Worlds:
                 self.staff.welcome(record, self.members)
         for worker in arranged.order:
             record = self.roster[worker]
-            record.stage = WorkerStage.MEMBER
-            if source.running and not record.first_generation:
-                record.first_generation = self.generation
+            record.stage, record.stands_by = WorkerStage.MEMBER, False
+            if source.running:
+                record.first_generation = record.first_generation or self.generation
             record.moved(self.now)
-            record.note(stands_by=False, entered=0, phase="", last_inside="", gpu=[])
+            record.entered, record.phase, record.last_inside = 0, "", ""
+            record.gpu = []
         self.published = events.PublishWorld(
             generation=self.generation,
             members=self.world.placed(),

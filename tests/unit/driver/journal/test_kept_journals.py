@@ -8,12 +8,10 @@ import msgspec
 import pytest
 
 from elastic.chaos.invariants.invariants import check_journal
-from elastic.driver.events import Action, Event, Report, WorkerReady, WorkerResumed
+from elastic.driver.events import Action, Event, Report
 from elastic.driver.journal.entries import Entry, Line, decoded_header
 from elastic.driver.journal.journal import ReplayDiffers, read, replay
 from elastic.driver.journal.resume import past_of
-from elastic.driver.membership.membership import Membership
-from harness.checking_all import CheckingAll
 from harness.kept_journals import (
     KEPT,
     as_bytes,
@@ -123,23 +121,3 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
         "WorkerReconnected",
     }
     assert known - found <= elsewhere
-
-
-@each_journal
-def test_membership_that_omits_checks_decides_as_one_that_runs_all(kept, tmp_path):
-    journal = unpacked(kept, tmp_path)
-    assert replay(journal) == replay(journal, CheckingAll)
-
-
-def test_events_of_many_workers_omit_checks_in_kept_journals(tmp_path):
-    omitted = []
-
-    class Counting(Membership):
-        def _is_one_of_many(self, event, now):
-            omits = super()._is_one_of_many(event, now)
-            omitted.extend([type(event)] * omits)
-            return omits
-
-    for kept in JOURNALS:
-        replay(unpacked(kept, tmp_path), Counting)
-    assert {*omitted} == {WorkerReady, WorkerResumed}

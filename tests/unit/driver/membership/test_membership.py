@@ -547,14 +547,6 @@ def test_survivor_that_does_not_return_is_killed_and_the_others_continue():
     assert order(the(PublishWorld, talk.tell(exited("h:3")))) == ["h:1#1", "h:2#1"]
 
 
-def test_deadline_that_has_passed_takes_effect_when_one_more_survivor_is_ready():
-    talk = running(5, elastic_timeout_s=60)
-    talk.tell(exited("h:0"))
-    talk.ready("h:1", "h:2", commit=(2, 5))
-    talk.now += 60
-    assert names(talk.ready("h:3", commit=(2, 5)), KillWorker) == ["h:4#1"]
-
-
 def test_unkillable_worker_is_left_behind():
     talk = running(4, elastic_timeout_s=60, leave_s=30)
     talk.tell(exited("h:0"))
