@@ -93,12 +93,6 @@ class WorkerRecord:
 
     _filed: Callable[[WorkerRecord, str], None] | None = field(default=None, repr=False)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field and update the roster's indexes."""
-        object.__setattr__(self, name, value)
-        if name in INDEXED and self._filed is not None:
-            self._filed(self, name)
-
     @property
     def slot(self) -> tuple[str, int]:
         return self.worker.host, self.worker.slot

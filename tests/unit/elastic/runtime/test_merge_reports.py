@@ -12,14 +12,20 @@ from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.worker_runtime import MERGE_REPORT_S, WorkerRuntime
 
 
-def test_merge_report_when_it_is_due_or_the_late_islands_change_contains_the_wait_since_the_last_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def training(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerRuntime, list[float], list[Merged]]:
+    """Return the runtime of a worker in generation 2, its clock, and the reports that it sends."""
     now, sent = [100.0], list[Merged]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     rt = WorkerRuntime(environment.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.session.send = sent.append  # type: ignore[method-assign, assignment]
+    return rt, now, sent
+
+
+def test_merge_report_when_it_is_due_or_the_late_islands_change_contains_the_wait_since_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rt, now, sent = training(monkeypatch)
     rt.report_merge(1, 10, ["us", "eu"], [], 0.25)
     rt.report_merge(2, 20, ["us", "eu"], [], 0.5)  # too soon
     rt.report_merge(3, 30, ["us", "eu"], ["us"], 1.0)
@@ -40,11 +46,7 @@ def test_merge_report_names_the_islands_again_in_another_generation_and_each_min
     monkeypatch: pytest.MonkeyPatch, after_s: float, generation: int, named: bool
 ) -> None:
     """The driver may be another one by then."""
-    now, sent = [100.0], list[Merged]()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    rt = WorkerRuntime(environment.read({}), None)
-    rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
-    rt.session.send = sent.append  # type: ignore[method-assign, assignment]
+    rt, now, sent = training(monkeypatch)
     rt.report_merge(1, 10, ["us", "eu"], [], 0.0)
     now[0] += after_s
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=generation, provisional=False)
