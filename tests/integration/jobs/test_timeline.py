@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,25 @@ from harness.job import Job
 
 SCRIPT = SCRIPTS / "timeline_training.py"
 PHASES = {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "GLOO_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER"}
+WRITTEN_S = 5.0
 Json = dict[str, Any]
 
 
 def _read(path: Path) -> list[Json]:
-    """A write becomes visible page by page: a read in the middle is repeated. Unchanged text must be complete."""
+    """A write becomes visible page by page: a read in the middle is repeated. Unchanged text must be complete.
+
+    On a busy machine, the writer may be paused in the middle of a write, so it has WRITTEN_S seconds.
+    """
     while True:
         text = path.read_text()
         try:
             events: list[Json] = json.loads(text)
             return events
         except json.JSONDecodeError:
-            if path.read_text() == text:
-                raise
+            until = time.monotonic() + WRITTEN_S
+            while path.read_text() == text:
+                if time.monotonic() > until:
+                    raise
 
 
 class Shown:
