@@ -144,14 +144,14 @@ def test_a_slow_worker_gets_fewer_shards_and_commits_stay_the_same(job, referenc
     wanted, final = reference(26)
     assert differences(training, wanted) == []
     assert (training.folder / "final.json").read_text() == final
-    computed: dict[int, set[int]] = {}
+    shares: dict[int, dict[str, int]] = {}
     for event in training.events("WorkerDigested"):
         if event.get("gradients"):
             own = len({key.split()[0] for key in event["gradients"]})
-            computed.setdefault(event["step"], set()).add(own)
-    assert computed[1] == {2, 3}
-    assert computed[11] == {1, 3, 4}
-    assert computed[26] == {1, 3, 4}
+            shares.setdefault(event["step"], {})[":".join(map(str, event["worker"]))] = own
+    assert sorted(shares[1].values()) == [2, 3, 3]
+    for step in (11, 26):  # what each of the others gets depends on the machine's load, too
+        assert min(shares[step].values()) == 1 and sum(shares[step].values()) == 8, shares[step]
 
 
 def test_a_bug_is_named_by_step_tensor_and_shard(job, reference):
