@@ -75,7 +75,7 @@ class LivePage:
                 ``host:0#2``.
         """
         slot, _, start = name.partition("#")
-        for key, row in self.model.state.tables["workers"].items():
+        for key, row in self.model.worker_rows().items():
             same = slot == key or (name.isdecimal() and row["rank"] == int(name))
             if same and start in ("", str(row["start"])):
                 return Worker(row["host"], row["slot"], row["start"])

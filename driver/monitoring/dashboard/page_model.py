@@ -248,7 +248,12 @@ class PageModel(ViewReader):
     @property
     def changed(self) -> bool:
         """Return whether anything has changed since the last patch."""
-        return self.state.changed
+        return self.state.changed or self._grid.changed
+
+    def worker_rows(self) -> Mapping[str, dict[str, Any]]:
+        """Return the table ``workers`` with the rows of all changed workers."""
+        self._grid.update_rows()
+        return self.state.tables["workers"]
 
     def go_on(self, now: float) -> None:
         """Update the values that change with time alone."""
@@ -257,6 +262,7 @@ class PageModel(ViewReader):
     def patch(self, now: float) -> Patch:
         """Return the changes of the page since the last patch."""
         self._look_at_all(now)
+        self._grid.update_rows()
         return self.state.patch(now)
 
     def full(self, now: float) -> Patch:
@@ -265,6 +271,7 @@ class PageModel(ViewReader):
         Call `patch` first, because the state already includes pending changes.
         """
         self._look_at_all(now)
+        self._grid.update_rows()
         return self.state.full(now)
 
     # ---- events ----------------------------------------------------------------------------------------------------

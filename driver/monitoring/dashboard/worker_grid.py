@@ -112,9 +112,26 @@ class WorkerGrid:
         self._view = view
         self._shows_stall = False
         self._cells: dict[str, Cell] = {}
+        # Cells that changed since `update_rows`. Rows are built when a viewer reads them: a change of the world
+        # changes each cell several times.
+        self._changed: dict[str, Cell] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a row of a worker may differ from its row in the table."""
+        return bool(self._changed)
+
+    def update_rows(self) -> None:
+        """Write the rows of all changed workers to the table ``workers``."""
+        rows = self.state.tables["workers"]
+        for key, cell in self._changed.items():
+            row = cell.row(self._view.ranks.get(cell.worker))
+            if row != rows.get(key):
+                self.state.row("workers", key, row)
+        self._changed.clear()
 
     # ---- workers
 
@@ -139,7 +156,7 @@ class WorkerGrid:
                     cell.inside, cell.share, cell.stalled, cell.awaits = None, None, None, ()
                     cell.step_s = cell.own_s = None
                 self._move(cell, state, note, now)
-                self._show(cell)
+                self._changed[cell.key] = cell
 
     def _move(self, cell: Cell, state: str, note: str, now: float) -> None:
         if cell.state == "lost" and state != "lost":
@@ -161,7 +178,7 @@ class WorkerGrid:
         for name, new in fields.items():
             setattr(cell, name, new)
         if shown and shown != ["share"]:
-            self._show(cell)
+            self._changed[cell.key] = cell
 
     def exited(self, event: WorkerExited, now: float) -> None:
         why = event.reason or f"ended with {describe_exit(event.code)}"
@@ -182,7 +199,7 @@ class WorkerGrid:
         else:
             fenced = f"{cell.note}; " if cell.state == "lost" and cell.note else ""
             self._move(cell, "lost", f"{fenced}{why}", now)
-        self._show(cell)
+        self._changed[cell.key] = cell
 
     def published(self, now: float) -> None:
         """Update the rows for a new world."""
@@ -191,7 +208,7 @@ class WorkerGrid:
             cell = self._of(worker)
             if cell is not None:
                 # Clear the rank in the worker's row, even if the worker has exited.
-                self._show(cell)
+                self._changed[cell.key] = cell
         self._forget_exited()
 
     # ---- hosts
@@ -223,6 +240,7 @@ class WorkerGrid:
             listed = cell.worker.slot < hosts.get(cell.worker.host, {"slots": 0})["slots"]
             if not listed and cell.state in ("lost", "done"):
                 del self._cells[key]
+                self._changed.pop(key, None)
                 self.state.row("workers", key, None)
         alive = {cell.worker.host for cell in self._cells.values()}
         for host in [host for host, row in hosts.items() if not row["slots"] and host not in alive]:
@@ -293,11 +311,6 @@ class WorkerGrid:
     def _of(self, worker: Worker) -> Cell | None:
         cell = self._cells.get(slot_of(worker))
         return cell if cell is not None and cell.worker == worker else None
-
-    def _show(self, cell: Cell) -> None:
-        row = cell.row(self._view.ranks.get(cell.worker))
-        if row != self.state.tables["workers"].get(cell.key):
-            self.state.row("workers", cell.key, row)
 
 
 def _state(process: WorkerView, *, prepares: bool) -> tuple[str, str]:

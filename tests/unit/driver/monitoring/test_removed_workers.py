@@ -38,13 +38,13 @@ class WatchedConversation(ExplainedConversation):
         self.page = PageModel(self.spent, name="", command=[], least=1, most=4)
 
     def row(self, slot: str) -> dict[str, object]:
-        row: dict[str, object] = self.page.state.tables["workers"][slot]
+        row: dict[str, object] = self.page.worker_rows()[slot]
         return row
 
     def has_no_loss(self) -> bool:
         assert not self.rows.deaths and 'stroke-width="3"' not in film(self.story, self.rows)
         assert not self.metrics.lost and not any(self.metrics.fenced.values())
-        states = {row["state"] for row in self.page.state.tables["workers"].values()}
+        states = {row["state"] for row in self.page.worker_rows().values()}
         assert "lost" not in states
         return not self.story.losses() and not self.found(FindingKind.INCIDENT)
 

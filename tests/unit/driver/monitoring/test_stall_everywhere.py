@@ -96,7 +96,7 @@ class Surfaces:
         return text, json.loads(data)
 
     def cells(self) -> dict[int, dict]:
-        return {row["rank"]: row for row in self.page.state.tables["workers"].values()}
+        return {row["rank"]: row for row in self.page.worker_rows().values()}
 
 
 def culprits_of(facts: dict) -> tuple[list[tuple[int, str, str]], float]:

@@ -52,7 +52,7 @@ def training(*workers: Worker) -> PageModel:
 
 
 def states(page: PageModel) -> dict[str, str]:
-    return {key: row["state"] for key, row in page.state.tables["workers"].items()}
+    return {key: row["state"] for key, row in page.worker_rows().items()}
 
 
 def test_worker_joins_the_world():
@@ -63,7 +63,7 @@ def test_worker_joins_the_world():
     page.view.note(events.WorkerConnected(A, 4711), [], 11.0)
     assert states(page) == {"h:0": "joining"}
     page.view.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
-    row = page.state.tables["workers"]["h:0"]
+    row = page.worker_rows()["h:0"]
     assert (row["state"], row["rank"], row["pid"], row["since"]) == ("training", 0, 4711, 12.0)
     assert page.state.values["job"]["phase"] == "training"
     assert list(page.state.series["world"]) == [[12.0, 1]]
@@ -120,14 +120,10 @@ def test_lost_worker_is_shown_until_another_takes_its_slot():
     broken = events.BreakWorld(1, [A, C], as_sentence("lost h:1#1"))
     page.view.note(events.WorkerExited(B, -9), [broken], 20.0)
     assert states(page) == {"h:0": "recovering", "h:1": "lost", "h:2": "recovering"}
-    assert "signal 9 SIGKILL" in page.state.tables["workers"]["h:1"]["note"]
+    assert "signal 9 SIGKILL" in page.worker_rows()["h:1"]["note"]
     page.view.note(events.WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
     assert states(page) == {"h:0": "training", "h:1": "lost", "h:2": "training"}
-    assert [page.state.tables["workers"][key]["rank"] for key in ("h:0", "h:1", "h:2")] == [
-        0,
-        None,
-        1,
-    ]
+    assert [page.worker_rows()[key]["rank"] for key in ("h:0", "h:1", "h:2")] == [0, None, 1]
     again = Worker("h", 1, 2)
     page.view.note(
         events.TimePassed(),
@@ -150,7 +146,7 @@ def test_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
     page = training(A, B, C)
     for each in (event, events.WorkerExited(B, 3)):
         page.view.note(each, [], 20.0)
-        row = page.state.tables["workers"]["h:1"]
+        row = page.worker_rows()["h:1"]
         assert row["state"] == "lost"
         recorded("page", row["note"])
     page = training(A, B)
@@ -162,7 +158,7 @@ def test_waiting_frozen_standby_and_leaving_workers_are_shown_as_such():
     page = training(A, B, C)
     page.view.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
     assert states(page)["h:0"] == "waiting"
-    assert page.state.tables["workers"]["h:0"]["since"] == 28.5
+    assert page.worker_rows()["h:0"]["since"] == 28.5
     page.view.note(events.WorkerProgressed(A, 1, 8), [], 31.0)
     page.view.note(events.WorkerFrozen(B, "stopped by a signal"), [], 31.0)
     page.view.note(events.TimePassed(), [events.TellStandby(C)], 31.0)
@@ -177,7 +173,7 @@ def test_worker_that_its_host_no_longer_reports_is_lost():
     page = training(A, B)
     page.view.note(events.HostReported("h", [A], [A, B]), [], 20.0)
     assert states(page) == {"h:0": "training", "h:1": "lost"}
-    recorded("page", page.state.tables["workers"]["h:1"]["note"])
+    recorded("page", page.worker_rows()["h:1"]["note"])
 
 
 def test_released_worker_that_its_host_no_longer_reports_is_done():
@@ -188,7 +184,7 @@ def test_released_worker_that_its_host_no_longer_reports_is_done():
     page.view.note(events.WorkerReturned(C, 1), [], 18.0)
     page.view.note(events.HostReported("h", [A], [A, B, C]), [], 20.0)
     assert states(page) == {"h:0": "training", "h:1": "done", "h:2": "done"}
-    row = page.state.tables["workers"]["h:1"]
+    row = page.worker_rows()["h:1"]
     assert (row["since"], row["usage"]["cores"]) == (20.0, None)
 
 
@@ -199,7 +195,7 @@ def test_killed_worker_shows_its_reason_and_ignores_later_events():
     )
     page.view.note(events.WorkerConnected(B, 9), [], 40.1)
     page.view.note(events.WorkerExited(B, -9), [], 40.2)
-    row = page.state.tables["workers"]["h:1"]
+    row = page.worker_rows()["h:1"]
     assert row["state"] == "lost"
     recorded("page", row["note"])
 
@@ -381,7 +377,7 @@ def test_member_that_is_about_to_exit_does_not_train_outside_the_world():
     gone = events.WorkerQuit(B, 1, 0, "sys.exit(0)")
     page.view.note(gone, [events.BreakWorld(1, [A, B], as_sentence("exits"))], 20.0)
     page.view.note(events.WorkerReady(A, 1, None, STORE), [world(A, generation=2)], 20.5)
-    row = page.state.tables["workers"]["h:1"]
+    row = page.worker_rows()["h:1"]
     assert (row["state"], row["rank"], row["since"]) == ("recovering", None, 20.0)
 
 
@@ -462,10 +458,10 @@ def test_usage_of_a_worker_is_in_its_row_until_it_exits():
     used = Usage(1.5, 1 << 30, 0.5, 1 << 31)
     page.uses(B, used, 20.0)
     page.uses(Worker("h", 1, 9), Usage(9.0, 1), 20.0)  # of another process in its slot
-    row = page.state.tables["workers"]["h:1"]
+    row = page.worker_rows()["h:1"]
     assert row["usage"] == {"cores": 1.5, "memory": 1 << 30, "gpu": 0.5, "gpu_memory": 1 << 31}
     page.view.note(events.WorkerExited(B, -9), [], 30.0)
-    assert page.state.tables["workers"]["h:1"]["usage"]["memory"] == 0
+    assert page.worker_rows()["h:1"]["usage"]["memory"] == 0
 
 
 def test_status_when_only_the_initial_state_is_reported_then_no_commit_is_shown():
