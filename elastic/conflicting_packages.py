@@ -1,4 +1,6 @@
-"""Detection of other packages that install files into this package's folders: horovod, and elastic (for crystals)."""
+"""Detection of other packages that install files into this package's folders: horovod, and the unrelated package
+elastic (for crystals).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Access to this process's runtime for lower layers: collectives, reports and traces.
 
-`elastic.runtime.lifecycle` registers itself when it is imported. Layers above it use it directly.
+`elastic.runtime.lifecycle` registers itself here when it is imported. Higher layers import that module directly.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def refuse_collectives(why: Callable[[], str]) -> None:
 
 
 def refusal() -> str:
-    """Return the reason why a script can run no collective now, or an empty string if it can."""
+    """Return the reason why a script cannot run a collective now, or an empty string if it can."""
     return _refusal()
 
 

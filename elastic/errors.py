@@ -326,7 +326,7 @@ def summary_of(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception as failure:  # __str__ of the exception raised, so only the class is known.
+    except Exception as failure:  # The exception's __str__ failed, so only its class is known.
         text = f"its __str__ raised {type(failure).__name__}"
     lines = filter(None, map(str.strip, text.splitlines()))
     return shortened(": ".join([type(error).__name__, *itertools.islice(lines, 1)]))

@@ -4,8 +4,8 @@ Pure: no I/O, no clock.
 
 In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
 accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry.
-In such scripts, interruptions are raised as subclasses of both. Importing this module changes nothing. The ``horovod``
-package calls `raise_as_horovod`.
+In such scripts, the interruptions that are raised are also subclasses of Horovod's exceptions. Importing this module
+changes nothing. The ``horovod`` package calls `raise_as_horovod`.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ def to_torch(array: Array) -> torch.Tensor:
         UnsupportedType: torch has no equivalent of the array's dtype.
     """
     if not array.flags.writeable or not array.flags.c_contiguous:
-        # not ascontiguousarray, which adds a dimension to a 0-d array
+        # np.ascontiguousarray() would turn a 0-d array into a 1-d array.
         array = np.array(array, order="C")
     try:
-        # ml_dtypes adds bfloat16, which numpy lacks.
+        # numpy has no bfloat16; the package ml_dtypes adds it.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # ValueError: the array has a foreign byte order.
+    except (TypeError, ValueError):  # ValueError: the byte order is not native.
         raise UnsupportedType(
             f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
         ) from None

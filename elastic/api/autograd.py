@@ -2,9 +2,9 @@
 
 As in Horovod, the total loss is taken to be the average of the losses of all ranks.
 
-The backward pass runs collectives among the same ranks and is itself differentiable. Their names are derived from the
-names of the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched
-by their order. Integer tensors have no gradient and are skipped.
+The backward pass runs collectives among the same ranks and is itself differentiable. These collectives take their names
+from the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched by
+their order. Integer tensors have no gradient and are skipped.
 
 The argument ``members`` contains the ranks of a process set, or is None for all ranks. Root ranks are world ranks.
 """
@@ -175,7 +175,7 @@ def _average(
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return [
-        # Objects other than tensors are rejected later, by the submission.
+        # Objects other than tensors are rejected later, when the collective is submitted.
         not isinstance(tensor, torch.Tensor) or tensor.is_floating_point() or tensor.is_complex()
         for tensor in tensors
     ]

@@ -97,7 +97,7 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Copy the options and the state of an optimizer from rank ``root_rank`` to all ranks, without a step.
+    """Copy the options and the state of an optimizer from rank ``root_rank`` to all ranks, without running a step.
 
     State entries that this rank lacks are allocated, and entries that the root lacks are dropped. Existing tensors are
     overwritten in place. If the root's optimizer has no state yet, parameters without a gradient get a zero gradient,
@@ -188,9 +188,7 @@ def broadcast_object(
 def broadcast_object_among(
     obj: Any, root_rank: int, name: str | None, members: tuple[int, ...] | None
 ) -> Any:
-    """Broadcast an object like `broadcast_object`, among the ranks ``members``, or among all ranks if ``members`` is
-    None.
-    """
+    """Broadcast an object as `broadcast_object` does, among the ranks ``members`` (None: among all ranks)."""
 
     def broadcast_from_root(tensor: torch.Tensor, suffix: str) -> None:
         child = _child(name, suffix)
@@ -254,7 +252,7 @@ class _TensorOutline:
 
 
 class _Outline:
-    """Options of an optimizer and the shapes and dtypes of its state entries, by position of parameters and groups."""
+    """Options of an optimizer, and shapes and dtypes of its state, indexed by group and parameter position."""
 
     def __init__(self, options: list[dict[str, Any]], entries: list[dict[str, Any]]) -> None:
         self.options = options

@@ -79,13 +79,13 @@ def allreduce(
 
     Args:
         tensor: tensor of any shape and a reducible dtype.
-        average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
+        average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module docstring.
 
     Returns:
         ``postscale_factor * op(prescale_factor * tensor)``: a new tensor of the same shape and dtype.
 
     Raises:
-        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module docstring.
 
     Example::
 
@@ -177,13 +177,13 @@ def grouped_allreduce(
 
     Args:
         tensors: a list of tensors on one device, of any shapes and of reducible dtypes.
-        average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module.
+        average, name, compression, op, prescale_factor, postscale_factor, process_set: see the module docstring.
 
     Returns:
         A list of new tensors, in the same order.
 
     Raises:
-        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module docstring.
     """
     members, reduction = resolve(process_set), as_op(op, average)
     packed = [compression.compress(tensor) for tensor in tensors]
@@ -261,14 +261,14 @@ def sparse_allreduce_async(
         tensor: sparse COO, of the same shape and dtype on all ranks. The number of entries may differ.
         name: required.
         op: Average or Sum.
-        process_set: see the module.
+        process_set: see the module docstring.
 
     Returns:
         A function that waits and returns the coalesced sparse tensor.
 
     Raises:
         ValueError: the tensor is dense, or ``op`` is neither Average nor Sum.
-        TypeError, PeerLost: see the module.
+        TypeError, PeerLost: see the module docstring.
     """
     members, reduction = resolve(process_set), as_op(op, None)
     if not tensor.is_sparse:
@@ -305,14 +305,14 @@ def allgather(
 
     Args:
         tensor: tensor of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
-        name, process_set: see the module.
+        name, process_set: see the module docstring.
 
     Returns:
         A new tensor of shape ``[sum of all rows, ...]`` and the same dtype.
 
     Raises:
         TensorMismatch: dtypes, or dimensions other than the first, differ between ranks. Raised on every rank.
-        PeerLost: see the module.
+        PeerLost: see the module docstring.
 
     Example::
 
@@ -359,14 +359,14 @@ def broadcast(
         tensor: tensor of any dtype, with the same shape and dtype on all ranks. Its values are used on ``root_rank``
             only.
         root_rank: rank in the world, also if ``process_set`` is given.
-        name, process_set: see the module.
+        name, process_set: see the module docstring.
 
     Returns:
         A new tensor with the values of ``root_rank``, and the shape and dtype of ``tensor``.
 
     Raises:
         ValueError: ``root_rank`` does not exist, or is not in the process set.
-        TensorMismatch, PeerLost: see the module.
+        TensorMismatch, PeerLost: see the module docstring.
 
     Example::
 
@@ -433,7 +433,7 @@ def alltoall(
         tensor: tensor of shape ``[rows, ...]`` and any dtype. ``rows`` may differ between ranks.
         splits: the number of rows for each rank, in rank order: int32, of shape ``[size]``. Default: the same
             number for all ranks.
-        name, process_set: see the module.
+        name, process_set: see the module docstring.
 
     Returns:
         The rows received, in rank order: a tensor of shape ``[rows received, ...]``. If ``splits`` were given, also the
@@ -442,7 +442,7 @@ def alltoall(
     Raises:
         ValueError: ``splits`` does not have one entry per rank, has a negative entry, or has a sum above the number of
             rows.
-        TensorMismatch, PeerLost: see the module.
+        TensorMismatch, PeerLost: see the module docstring.
 
     Example::
 
@@ -482,7 +482,7 @@ def reducescatter(
     Args:
         tensor: tensor of shape ``[rows, ...]`` and a reducible dtype, the same on all ranks.
         op: Average or Sum.
-        name, compression, process_set, prescale_factor, postscale_factor: see the module.
+        name, compression, process_set, prescale_factor, postscale_factor: see the module docstring.
 
     Returns:
         This rank's rows of the result, with the dtype of ``tensor``: ``rows // size`` rows, and one more on each of the
@@ -491,7 +491,7 @@ def reducescatter(
     Raises:
         Unsupported: (a ValueError) ``op`` is neither Average nor Sum.
         ValueError: ``tensor`` has no dimensions.
-        UnsupportedType, TensorMismatch, PeerLost: see the module.
+        UnsupportedType, TensorMismatch, PeerLost: see the module docstring.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor

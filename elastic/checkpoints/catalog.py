@@ -1,4 +1,4 @@
-"""Catalog of the checkpoints in a folder, which verifies them and chooses the one from which to resume.
+"""Catalog of a checkpoint folder: lists and verifies commits, and chooses the commit to resume from.
 
 Does not import torch.
 """
@@ -27,10 +27,10 @@ class IncompleteCommit(UnreadableCommit):
     """Error raised for an incomplete commit: its manifest was never written."""
 
 
-CLAIMS_READ = 8  # maximum number of claims read to find running jobs, newest first
+CLAIMS_READ = 8  # maximum number of claims (the newest) that are read to find running jobs
 CLAIM = re.compile(
     r"run-(\d{4,9})"
-)  # file that identifies the process that claimed a run, by the run's number
+)  # name of the file that identifies the process that claimed this run number
 
 
 @dataclass(frozen=True)

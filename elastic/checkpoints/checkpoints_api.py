@@ -1,4 +1,4 @@
-"""`elastic.Checkpoints`: lets a script choose the commits that are written to storage."""
+"""`elastic.Checkpoints`, with which a script requests checkpoints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from elastic.runtime import lifecycle
 
 
 class Checkpoints:
-    """Control of when checkpoints are written, for training scripts.
+    """Handle with which a training script requests checkpoints.
 
-    The job sets the folder: ``--checkpoint-dir`` or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every manual``,
-    checkpoints are written only on `save` and at the end of the training. Without a folder, `save` does nothing and
-    `newest` is None, so a script need not check for one.
+    The folder is an option of the job: ``--checkpoint-dir`` or ``ELASTIC_CHECKPOINT_DIR``. With ``--checkpoint-every
+    manual``, checkpoints are written only on `save` and at the end of the training. Without a folder, `save` does
+    nothing and `newest` is None, so a script need not check for one.
 
         checkpoints = elastic.Checkpoints()
 
@@ -43,7 +43,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """Return the ID of the newest commit that this rank knows to be durable, or None.
+        """ID of the newest commit that this rank knows to be durable, or None.
 
         An ID such as ``g3c450`` is also shown by ``elasticrun checkpoints``. The result is None if no checkpoint was
         written since this worker started training.

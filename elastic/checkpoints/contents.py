@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from elastic.state.handlers.held_commit import HeldCommit, HeldRows
 
 Path = tuple[Any, ...]
-LEAVES = 1000  # A value with more leaves is stored as a single object.
+LEAVES = 1000  # maximum number of leaves; a value with more is stored as a single object
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
     """
     try:
         flat, paths = flatten_state_dict({name: value})
-    except ValueError:  # The flattened names of two values are equal.
+    except ValueError:  # Two values have the same flattened name.
         yield (name,), value
         return
     for key, leaf in flat.items():

@@ -49,8 +49,8 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
     storage = Storage(found.url)
     if rt.alone and not found.run:  # Without a driver, no run number is assigned.
         found = replace(found, run=catalog.claim_run(storage))
-    # Imported here, because the import loads torch.distributed.checkpoint and SymPy, which takes most of a second that
-    # jobs without checkpoints can save.
+    # Imported here, because loading torch.distributed.checkpoint and SymPy takes most of a second, which jobs without
+    # checkpoints should not spend.
     from elastic.checkpoints.writer import CheckpointWriter
 
     writer = CheckpointWriter(storage, found, rt.session.send, alone=rt.alone)
@@ -172,7 +172,7 @@ def _resume_shards(
 
 
 def _cannot_begin(rt: WorkerRuntime, error: Exception) -> NoReturn:
-    """Report an error that would recur on every worker to the driver, which ends the job."""
+    """Report to the driver an error that would recur on every worker, so that the driver ends the job."""
     rt.training.cannot_begin(str(error))
     sys.exit(1)
 
@@ -200,7 +200,7 @@ def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> 
 
 
 def _load(rt: WorkerRuntime, found: CheckpointOptions, state: ObjectState) -> list[Any]:
-    """Load the newest checkpoint and return the states of the random generators that each rank committed.
+    """Load the newest checkpoint, and return the random generator states that each rank has committed.
 
     The list is empty if there is no checkpoint and training starts from the beginning.
     """

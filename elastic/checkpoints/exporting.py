@@ -26,7 +26,7 @@ from elastic.checkpoints.values import dtype_named, from_plain
 from elastic.errors import Invalid
 from elastic.state.handlers import model_state, optimizer_state
 
-_OUTSIDE = "elastic"  # first key of tensors that do not belong to a state dict
+_OUTSIDE = "elastic"  # first key of tensors that are not in any state dict
 
 Key = tuple[str, str]  # part of the state, and name of a tensor in this part
 

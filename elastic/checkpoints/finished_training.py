@@ -31,7 +31,7 @@ BLOCK = 1 << 20  # number of bytes read at once
 
 
 class TrainingReturned(msgspec.Struct, frozen=True):
-    """Record by rank 0 that the training function has returned.
+    """Rank 0's record that the training function has returned.
 
     Args:
         modules: signatures of the modules that rank 0 imported, by path. See `signature`.
@@ -128,7 +128,7 @@ def read_by_all(storage: Storage, commit: CommitName, ranks: int) -> dict[str, s
 
 
 def read_returned(storage: Storage) -> TrainingReturned | None:
-    """Return the record that the training function has returned, or None if it is missing or not readable.
+    """Read the record that `note_returned` wrote. Return None if it is missing or unreadable.
 
     Raises:
         OSError: the storage failed.

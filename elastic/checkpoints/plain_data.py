@@ -99,7 +99,7 @@ def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
     """Convert the result of ``json.loads`` back to the value that was passed to `encode`.
 
     Args:
-        text: the decoded JSON.
+        text: the result of ``json.loads``.
         other: converts back the objects that the function ``other`` of `encode` created. Called with the type and the
             content of each.
 

@@ -133,7 +133,7 @@ def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
 
     Raises:
         OSError: the storage did not recover in time.
-        Exception: ``work`` raised it.
+        Exception: any other exception raised by ``work``.
     """
     tries = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(OSError),

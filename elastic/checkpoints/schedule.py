@@ -61,14 +61,14 @@ class Schedule:
         self._interval_s = 0.0  # smoothed time between two commits
 
     def wanted(self) -> None:
-        """Request that the next commit is written.
+        """Request a checkpoint of the next commit.
 
         The script calls this on every rank, so no message is needed.
         """
         self._next = True
 
     def hasten(self, now: float) -> None:
-        """Request that one of the next commits is written, even if no checkpoint is due."""
+        """Request a checkpoint of one of the next commits, even if none is due."""
         self._due_at = min(self._due_at, now)
 
     @property
@@ -77,9 +77,9 @@ class Schedule:
         return self._target
 
     def told(self, generation: int, number: int) -> bool:
-        """Request the first commit with a number of at least ``number``.
+        """Schedule a checkpoint of the first commit whose number is at least ``number``.
 
-        Return False if this commit was already made, so that the request is too late.
+        Return False if the request is too late, because this rank has already made that commit.
         """
         if generation != self._generation:
             return False
@@ -132,7 +132,7 @@ class Schedule:
     def dropped(self, number: int, now: float, *, again: bool) -> None:
         """Cancel a request, because a rank could not write the commit.
 
-        With ``again``, the rank received the request too late, and another commit is requested.
+        If ``again`` is true, that rank received the request too late, and a later commit is requested instead.
         """
         if number == self._owed and (again or number == self._wanted):
             self._due_at = now  # Write one of the next commits instead.

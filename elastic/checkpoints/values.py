@@ -1,4 +1,4 @@
-"""Conversion of a commit's Python values to plain data: extends `plain_data` by types of torch and numpy.
+"""Conversion of a commit's Python values to plain data: extends `plain_data` with torch and numpy types.
 
 Values that are not plain data are pickled, and only these are unpickled.
 """
@@ -98,7 +98,7 @@ def _scalar(content: Any) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return torch's dtype with this name, such as ``float32``.
+    """Return the torch dtype with this name, such as ``float32``.
 
     Raises:
         CorruptedData: this version of torch has no such dtype.

@@ -1,4 +1,4 @@
-"""Background writer of one worker's durable commits. It writes the copies that commits make in memory.
+"""Background writer that stores one worker's in-memory commits as checkpoints.
 
 The training thread only marks the buffer of a commit as in use, so that later commits are copied to another buffer. A
 background thread writes this rank's share, retries while the storage fails, and reports completion. After the driver
@@ -35,13 +35,13 @@ from elastic.state.state import ObjectState, hold, prepare_hold
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
 FINISH_S = 60.0  # timeout in seconds for writing the last commit of a training run
-LOOK_S = 0.1  # seconds between two checks of whether the world has ended
+LOOK_S = 0.1  # interval in seconds at which a wait checks whether the world has failed
 NICE = 19  # niceness of the writing thread
-REPEAT_S = 5.0  # seconds until an unanswered message to the driver is repeated
+REPEAT_S = 5.0  # seconds after which an unanswered message to the driver is repeated
 NAMED = 3  # maximum number of parameters that a message names
-# Number of generations if no worker was lost: one of init() and one of the training.
+# Number of generations of a job that has lost no worker: one for init() and one for the training.
 FIRST_GENERATIONS = 2
-CLOSE_S = 2.0  # seconds for a write in progress to abort
+CLOSE_S = 2.0  # time limit in seconds for a write in progress to abort
 
 
 Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
@@ -97,7 +97,7 @@ class CheckpointWriter:
     ) -> None:
         self._storage = storage
         self._options = options
-        self.run = options.run  # run number, set again for each world
+        self.run = options.run  # run number, updated for each world
         self._send = send
         self._alone = alone
         self._schedule = Schedule(options.every_commits, options.every_s, monotonic())
@@ -198,9 +198,9 @@ class CheckpointWriter:
         All ranks must call this after the same commit.
 
         Args:
-            state: state of the training.
+            state: the training state.
             commit: the last commit.
-            place: place of this rank.
+            place: this rank's place in the world.
             over: callable that returns whether the world has failed, which ends the wait.
         """
         if self._alone:
@@ -224,8 +224,8 @@ class CheckpointWriter:
     def returned(self, commit: Commit, place: Place, incarnation: int) -> None:
         """Record, for the driver, that the training function returned after this commit.
 
-        Nothing is recorded unless the commit is durable and the workers are those of the first world, because it is
-        unknown which files a lost worker has read.
+        Nothing is recorded unless the commit is durable and no worker was lost or replaced: the files that a lost
+        worker has read are unknown.
         """
         first = self._worlds == 1 and incarnation == 1 and commit.generation <= FIRST_GENERATIONS
         if self.newest == commit and first:
@@ -343,7 +343,7 @@ class CheckpointWriter:
             return None
         return attempt
 
-    # ---- in the background ---------------------------------------------------------------------------------------
+    # ---- background thread ---------------------------------------------------------------------------------------
 
     def _begin(self, job: Callable[[], None]) -> None:
         if self._thread is None:

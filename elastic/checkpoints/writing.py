@@ -146,7 +146,7 @@ def seal(
 ) -> Manifest:
     """Complete a checkpoint by writing its index and manifest, after all shares were written.
 
-    ``look`` may raise an exception to prevent this.
+    ``look`` is called with all shares first, and may raise an exception to reject them.
 
     Raises:
         OSError: the storage failed.

@@ -53,7 +53,7 @@ def check(tensor: torch.Tensor, op: Op) -> None:
     """Check the arguments of a reduction.
 
     Raises:
-        ValueError: backends lack the operation, which callers compose from other operations.
+        ValueError: no backend implements the operation; callers compose it from other operations.
         TypeError: the dtype cannot be reduced.
     """
     if op not in OPS:
@@ -123,7 +123,7 @@ def _put_floats(
 ) -> None:
     """Convert integers of `_order` back to floats, and scale them.
 
-    Every NaN becomes `math.nan`, at the end, since torch's conversion to bfloat16 changes NaNs.
+    Finally, every NaN is set to `math.nan`, because torch's conversion to bfloat16 changes NaNs.
     """
     wide = torch.float32 if keys.dtype == torch.int32 else torch.float64
     rescale_(result.copy_(_turned(keys).view(wide)), scale, divisor)

@@ -183,8 +183,8 @@ class ReducesInto(Protocol):
             result: receives the result. It has the shape and dtype of ``tensor``, and shares no memory with it.
             tensor: the tensor to reduce.
             op: operation.
-            scale: factor of the result.
-            divisor: divisor of the result.
+            scale: factor by which the result is multiplied.
+            divisor: number by which the result is then divided.
         """
 
 
@@ -199,27 +199,27 @@ class SumsTrees(Protocol):
         program: Sequence[tuple[int, int] | None],
         divisor: int = 1,
     ) -> Work:
-        """Sum rows of ``places`` of any ranks in a given order, over the first ``elements`` elements of each row.
+        """Sum rows of all ranks' ``places`` in the order that ``program`` specifies.
 
         The result, rounded and then divided by ``divisor``, replaces row 0 on every rank.
 
         Args:
             places: 2-d tensor in memory that all ranks map. Row strides are equal on all ranks; numbers of rows may
                 differ.
-            elements: number of elements to sum, from the start of each row.
+            elements: number of elements of each row to sum, from the start of the row.
             program: program in postfix notation. ``(rank, row)`` pushes a value, and None replaces the top two values
                 by their sum.
-            divisor: divisor of the result.
+            divisor: number by which the sum is divided.
 
         Raises:
-            ValueError: ``places`` is in other memory.
+            ValueError: ``places`` is not in memory that all ranks map.
         """
 
 
 class Counts(NamedTuple):
     """Progress counters of one group's collectives.
 
-    The first three fields are counts of collectives.
+    The first three fields are numbers of collectives: launched, reached by the GPU, and completed.
     """
 
     launched: int

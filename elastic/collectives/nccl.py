@@ -42,7 +42,7 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Call, Store, listen
 
-# Poll without sleeping for this time, in seconds, in which the collectives of a step usually end.
+# Time in seconds to poll without sleeping. The collectives of a step usually end within it.
 _SPIN_S = 0.001
 _STEP_S = 0.0001
 _WARM_UP_S = 30.0
@@ -70,7 +70,7 @@ class NcclCollectives:
         self._backend: Any = None
         self._failed: str | None = None
         self._aborted = False  # whether `_failed` is due to an abort
-        # error of the script, if `_failed` is due to one
+        # the script's error that caused `_failed`, or None
         self._invalid: Invalid | None = None
         self._lock = threading.Lock()
         self._building: threading.Thread | None = None
@@ -88,14 +88,14 @@ class NcclCollectives:
         self._launched = 0
         # CUDA events for reuse, which avoids an allocation per step
         self._spare: list[torch.cuda.Event] = []
-        # The first collective that the GPU had not reached at the last check, and since when.
+        # The first collective that the GPU had not reached at the last check, and the start of the wait for it.
         self._looked_at: tuple[int, float] | None = None
         self._took_s = 0.0
-        # stream of the events that follow coalesced calls
+        # stream on which an event is recorded after coalesced calls
         self._behind: torch.cuda.Stream | None = None
         # The last collective that a stream follows, until `settle`.
         self._followed: NcclWork | None = None
-        # The oldest collective in flight while streams follow one, and since when it is the oldest.
+        # The oldest collective in flight while streams follow one, and the time at which it became the oldest.
         self._oldest: tuple[NcclWork, float] | None = None
 
     # ---- connection ------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class NcclCollectives:
         finally:
             self._built.set()
         if self._failed is not None and self._backend is not None:
-            # The abort is repeated, because torch may not have had a communicator to abort at an earlier abort.
+            # The abort is repeated, because torch may have had no communicator yet at the previous abort.
             self._stop()
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> None:
@@ -159,7 +159,7 @@ class NcclCollectives:
         port = b"" if listener is None else str(listener.address.port).encode()
         host = b"" if listener is None else bind_host.encode()
         key = f"{purpose}/nccl/{self.size}"
-        # The timeout for a late rank is that of a collective.
+        # The wait for a late rank has the timeout of a collective.
         answers = store.exchange(
             key,
             self.rank,
@@ -441,7 +441,7 @@ class NcclCollectives:
         self._built.set()
 
     def _stop(self) -> None:
-        """Stop the group's kernels on the GPU. Keep its memory allocated if this version of NCCL can."""
+        """Stop the group's kernels on the GPU. Keep its memory allocated if this version of NCCL supports that."""
         with self._revoking:
             if self._communicator and not self._revoked:
                 error = nccl_library.revoke(self._communicator)
@@ -452,7 +452,7 @@ class NcclCollectives:
             _abort(self._backend)
 
     def _free(self) -> None:
-        """Free the group, only once, in a separate thread, because this waits for the kernels and for peers."""
+        """Free the group once, in a separate thread, because freeing it waits for the kernels and for peers."""
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0

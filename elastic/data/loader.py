@@ -138,7 +138,7 @@ class DataLoader:
         self._progress = DataProgress()
         # number of iterations started so far, which identifies the current iterator
         self._passes = 0
-        # whether batches of this pass were handed out, on which an optimizer step may depend
+        # whether batches on which an optimizer step may depend were handed out in this pass
         self._handed_some = False
         self._in_state = self._awaits_steps = False
         self._gradients = BatchGradients()
@@ -215,7 +215,7 @@ class DataLoader:
         return self._dealing().steps(max(0, self._length() - self.position.consumed))
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate from the job's position on. Earlier iterators of this loader become invalid."""
+        """Iterate from the job's position. Earlier iterators of this loader become invalid."""
         _check_joined()
         self._look_for_steps()
         self._passes += 1
@@ -229,7 +229,7 @@ class DataLoader:
 
         Args:
             parameters: returns the parameters of the state.
-            stepped: whether an optimizer of the state trains them.
+            stepped: whether an optimizer of the state trains these parameters.
         """
         self._in_state = True
         self._gradients.parameters, self._awaits_steps = parameters, stepped
@@ -278,7 +278,7 @@ class DataLoader:
         return again
 
     def take_trained(self) -> list[tuple[int, list[int]]]:
-        """Return the epochs and sample IDs that this commit counts first. For tests (ELASTIC_DIGESTS=1)."""
+        """Return the IDs, by epoch, of the samples trained since the last call. For tests (ELASTIC_DIGESTS=1)."""
         upto = self._progress.committed(before_steps=self._look_for_steps())
         done: dict[int, list[int]] = {}
         for _, epoch, samples in (each for each in self._handed if each[0] <= upto):
@@ -491,7 +491,7 @@ class StepShards(Iterator[Any]):
     def take(self) -> tuple[Any, bool]:
         """Return the next batch, and whether loading it changed this process's random generators.
 
-        If so, the caller must seed them.
+        If it did, the caller must seed the generators.
         """
         seeded = self._loader._source.seeded
         if seeded is None or self._loader.num_workers > 0:
@@ -532,7 +532,7 @@ class StepShards(Iterator[Any]):
 
 
 def _check_joined() -> None:
-    """Raise NotInitialized in a worker of a job that has not joined it yet."""
+    """Raise NotInitialized if this process is a worker that has not joined its job yet."""
     if lifecycle.position() is None:
         env = environment.read()
         if env.driver is not None or (env.started is not None and env.started.way is not None):

@@ -69,7 +69,7 @@ class DataProgress:
         self._trained = self.reached
 
     def finish(self) -> None:
-        """Record that a batch was requested after the last one. Ends the epoch and starts the next one."""
+        """End the epoch and start the next one, because a batch was requested after the epoch's last batch."""
         last = self.reached
         self.position = Position(self.position.epoch + 1, 0)
         self.length = None

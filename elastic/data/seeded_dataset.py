@@ -14,8 +14,8 @@ class SeededDataset(Dataset[Any]):
     """Map-style dataset that is indexed by batches of pairs: a seed, and the indices to load under that seed.
 
     The generators of torch (CPU), random and numpy are seeded before these indices are loaded. ``collate`` makes a
-    batch of all samples and continues with the generators of the last pair. With ``restores``, which the training
-    process needs, the generators are restored afterwards. Restoring takes twenty times as long as seeding.
+    batch of all samples and continues with the generators of the last pair. If ``restores`` is true, as required in the
+    training process, the generators are restored afterwards. Restoring takes twenty times as long as seeding.
     """
 
     restores = True

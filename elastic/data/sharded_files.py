@@ -25,7 +25,7 @@ class ShardedFiles(Dataset[Any]):
     indexed. Each process keeps one file open.
 
     Args:
-        lengths: number of samples of each file. Without it, every file is read once to count them.
+        lengths: number of samples of each file. If omitted, every file is read once to count its samples.
 
     Raises:
         Invalid: a file has no samples, or the lengths do not match the files.

@@ -36,7 +36,8 @@ class Source(Protocol):
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
     ) -> Iterator[Loaded]:
-        """Yield the loaded parts ``mine`` of all steps from a position on, in order.
+        """Yield, in order, the loaded parts with the numbers ``mine`` of all steps from ``position`` to the end of the
+        epoch.
 
         A part without samples gets a placeholder, whose loss and gradients must not count.
         """

@@ -30,9 +30,10 @@ NOBODY = -1  # placeholder for a rank without a part of the step
 class StreamDataset(IterableDataset[Any]):
     """Dataset of the parts of the stream's steps, from the position that was passed to `deal`.
 
+    Persistent loader workers receive the position through shared memory.
+
     Args:
-        seed: seed from which each sample and each part gets its own seeds, or None. Persistent loader workers receive
-            the position through shared memory.
+        seed: seed from which the seeds of each sample and each part are derived, or None for no seeding.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class StreamDataset(IterableDataset[Any]):
         ).share_memory_()
 
     def deal(self, position: Position, dealing: SamplePartition, mine: list[int]) -> None:
-        """Make the next iteration return the parts ``mine`` of each step from ``position`` on."""
+        """Make the next iteration start at ``position`` and return the parts with the numbers ``mine`` of each step."""
         numbers = [position.epoch, position.consumed, dealing.parts, dealing.batch]
         numbers += [int(dealing.drop_last), len(mine), *mine]
         self._assignment[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -64,7 +65,8 @@ class StreamDataset(IterableDataset[Any]):
         info = get_worker_info()
         if info is not None:
             self._worker = info.id, info.num_workers
-            # Hide the loader worker from the dataset: each worker must read the whole stream, not its own part.
+            # Make get_worker_info() return None in the dataset: each worker must read the whole stream, not its own
+            # part.
             loader_worker._worker_info = None
         samples = self._samples(epoch, consumed)
         cuts = _cuts(_steps(samples, dealing, consumed), dealing, mine[:number])

@@ -1,4 +1,4 @@
-"""Decision which islands take part in a merge: all of them, or a quorum after a grace period.
+"""Selection of the islands that take part in a merge: all of them, or a quorum after a grace period.
 
 Pure: no I/O, no clock.
 
@@ -30,7 +30,10 @@ class Notification(msgspec.Struct, frozen=True, array_like=True):
 
 
 def needed(quorum: int | None, islands: int) -> int:
-    """Return the number of islands that a merge needs: the quorum, at most all islands; default: half, rounded up."""
+    """Return the number of islands that a merge needs.
+
+    This is ``quorum``, but at most all islands. Default: half of the islands, rounded up.
+    """
     return min((islands + 1) // 2 if quorum is None else quorum, islands)
 
 
@@ -74,9 +77,10 @@ class Attendance:
         return self.expired and len(self.sent) < self.needed
 
     def receive(self, notification: Notification) -> tuple[int, ...] | None:
-        """Record a notification. Return the leaders, ascending, that take part in the merge if it is now decided.
+        """Record a notification. If it decides the merge, return the participating leaders in ascending order, else
+        None.
 
-        The next merge is then the current one.
+        After a decision, the next merge is the current one.
 
         Raises:
             Invalid: the scripts of only some of the islands report tokens.

@@ -4,9 +4,9 @@ An island of workers can take the place of a single worker.
 
 Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
 parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -
-inner`` of one fragment into a buffer, lets the outer optimizer step with it as the gradient, and mixes the result into
-the inner parameters. If a worker is lost, only the collective fails, and it has written only to that buffer. The merge
-is then repeated in the next world.
+inner`` of one fragment into a buffer, runs a step of the outer optimizer with this average as the gradient, and mixes
+the result into the inner parameters. If a worker is lost, only the collective fails, and it has written only to that
+buffer. The merge is then repeated in the next world.
 
 In an island, DistributedDataParallel averages gradients in every step. The island's leader exchanges the
 pseudo-gradients with the other leaders, and broadcasts the mean in the island. With ``grace_s``, a merge does not wait
@@ -81,7 +81,7 @@ class DiLoCo:
         model: model whose parameters with ``requires_grad`` are averaged. All other parameters and the buffers are not.
             With islands, a DistributedDataParallel over `elastic.island_group`.
         inner_optimizer: any torch optimizer of the model's parameters.
-        outer_optimizer: new torch optimizer of the model's trained parameters. DiLoCo replaces them in it with the
+        outer_optimizer: new torch optimizer of the model's trained parameters. DiLoCo replaces its parameters with the
             outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
         every: number of inner steps per round, the same on all workers.
         fragments: number of parts into which the parameters are divided. The parts are sent one at a time during the
@@ -176,11 +176,11 @@ class DiLoCo:
         # handle and buffer of the mean, and of the total number of tokens if islands are weighted by tokens
         self._in_flight: list[tuple[int, torch.Tensor]] = []
         self._mean: torch.Tensor | None = (
-            None  # the received mean; None until it is complete on the leader
+            None  # mean received last, or None until it is complete on the leader
         )
-        self._absent: list[str] = []  # islands that did not take part in that mean
+        self._absent: list[str] = []  # islands that did not take part in the mean `_mean`
         self._absent_before: list[str] = []  # islands that did not take part in the previous mean
-        self._waited_s = 0.0  # as above, for the last mean
+        self._waited_s = 0.0  # time in seconds that the leader waited for the mean `_mean`
         self._outer_before: list[
             torch.Tensor
         ] = []  # copy of the outer parameters before the state of another rank is received

@@ -30,7 +30,7 @@ from elastic.negotiation.pending import Pending
 MOST_HELD = 8
 NAME = "diloco"
 
-_CHECK_S = 0.05  # interval in seconds between two checks whether the world has ended
+_CHECK_S = 0.05  # interval in seconds at which `wait` checks whether the world has ended
 
 
 @dataclass

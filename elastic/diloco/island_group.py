@@ -78,7 +78,7 @@ def island_group() -> IslandGroup:
 
     Pass the DDP model to `elastic.DiLoCo`. An island is a host, or the hosts of a rule of ``--islands``. The group is
     the same object for the lifetime of the process: its ranks are those of the current world. The first call is
-    collective over all ranks, and takes place before ``elastic.run``.
+    collective over all ranks, and must precede ``elastic.run``.
 
     Raises:
         NotInitialized: ``init()`` was not called.

@@ -12,7 +12,7 @@ import torch
 
 from elastic.errors import Invalid
 
-BLOCK = 128  # elements
+BLOCK = 128  # number of elements that share a scale
 SCALE_BYTES = 4
 WEIGHT_BYTES = 8
 

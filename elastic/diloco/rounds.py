@@ -75,7 +75,7 @@ class CompareIsland:
 class StartMean:
     """Action: start the mean of a fragment's pseudo-gradients. Collective among ``leaders``.
 
-    ``weight`` is the share of this island, in tokens, or None if islands have equal weights.
+    ``weight`` is the weight of this island in the mean, in tokens, or None if islands have equal weights.
     """
 
     sent: Sent
@@ -104,7 +104,9 @@ class ShareMean:
 
 @dataclass(frozen=True)
 class ApplyMean:
-    """Action: apply the mean to its fragment. ``missed``: it does not contain the change of this island."""
+    """Action: apply the mean to its fragment.
+
+    If ``missed`` is true, the mean does not contain the change of this island."""
 
     fragment: int
     missed: bool = False
@@ -112,7 +114,7 @@ class ApplyMean:
 
 @dataclass(frozen=True)
 class Follow:
-    """Action: receive the decisions of the leaders about the merges from number ``merge`` on, from rank ``root``.
+    """Action: receive from rank ``root`` the leaders' decisions, beginning with merge number ``merge``.
 
     Collective in the island, and only with a quorum. The answer is a `Decisions`.
     """
@@ -130,7 +132,7 @@ class Decisions(NamedTuple):
 
 @dataclass(frozen=True)
 class TakePart:
-    """Action: start taking part in the merges from number ``merge`` on, in the background. Called on a leader."""
+    """Action: take part in merges in the background, beginning with merge number ``merge``. Called on a leader."""
 
     merge: int
     leaders: tuple[int, ...]
@@ -410,7 +412,7 @@ class Rounds:
         """Complete merges that have been decided, and send this island's change for a merge for which other islands
         wait.
 
-        A merge is completed after ``delay`` further steps, unless the next one has begun.
+        A merge is completed ``delay`` steps after its send, or immediately if the next merge has begun.
         """
         while True:
             decisions: Decisions = yield Follow(sum(self.merged), self.islands.leader)

@@ -72,9 +72,7 @@ class RoundSchedule:
         return None
 
     def merge(self, number: int) -> Sent:
-        """Return the fragment that merge ``number`` (from 0) merges, and its steps, provided that no send is
-        omitted.
-        """
+        """Return the fragment and the steps of merge ``number`` (counted from 0), assuming that no send is skipped."""
         round_, fragment = divmod(number, self.fragments)
         step = round_ * self.every + (fragment + 1) * self.every // self.fragments
         return Sent(fragment, step, step + self.delay)

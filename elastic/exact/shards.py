@@ -57,7 +57,8 @@ class Shards:
     faster if a rank has several shards. The global batch is still the same.
 
     ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the current
-    step. If there are more than ``count`` ranks, the others compute nothing but take part in every step as warm spares.
+    step. If there are more than ``count`` ranks, the remaining ranks compute nothing but take part in every step as
+    warm spares.
 
     With ``by_speed``, slow ranks compute fewer shards than fast ranks, based on measured times. The assignment changes
     only at commits. Without ``by_speed``, the numbers of shards per rank differ by at most one. The results are the
@@ -119,7 +120,7 @@ class Shards:
         self._served: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scalers: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._keeper: BufferKeeper | None = None
-        # Generation, size, rank and division, and the assignment for these.
+        # Cached assignment, and the generation, size, rank and division for which it was computed.
         self._assigned: tuple[tuple[int, int, int, Division], ShardStep] | None = None
         # last complete step, and its generation
         self._ended: tuple[int, ShardStep] | None = None
@@ -197,7 +198,7 @@ class Shards:
 
     @property
     def verifying(self) -> bool:
-        """Whether the current iteration only verifies a shard, either of another rank or, repeated, of this rank.
+        """Whether the current iteration only verifies a shard: another rank's shard, or a shard of this rank again.
 
         `mean` and `means` ignore the loss of such an iteration.
         """
@@ -514,8 +515,9 @@ class Shards:
             )
 
     def watch(self, model: torch.nn.Module | torch.amp.GradScaler) -> None:
-        """Keep the buffers of ``model``, such as BatchNorm's running statistics, equal on all ranks: after each step,
-        they are those of shard 0.
+        """Keep the buffers of ``model``, such as BatchNorm's running statistics, equal on all ranks.
+
+        After each step, they have the values that shard 0 has computed.
 
         A gradient scaler is watched so that it also works on a rank without shards. A state with shards watches its
         models.

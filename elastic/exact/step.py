@@ -60,7 +60,9 @@ class StepListener(Protocol):
         """End the second pass, restore the gradients from before it, and return its result."""
 
     def digest_of(self, shard: int) -> int:
-        """Return the digest of the gradients of one of this rank's own shards. `Shards.checked` contains the shard."""
+        """Return the digest of the gradients of one of this rank's own shards. Called only for shards in
+        `Shards.checked`.
+        """
 
     def largest(self, shard: int) -> float:
         """Return the largest absolute gradient of one of this rank's own shards, if shards are verified."""

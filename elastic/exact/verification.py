@@ -49,7 +49,7 @@ class VoteResult(NamedTuple):
 
     Attributes:
         culprits: ranks whose gradients were wrong at least once. Empty if they are unknown.
-        right: the digest of the right gradients, or None if unknown.
+        right: digest of the correct gradients, or None if unknown.
     """
 
     culprits: tuple[int, ...]
@@ -57,7 +57,9 @@ class VoteResult(NamedTuple):
 
 
 def unit(held: Held, share: float) -> int:
-    """Return the number of shards that are checked in the same step: one per rank, if the share permits."""
+    """Return the number of shards that are checked in the same step: one per rank that has shards, or 1 for a large
+    share.
+    """
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
 

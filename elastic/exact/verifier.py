@@ -97,7 +97,7 @@ class Verifier:
         self._begins = False  # whether this is the first step of a world
         # whether this process computed a shard twice with bitwise identical results
         self._deterministic = False
-        # for each rank, the last step in which its gradients were compared and found right
+        # for each rank, the last step in which its gradients were compared and found correct
         self._agreed: dict[int, int] = {}
         self._usual = verification.NONE  # binary exponent of the largest gradient of the last step
         # limits on the gradients of the shards that are checked because of suspicious gradients
@@ -299,11 +299,11 @@ class Verifier:
             self._keep(evidence, runtime.env.keep_faulty)
         for each in evidence:
             runtime.report_miscomputed(each)
-        # All ranks learn the result before one leaves the group.
+        # All ranks must receive the result before any rank leaves the group.
         self._raise_together(CollectiveFailed(text))
 
     def _keep(self, evidence: Sequence[messages.Miscomputed], folder: str) -> None:
-        """Save the state of each faulty rank and of one rank with right gradients. Collective: no rank leaves before
+        """Save the state of each faulty rank and of one rank with correct gradients. Collective: no rank leaves before
         all have saved.
         """
         assert self._step is not None

@@ -7,29 +7,29 @@ global.
 A rule is a place, an action and conditions. Rules are separated by ``;`` or newlines. Scripts can define their
 own places: ``failpoint("evaluation")``. The built-in places:
 
-    rendezvous        has reported ready and waits for a world
-    bucket            is about to send a gradient bucket
+    rendezvous        the worker has reported ready and waits for a world
+    bucket            a gradient bucket is about to be sent
     shard-gradient    elastic.Shards: a backward pass has computed the gradient of a parameter (flip=gradient:SEED)
-    optimizer-step    gradients are averaged, parameters not changed yet
+    optimizer-step    gradients are averaged; parameters are not changed yet
     zero-gather       zero=1: this rank has updated its part of the parameters, but lacks the other parts
-    commit            is about to be made
-    snapshot          half of it is saved
-    hold              at the safepoint of a planned change, or waiting to learn which one that is
-    state-copy        between the header and the tensors
-    cut               notified that the world is over, its collectives not ended yet
+    commit            a commit is about to be made
+    snapshot          a commit is being copied: one of several parts of the state is copied
+    hold              the worker waits at the safepoint of a planned change, or waits for the safepoint's number
+    state-copy        state transfer: between the header and the tensors
+    cut               the worker was notified that the world has ended; its collectives have not ended yet
     shutdown          in ``shutdown()``
-    shard-copy        fully sharded state: before this rank's shard is copied
-    shard-mirror      ... before it is sent to other ranks
-    shard-seal        ... before it is known that all have it
-    shard-moved       ... in a new world, rows have arrived
-    shard-placed      ... and are in place
+    shard-copy        fully sharded state: this rank's shard is about to be copied
+    shard-mirror      fully sharded state: the copy is about to be sent to other ranks
+    shard-seal        fully sharded state: it is not known yet whether all ranks have their copies
+    shard-moved       fully sharded state: in a new world, this rank has received its rows
+    shard-placed      fully sharded state: in a new world, the rows are in place
     durable-file      durable commit: half of this rank's part is written
-    durable-share     ... the part is written
-    durable-manifest  ... before the manifest
-    durable-sealed    ... after the manifest
+    durable-share     durable commit: this rank's part is written
+    durable-manifest  durable commit: the manifest is about to be written
+    durable-sealed    durable commit: the manifest is written
     durable-load      rank 0 is about to read a durable commit
-    health-check      built-in health check: before a result is compared (flip=product:SEED)
-    durable-rows      each rank is about to read its rows of one
+    health-check      built-in health check: a result is about to be compared (flip=product:SEED)
+    durable-rows      each rank is about to read its rows of a durable commit
 
 Actions: kill, term, stop, segv, exit=CODE, raise=TEXT, hold-gil=S, hold-gil-busy=S, shut, slow=S, disk-full,
 out-of-memory, wait=FILE, flip=WHAT:SEED (a bit of the state's weights, moments or gradients). See
@@ -58,7 +58,7 @@ from elastic.rendezvous import environment
 _text = environment.failpoints()
 _lock = threading.Lock()
 _rules: list[Rule] = []
-_read: object = None  # rules or file from which they are read; None before they are read
+_read: object = None  # the rules, or the file that contains them; None until they are read
 _met: dict[Rule, int] = {}
 _step = ""
 
@@ -91,7 +91,7 @@ def in_use() -> bool:
 
 
 def set_step(step: int) -> None:
-    """Set the number of the step that is now trained, for conditions like ``step=7``."""
+    """Set the number of the current training step, for conditions such as ``step=7``."""
     global _step
     _step = str(step)
 

@@ -75,7 +75,7 @@ def _stop(_: str) -> None:
 
 
 def _segv(_: str) -> None:
-    # Disable faulthandler, which would print all stacks, as for an unexpected fault.
+    # Disable faulthandler, which would print all stacks as if the fault were unexpected.
     faulthandler.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     ctypes.string_at(0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.errors import Invalid
 
 ACTIONS = {
-    "kill": False,  # whether an action takes an argument, by its name
+    "kill": False,  # names of the actions, and whether each takes an argument
     "term": False,
     "stop": False,
     "segv": False,

@@ -125,7 +125,7 @@ setattr(PartialState, "use_distributed", property(_has_unknown))  # noqa: B010 -
 
 
 def averaging(value: Any) -> Any:
-    """Return the DDP module in a value: the value itself or the module that was compiled. Otherwise return None."""
+    """Return the DDP module if the value is one, whether compiled or not. Otherwise return None."""
     inner = getattr(value, "_orig_mod", value)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
@@ -156,7 +156,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def deal(prepared: Any, **changes: Any) -> DataLoader:
-    """Make ``prepared`` return this rank's batches from the job's position on. Idempotent.
+    """Make ``prepared`` return this rank's batches, starting at the job's position. Idempotent.
 
     Returns:
         The inner loader, which a state stores.

@@ -1,7 +1,7 @@
 """Collectives on pytrees of JAX arrays, for eager and compiled functions.
 
-The leaves of a tree are arrays of JAX, or arrays and numbers that ``jnp.asarray`` converts. All ranks pass trees of the
-same structure, shapes and dtypes. Results are arrays of JAX on the device of the leaves. On the CPU, leaves are not
+The leaves of a tree are JAX arrays, or arrays and numbers that ``jnp.asarray`` converts. All ranks pass trees of the
+same structure, shapes and dtypes. Results are JAX arrays on the device of the leaves. On the CPU, leaves are not
 copied.
 
 In a function compiled by ``jax.jit``, collectives run in the order in which they were traced. Each transfers its leaves
@@ -52,7 +52,7 @@ def allreduce(
         A tree of the same structure, shapes and dtypes.
 
     Raises:
-        TypeError, UnsupportedType, Invalid, TensorMismatch, PeerLost: see the module.
+        TypeError, UnsupportedType, Invalid, TensorMismatch, PeerLost: see the module docstring.
 
     Example::
 
@@ -91,7 +91,7 @@ def broadcast(
 
     Raises:
         ValueError: structures, shapes or dtypes differ between ranks. Raised on every rank.
-        TypeError, UnsupportedType, PeerLost: see the module.
+        TypeError, UnsupportedType, PeerLost: see the module docstring.
     """
     return _apply(
         lambda tensors: broadcasting.broadcast_copies(tensors, root_rank, process_set), tree
@@ -113,7 +113,7 @@ def allgather(
 
     Raises:
         Invalid: called in a compiled function, where the shape of the result is unknown.
-        TypeError, UnsupportedType, TensorMismatch, PeerLost: see the module.
+        TypeError, UnsupportedType, TensorMismatch, PeerLost: see the module docstring.
     """
     if any(map(arrays.is_traced, jax.tree.leaves(tree))):
         raise Invalid(

@@ -35,7 +35,7 @@ def distributed_gradients(
         An ``optax.GradientTransformationExtraArgs``.
 
     Raises:
-        Invalid: ``optimizer`` is not an optimizer of optax.
+        Invalid: ``optimizer`` is not an optax optimizer.
 
     Example::
 

@@ -110,7 +110,7 @@ class JaxSteps:
 
 
 def _optax_states() -> list[type]:
-    """Return the classes of the states of optax, which are NamedTuples. Empty if optax was not imported."""
+    """Return the classes of optax states, which are NamedTuples. Empty if optax was not imported."""
     if "optax" not in sys.modules:
         return []
     return [
@@ -126,7 +126,7 @@ def _has_slots(value: Any) -> bool:
 
 
 def _live_momentum() -> str:
-    """Return the class of an optimizer state with arrays that the script holds. Empty if there is none."""
+    """Return the class name of an optimizer state with arrays that the script still holds, or an empty string."""
     kinds = _optax_states()
     if not kinds:
         return ""

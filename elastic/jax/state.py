@@ -164,11 +164,11 @@ def _value(found: Any, leaf: Leaf) -> Any:
 class JaxState(HandledState):
     """State of a script that trains with JAX: trees of arrays and other values, given by keyword.
 
-    A tree is any pytree that contains an array of JAX (dicts, lists, NamedTuples, states of optax, modules of
-    Equinox), or that contains modules, optimizers, metrics or Rngs of Flax NNX. Assign the new tree in each step,
-    as in ``state.params = params``. Objects of Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and
-    strings in a tree are committed, restored and sent to joining workers. Other leaves, such as functions, are left
-    unchanged. All other values are copied, like those of an `elastic.ObjectState`.
+    A tree is any pytree that contains a JAX array (dicts, lists, NamedTuples, optax states, Equinox modules), or that
+    contains modules, optimizers, metrics or Rngs of Flax NNX. Assign the new tree in each step, as in ``state.params =
+    params``. Objects of Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and strings in a tree are
+    committed, restored and sent to joining workers. Other leaves, such as functions, are left unchanged. All other
+    values are copied, like those of an `elastic.ObjectState`.
 
     ``commit`` copies the arrays to host memory, so that they may be donated to compiled functions. ``restore`` makes
     new arrays with exactly the committed bits, on the same device.

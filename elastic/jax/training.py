@@ -21,8 +21,8 @@ Given = ParamSpec("Given")
 def run(func: Callable[Given, Value]) -> Callable[Given, Value]:
     """Decorate a function that trains with JAX. Its first argument is a state. See `elastic.run`.
 
-    In addition to `elastic.run`, errors of collectives inside compiled functions keep their type. JAX would replace
-    them with a JaxRuntimeError.
+    Unlike with `elastic.run`, errors of collectives inside compiled functions keep their type. JAX would otherwise
+    replace them with a JaxRuntimeError.
 
     Raises:
         Invalid: ``func`` is not callable.

@@ -29,11 +29,12 @@ class Leaf:
     Args:
         dtype: dtype of an array, for example ``float32`` or ``key<fry>``; otherwise the name of the leaf's type.
         shape: shape of an array, otherwise None.
-        sharding: sharding of an array of JAX. None means a numpy array, or no array.
+        sharding: sharding of a JAX array. None means a numpy array, or no array.
         weak: whether the dtype is weak.
         key: implementation of PRNG keys. None means that the leaf contains no keys.
-        scalar: whether the leaf is a number of numpy, whose shape is ``()``.
-        kept: whether the leaf is neither an array, a number nor a string, for example a function. It is never copied.
+        scalar: whether the leaf is a numpy scalar, whose shape is ``()``.
+        kept: whether the leaf is of another kind than array, number or string, for example a function. It is never
+            copied.
     """
 
     dtype: str
@@ -108,7 +109,7 @@ class Flat:
 
 
 def has_arrays(value: Any) -> bool:
-    """Return whether a value is a tree with an array of JAX or a Flax module."""
+    """Return whether a value is a tree that contains a JAX array or a Flax module."""
     try:
         leaves = jax.tree.leaves(value, is_leaf=is_module)
     # If the keys of a dictionary cannot be sorted, JAX does not accept it as a tree.

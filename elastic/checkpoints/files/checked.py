@@ -1,4 +1,4 @@
-"""Files of a checkpoint, whose size and checksum are computed while they are written.
+"""Checkpoint files with a size and a checksum that are computed during the write.
 
 The checksum of a file is the SHA-256 of the CRC-32s of its 4 MiB blocks. It detects corruption and is computed at
 memory speed.
@@ -25,7 +25,7 @@ from elastic.collectives.shared_memory import memfd, native_library
 
 BLOCK = 4 << 20  # bytes per CRC-32; part of the format, equal to kElasticBlock in native/file.h
 PIECE = 1 << 18  # bytes; small enough to stay in the CPU cache between checksum and write
-AT_ONCE = 4 * BLOCK  # bytes written between two checks of whether the write was cancelled
+AT_ONCE = 4 * BLOCK  # bytes written between two checks for cancellation
 # Bytes. Smaller writes are combined, because each write may delay the training thread by acquiring the GIL.
 SMALL = 1 << 14
 
@@ -64,7 +64,7 @@ def _packed(*sums: int) -> bytes:
 
 
 class Check:
-    """Comparison of a file with its recorded checksum. The bytes are passed in order."""
+    """Incremental check of a file against its recorded checksum. The file's bytes must be passed in order."""
 
     def __init__(self, stored: StoredFile) -> None:
         self._wanted = stored.blocks
@@ -89,9 +89,9 @@ class CheckedFile:
         self.count = 0  # number of bytes written so far
 
     def write(self, content: Bytes, crc: int = 0) -> int:
-        """Write ``content``.
+        """Write ``content``, and return the CRC-32 of the current record including ``content``.
 
-        Return the CRC-32 of a record so far. ``crc`` is the CRC-32 of the record's data before ``content``.
+        ``crc`` is the CRC-32 of the record's data before ``content``.
         """
         size = memoryview(content).nbytes
         self.count += size

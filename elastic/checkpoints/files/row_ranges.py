@@ -3,7 +3,7 @@
 Pure: no I/O, no clock.
 
 Rows are written by the ranks of one world and read by those of another, of any size. Each rank reads only its own rows.
-Each checksum covers a fixed number of rows, so every read starts and ends at the boundaries of these pieces.
+Each checksum covers a fixed number of rows, so every read starts and ends at a boundary between such pieces.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RowRead(NamedTuple):
     """Read operation of ``length`` bytes at ``offset``. The bytes contain ``rows``, and only ``wanted`` of these are
     needed.
 
-    ``sum_before`` and ``sum_after`` are CRC-32s of the data of the stored range: up to the start and up to the end of
-    these bytes.
+    ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data up to the start and up to the end of the
+    bytes to read.
     """
 
     file: str

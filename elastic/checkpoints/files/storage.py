@@ -298,7 +298,9 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """Raise Invalid if a URL is empty or misspelled, such as ``s3:/bucket``, which would be a local path."""
+    """Raise Invalid if a URL is empty or misspelled, such as ``s3:/bucket``, which would otherwise be used as a local
+    path.
+    """
     if not url.strip():
         raise Invalid(
             "the name of the checkpoint folder is empty. A shell variable may be unset. Pass a folder or a URL"
@@ -317,7 +319,7 @@ def _patience(protocol: str) -> dict[str, Any]:
     """Return fsspec options with timeouts for S3. Empty for other protocols, or if the user has configured fsspec for
     S3.
 
-    With the client's own timeouts, an outage would be reported only after minutes.
+    With the S3 client's default timeouts, an outage would be reported only after minutes.
     """
     if protocol not in ("s3", "s3a") or fsspec.config.conf.get(protocol):
         return {}

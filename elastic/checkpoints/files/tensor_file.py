@@ -21,8 +21,8 @@ from elastic.state.snapshots import state_structure
 KINDS = 10_000  # Maximum number of cached headers, one for each dtype, shape and stride, of about 2 kB each.
 _RECORD = b"archive/data/0"  # name of the tensor's data in torch's zip archive
 _CRC = struct.Struct("<I")
-# Signature between a record's data and its CRC-32, and the distance in bytes from the CRC-32 to the record's name in
-# the zip directory.
+# Signature that separates a record's data from its CRC-32, and the distance in bytes from the CRC-32 to the record's
+# name in the zip directory.
 _MARK, _BEFORE_NAME = b"PK\7\x08", 30
 
 
@@ -31,7 +31,7 @@ def write(tensor: torch.Tensor, file: CheckedFile) -> None:
 
     Raises:
         OSError: the storage failed.
-        Exception: the file's ``alive`` raised it.
+        Exception: raised by the file's ``alive`` to cancel the write.
     """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:
@@ -60,7 +60,7 @@ def write_rows(tensor: torch.Tensor, file: CheckedFile, step: int) -> tuple[int,
     Raises:
         UnreadableCommit: this version of torch does not write such tensors as consecutive bytes.
         OSError: the storage failed.
-        Exception: the file's ``alive`` raised it.
+        Exception: raised by the file's ``alive`` to cancel the write.
     """
     frame = _frame(tensor.dtype, tensor.shape, tensor.stride()) if _plain(tensor) else None
     if frame is None:

@@ -29,7 +29,8 @@ from elastic.errors import Unsupported, UnsupportedType
 _ROW = 128
 _CHUNK_ROWS = (1 << 20) // _ROW  # number of rows that are held in float64 at a time
 _HALF = (torch.float16, torch.bfloat16)
-# A squared norm below this limit has too little precision to divide by. Of all float32 vectors, only zero has one.
+# A squared norm below this limit has too little precision to divide by. Of all float32 vectors, only the zero vector is
+# below it.
 _NO_NORM = torch.finfo(torch.float64).tiny ** 0.5
 
 
@@ -60,8 +61,8 @@ def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
 
     Args:
         group: group of the ranks that take part.
-        tensors: contiguous, float16, bfloat16, float32 or float64, of any shape, on the group's device; the same on
-            every rank, in the same order.
+        tensors: contiguous tensors on the group's device, of any shape, of dtype float16, bfloat16, float32 or float64.
+            Number, shapes and dtypes are the same on every rank.
 
     Raises:
         Unsupported: the number of ranks is not a power of two. Raised before anything is sent.

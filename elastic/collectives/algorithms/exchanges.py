@@ -43,7 +43,7 @@ def allgather(
     Args:
         group: group of the ranks that take part.
         tensors: this rank's rows of each tensor.
-        rows: number of rows of each tensor on each rank.
+        rows: ``rows[r][i]`` is the number of rows of tensor i on rank r.
 
     Returns:
         For each tensor, the rows of all ranks in rank order, and the index of this rank's first row in it.
@@ -85,7 +85,7 @@ def _allgather_one(group: Collectives, tensor: torch.Tensor, rows: list[int]) ->
 
 
 def alltoall(group: Collectives, tensor: torch.Tensor, splits: Sequence[Sequence[int]]) -> Started:
-    """Exchange rows. ``splits[r]`` are the numbers of rows that rank r sends to each rank.
+    """Exchange rows between all ranks. ``splits[r]`` lists the numbers of rows that rank r sends to each rank.
 
     Returns:
         The received rows in rank order, and the number of rows by rank as an int32 tensor.

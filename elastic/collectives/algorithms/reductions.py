@@ -268,7 +268,7 @@ def _place_all(
             results[index] = target
         targets.append(target)
         sources.append(part.view(target.shape))
-    # One call for all tensors: a call for each would cost more than copying its few bytes.
+    # All tensors are copied in one call, because a call for each would take longer than copying its few bytes.
     torch._foreach_copy_(targets, sources)
 
 

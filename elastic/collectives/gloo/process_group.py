@@ -53,7 +53,7 @@ _CLOSE_S = 0.1  # time in seconds in which work in flight usually ends after the
 # A waiting thread checks this often whether the group was aborted, because Gloo occasionally (in 1 of 80 aborts) loses
 # the wake-up of a queued send. The check does not slow an allreduce, and a waiting rank uses 1 % of a core for it.
 _SLICE = timedelta(milliseconds=20)
-_LOOK_EVERY = 50  # number of slices between two such checks
+_LOOK_EVERY = 50  # number of slices between two checks for closed connections
 _AT_ONCE = timedelta(milliseconds=1)
 _AT_ONCE_S = _AT_ONCE.total_seconds()
 
@@ -132,8 +132,8 @@ class GlooCollectives:
 
         Args:
             word: caller's data to publish with this rank's address.
-            heard: called in another thread with the data of all ranks, by rank, before anything is connected. If it
-                raises, nothing is connected.
+            heard: called in another thread with the data of all ranks, by rank, before any connection is made. If it
+                raises, no connection is made.
 
         Raises:
             CollectiveFailed: a rank is late or lost, or `abort` was called.
@@ -351,8 +351,8 @@ class GlooCollectives:
     def _begin_next(self) -> None:
         """Begin all exchanges that can begin, in the order of the calls.
 
-        Gloo numbers the exchanges, and the numbers must match on all ranks. Therefore a second exchange always directly
-        follows its first exchange, regardless of when that completes on this rank.
+        Gloo numbers the exchanges, and the numbers must match on all ranks. Therefore a second exchange is always
+        numbered directly after its first exchange, regardless of when the first exchange completes on this rank.
         """
         while self._queue and self._failed is None:
             work = self._queue[0]
@@ -444,7 +444,7 @@ class GlooCollectives:
         """Wait, after `abort`, until no collective of this group writes to any tensor. See `Collectives.drain`."""
         now = time.monotonic()
         deadline, look_at = now + timeout_s, now + _QUIET_S
-        # The time includes work begun by another thread.
+        # Wait for a thread that is still starting exchanges; this wait counts toward the timeout.
         if self._beginning.acquire(timeout=timeout_s):
             self._beginning.release()
         before: thread_activity.Runs | None = None
@@ -578,8 +578,8 @@ class _Left:
     """Aborted group that cannot be freed before its timeout, because freeing it would block on a work that lost its
     wake-up.
 
-    The interpreter does not drop its reference at exit, since a thread that ends in the middle of freeing a group would
-    abort the process.
+    An additional reference keeps the group alive at interpreter exit, because a thread that is terminated while it
+    frees a group would abort the process.
     """
 
     def __init__(self, backend: Any, works: list[Any]) -> None:
@@ -619,9 +619,9 @@ class GlooWork:
         self.second = second
         self.then = then
         self.two = second is not None  # whether the work needs a second exchange
-        self.first: Any = None  # `Work` of torch for the first exchange
+        self.first: Any = None  # torch's `Work` of the first exchange
         self.places: Places | None = None
-        self.rest: Any = None  # Gloo's work of the second exchange
+        self.rest: Any = None  # torch's `Work` of the second exchange, if any
         self.over = False
         self._group = group
         # lock that makes waiters return only once the result is in place

@@ -10,7 +10,7 @@ import contextlib
 import os
 
 _TASKS = "/proc/self/task"
-# This name does not match Gloo's socket threads, which wake every 10 ms.
+# Name of the threads that run collectives. Gloo's socket threads, which wake every 10 ms, have another name.
 _NAME = b"pt_gloo_runloop"
 
 Runs = frozenset[tuple[str, bytes]]

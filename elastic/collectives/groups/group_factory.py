@@ -28,7 +28,7 @@ def meeting(purpose: str, device_type: str, size: int) -> str:
 def prepare(native: bool) -> None:
     """Import the modules and load the libraries that CPU groups need.
 
-    Without this call, the creation of the first group would do the same while other ranks wait.
+    Without this call, the first group would load them during its creation, while other ranks wait.
     """
     from elastic.collectives.groups import cpu  # noqa: F401
     from elastic.collectives.shared_memory import native_library
@@ -65,7 +65,7 @@ class ConnectingGroup:
         size: number of ranks of the group.
         bind_host: numeric address to which peers connect.
         timeout_s: timeout for connecting, in seconds.
-        collective_timeout_s: timeout of each collective in seconds; by default the same.
+        collective_timeout_s: timeout of each collective in seconds; defaults to ``timeout_s``.
         native: whether CPU ranks of one host may share memory.
         apart: see `cpu.CpuGroup`.
         agreed: see `cpu.CpuGroup`.

@@ -10,7 +10,7 @@ from elastic.collectives import threads
 from elastic.collectives.interface import Collectives, Work
 
 _SLICE_S = 0.02  # interval in seconds between two checks for the exit of the process
-_LOOK_EVERY = 50  # number of slices between two such checks
+_LOOK_EVERY = 50  # number of wait slices between two calls of ``look``
 
 
 class GroupPart:

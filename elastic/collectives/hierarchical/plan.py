@@ -1,10 +1,10 @@
-"""Plan of collectives over several hosts with several ranks each: which rank sends what. Pure: no I/O, no clock.
+"""Communication plan of collectives over several hosts with several ranks each. Pure: no I/O, no clock.
 
 A rank communicates through its host's memory and through the network between hosts. Every rank knows the number of its
 host and its index on that host. Some of the ranks, the carriers, send data between hosts:
 
 - If all hosts have the same number of ranks, every rank is a carrier: the ranks with the same index form an *inter-node
-  group*, with one rank of each host. All ranks of a host send at the same time, each one its share.
+  group*, with one rank of each host. All ranks of a host send at the same time, each its own share.
 - Otherwise the *leaders*, the ranks with index 0, send for all ranks of their host.
 
 Ranks are numbered within the group and may be placed on the hosts in any order.
@@ -123,7 +123,8 @@ def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, 
 
 
 def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
-    """Yield the turns of ``number`` chunks, so that some are on the network while others are reduced and distributed.
+    """Yield the turns of ``number`` chunks, ordered so that some are on the network while others are reduced and
+    distributed.
 
     The order does not depend on timing, so all ranks of a host start the same collectives in the same order.
     """

@@ -48,7 +48,7 @@ class Neighbours(Halves, Protocol):
 
 
 class InterNodeGroup(Collectives, Protocol):
-    """Interface of a group of one rank of each host that is not connected yet."""
+    """Interface of a group with one rank of each host, before and after it is connected."""
 
     def connect(self, store: Store, purpose: str, bind_host: str) -> None: ...
 

@@ -68,7 +68,8 @@ class Steps:
         self._host = host
         self._wire = wire
         self._halves = halves
-        self.copies: torch.Tensor | None = None  # memory of the copies in the arena
+        # arena memory for copies of chunks that are not in the arena
+        self.copies: torch.Tensor | None = None
 
     # ---- allreduce -------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class Arena:
             return True
 
     def offset_of(self, address: int, size: int) -> int | None:
-        """Return the offset of the memory in this arena. Return None unless the whole memory is in this arena."""
+        """Return the offset of a memory range in this arena, or None unless the arena contains the whole range."""
         offset = address - self.address
         return offset if offset >= 0 and offset + size <= self.bytes else None
 

@@ -17,7 +17,7 @@ from elastic.collectives.shared_memory import host_copy, native_library
 
 # Not half precision: the library would round the whole sum once instead of after each addition.
 _DTYPES = {torch.float32: DType.FLOAT32, torch.float64: DType.FLOAT64}
-_SUM = 1  # value of the sum in native/kernels.h
+_SUM = 1  # code of the operation SUM in native/kernels.h
 
 
 def may(dtype: torch.dtype, device: torch.device) -> bool:

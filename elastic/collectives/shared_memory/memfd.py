@@ -34,8 +34,8 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def create(name: str, size: int) -> int:
     """Return a descriptor of ``size`` bytes of zeros, without allocated pages.
 
-    The memory is freed with its last descriptor and mapping, however the processes end. ``name`` is only shown in
-    /proc.
+    The memory is freed with its last descriptor and mapping, however the processes end. ``name`` is for display in
+    /proc only.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -51,7 +51,8 @@ def create(name: str, size: int) -> int:
 def map_shared(fd: int, size: int) -> int:
     """Map a memory descriptor of ``size`` bytes, and return the address.
 
-    Pages are allocated when first touched. Core dumps exclude them, because writing one would touch them all.
+    Pages are allocated when first touched. They are excluded from core dumps, because writing a dump would touch all of
+    them.
     """
     address = _map(0, size, mmap.MAP_SHARED | _MAP_NORESERVE, fd)
     with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ _SLICE_S = 0.05  # maximum time in seconds of one native call, after which Pytho
 # Tags of monitored_barrier. They differ from torch's tags, which have 32 bits.
 _HERE, _GO_ON = 1 << 40, 1 << 41
 # Extra seconds that other ranks wait after the timeout of monitored_barrier, until rank 0 has named the missing rank.
-# If a rank that has arrived left the group earlier, its message would be withdrawn and it would be named instead.
+# If a rank that has arrived left earlier, its message would be withdrawn, and rank 0 would report it as missing.
 _VERDICT_S = 1.0
 
 
@@ -123,4 +123,4 @@ def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: boo
             f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
         )
     for word in [group.send(nothing, rank, _GO_ON) for rank in others]:
-        word.wait()  # The message is withdrawn if this rank leaves before it was received.
+        word.wait()  # The message is withdrawn if this rank leaves before the message was received.

@@ -55,8 +55,8 @@ class Memory(NamedTuple):
     arenas: Sequence[tuple[int, int]]  # address and size in bytes of each arena
     staging: Sequence[int]  # offset of each staging area in its arena
     pidfds: Sequence[int]  # pidfd of each rank; -1 means this process
-    # Function to call once, when this process has stopped using the memory. With False, another rank may still write to
-    # the staging.
+    # Function to call once, when this process has stopped using the memory. Its argument is False if another rank may
+    # still write to the staging area.
     release: Callable[[bool], None]
 
 

@@ -38,7 +38,7 @@ class FollowingStrategy(Protocol):
     commit_every: int  # number of optimizer steps between two commits
 
     def follow(self) -> None:
-        """Update this worker's place to the current world."""
+        """Update this worker's rank and the world size to those of the current world."""
 
     def dealing(self) -> AbstractContextManager[None]:
         """Return a context for setting up train dataloaders, in which samples are assigned by the job's position."""

@@ -96,7 +96,8 @@ class ElasticStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         unsupported_sharding.check_trainer("Lightning", (), [trainer.lightning_module])
-        # The loop is replaced first, because a schedule that uses estimated_stepping_batches makes it set up its data.
+        # The loop is replaced first, because a schedule that uses estimated_stepping_batches makes the loop set up its
+        # data.
         if trainer.state.fn == TrainerFn.FITTING:
             trainer.fit_loop = ElasticFitLoop.in_place_of(trainer.fit_loop, self)
         super().setup(trainer)
@@ -136,7 +137,7 @@ class ElasticStrategy(DDPStrategy):
         return self._sharded.step(module.trainer, step, forward, backward)
 
     def follow(self) -> None:
-        """Update this worker's place to the current world. DDP is part of the state and follows with it."""
+        """Update this worker's rank and the world size to those of the current world. The state updates DDP."""
         self.set_world_ranks()
 
     @contextlib.contextmanager

@@ -155,7 +155,7 @@ def follow_loggers(trainer: Trainer) -> None:
 
 
 def _go_on_with_csv(logger: CSVLogger) -> None:
-    """Keep the existing lines of the file, because a new logger would delete it."""
+    """Keep the existing lines of the CSV file, which a new logger would delete."""
     path = os.path.join(logger.log_dir, "metrics.csv")
     written = ""
     if os.path.exists(path):
