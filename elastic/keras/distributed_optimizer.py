@@ -40,7 +40,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: optimizer of Keras 3, on TensorFlow, torch or JAX; or of legacy Keras if TF_USE_LEGACY_KERAS is set.
-        compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with the same two methods.
+        compression: ``hvd.Compression.none``, ``fp16``, ``bf16``, or a class with ``compress`` and ``decompress``.
         sparse_as_dense: whether to reduce sparse gradients as dense tensors on TensorFlow. Other backends always
             convert them.
         gradient_predivide_factor: Average divides gradients by this factor before the sum and multiplies by it
@@ -50,7 +50,7 @@ def DistributedOptimizer(
             and applied: Keras's own ``gradient_accumulation_steps``.
         average_aggregated_gradients: whether to divide accumulated gradients by their number.
         num_groups, groups, name: ignored, since all gradients are reduced together.
-        process_set: the ranks that reduce among themselves. On other ranks the optimizer works as before.
+        process_set: the ranks among which gradients are reduced. On all other ranks, gradients are not reduced.
         scale_local_gradients: whether to divide gradients of local variables by the number of ranks.
         device_dense, device_sparse: ignored.
 

@@ -2,8 +2,8 @@
 
 In TensorFlow, tracing is much slower than running the step. A training worker therefore sends the shapes and dtypes of
 its batches through the driver (`StepInput`). A joining worker traces the step for such batches before it reports ready,
-so that no worker waits for it. Batches of other shapes are traced when they arrive, as usual. For Keras 3 on
-TensorFlow, and models in a state.
+so that no worker waits for it. Batches of other shapes are traced when they arrive, as usual. Only Keras 3 on
+TensorFlow is supported, and only models in a state.
 """
 
 from __future__ import annotations

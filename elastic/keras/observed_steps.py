@@ -37,7 +37,7 @@ class KerasSteps:
         # step counts by optimizer; None if the optimizer's graph has not run yet
         self._known: dict[int, tuple[Any, int | None]] = {}
         self._used: dict[int, Any] = {}  # optimizers that have made a step
-        # variables that an optimizer updated without storing them
+        # variables that legacy optimizers have updated, by ID of the optimizer
         self._applied_to: dict[int, list[Any]] = {}
         self._wrapped: list[tuple[type, str, Any]] = []
         # objects that were created before the training
@@ -166,7 +166,7 @@ class KerasSteps:
         return list(self._applied_to.get(id(optimizer)) or kept)
 
     def loaders(self, state: State) -> Iterator[UsedLoader]:
-        # A reset callback may recreate the data set, which is known only after the first recovery.
+        # A reset callback may recreate the data set. Whether it does is known only after the first recovery.
         recovered = self._windows > 1
         before = {id(each) for ref in self._sharded if (each := ref()) is not None}
         if not before or self._world[1] == 1 or (state.calls_back() and not recovered):

@@ -123,7 +123,7 @@ def build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def is_built(optimizer: Any) -> bool:
-    if LEGACY:  # Optimizers of tf_keras.optimizers.legacy have no flag, only weights.
+    if LEGACY:  # Optimizers of tf_keras.optimizers.legacy have no such flag, only weights.
         optimizer = inside(optimizer)
         return bool(getattr(optimizer, "_built", False) or getattr(optimizer, "weights", None))
     return bool(optimizer.built)

@@ -37,7 +37,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: optimizer of Keras (see `elastic.keras.distributed_optimizer.DistributedOptimizer`), or a
-            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` then reduces.
+            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` then returns reduced gradients.
         name, use_locking: arguments of the wrapper of a TensorFlow 1 optimizer.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
             `elastic.optimizer.framework_options.GradientOptions`.

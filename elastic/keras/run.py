@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
     """Decorate a function that trains with Keras.
 
-    In addition to `elastic.run`, it recovers from the errors that compiled steps raise for failed collectives.
+    Like `elastic.run`, but also recovers from the errors that compiled steps raise for failed collectives.
     """
     match tensors.backend():
         case "tensorflow":

@@ -1,4 +1,4 @@
-"""`launch`: run a Python function on many workers, like ``elasticrun`` runs a script."""
+"""`launch`: run a Python function on many workers, as ``elasticrun`` runs a script."""
 
 from __future__ import annotations
 

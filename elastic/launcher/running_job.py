@@ -66,9 +66,9 @@ class Job:
         return state
 
     def scale(self, workers: int) -> str:
-        """Request a different number of workers. Return the expected outcome, in words, without waiting for the change.
+        """Request a different number of workers. Return a description of the expected outcome.
 
-        `status` shows the actual number.
+        Does not wait for the change. `status` shows the actual number.
         """
         from elastic.driver.job.operator_api.messages import AskScale
 

@@ -30,7 +30,8 @@ def count(account: TimeAccount) -> None:
 
 
 def listen(listener: Callable[[Any], None] | None) -> None:
-    """Call ``listener`` in the training thread with the iterator of each batch, or None at its end.
+    """Call ``listener`` in the training thread after each batch, with the DataLoader's iterator, or None at the
+    iterator's end.
 
     Pass None as ``listener`` to stop the calls.
     """

@@ -15,7 +15,7 @@ largest: int | None = None  # number of elements of the largest tensor, or None 
 
 
 def observe() -> None:
-    """Start observing."""
+    """Start recording the sizes of tensors in collectives."""
     global largest
     largest = 0
     shapes.clear()

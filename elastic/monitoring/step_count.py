@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 steps: int | None = None  # number of steps, or None if no torch optimizer has stepped
 batch: int | None = None  # number of samples of a step on this rank, or None if unknown
 state_step: int | None = None  # step counter of the state at its newest commit, or None
-commits_every = 1  # number of calls of commit() per copy of the state
+commits_every = 1  # number of commit() calls per in-memory copy of the state
 _counted = 0  # ID of the torch optimizer whose steps are counted
 _taken: int | None = None  # step count of an optimizer at the newest commit
 

@@ -4,7 +4,7 @@
     committing   in ``state.commit()``
     data         waiting for the next batch of a ``DataLoader``
     storage      reading the initial checkpoint, and waiting for the last one to be written
-    recovering   from the end of a failed world until the state is equal everywhere in the next one
+    recovering   from the end of a failed world until the state is equal on all ranks of the next one
     joining      from ``init()`` to the training function, and in planned changes
     lost         training, committing or waiting for data that has to be repeated
     idle         before and after the training function, and as a standby
@@ -73,7 +73,7 @@ class TimeAccount:
                 self._kept[repeated] = self._spent[repeated]
 
     def only_prepared(self) -> None:
-        """Count all time so far as joining, because the training function had not been reached."""
+        """Count all training time so far as joining, because it preceded the training function."""
         with self._lock:
             self._spent["joining"] += self._spent["training"]
             self._spent["training"] = self._kept["training"] = 0.0

@@ -12,7 +12,7 @@
     span(row, name, a_ns, b_ns)    add a span with both ends, on the clock of ``now_ns()``
     spans(rows, name, a_ns, b_ns)  add the same span in many rows: the tensors of a fused buffer
     tick(row, rank)                add an instant of negotiation: this rank is ready
-    cycle()                        add CYCLE_START, if cycles are to be marked
+    cycle()                        add CYCLE_START, if the timeline was started with ``mark_cycles``
     during(row, name)              context manager for a span; for slow operations
     end_all()                      end all spans, because their world has ended. `Runtime` calls it after a loss
     now_ns()                       nanoseconds of this worker's monotonic clock
@@ -48,24 +48,24 @@ now_ns = time.monotonic_ns
 
 
 def begin(row: str, name: str) -> None:
-    """Begin a span in a tensor's row. Spans of a row may be nested. See the module."""
+    """Begin a span in a tensor's row. Spans of a row may be nested. See the module docstring."""
     _buffer.begin(row, name, now_ns())
 
 
 def end(row: str) -> None:
-    """End the innermost span of a row. Has no effect if there is none. See the module."""
+    """End the innermost span of a row. Has no effect if no span is open. See the module docstring."""
     _buffer.end(row, now_ns())
     _wake()
 
 
 def span(row: str, name: str, begin_ns: int, end_ns: int) -> None:
-    """Add a span with both ends, in nanoseconds on the clock of `now_ns`. See the module."""
+    """Add a span with both ends, in nanoseconds on the clock of `now_ns`. See the module docstring."""
     _buffer.add(("X", row, name, begin_ns, end_ns - begin_ns))
     _wake()
 
 
 def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
-    """Add the same span in many rows: those of the tensors of a fused buffer. See the module."""
+    """Add the same span in many rows: those of the tensors of a fused buffer. See the module docstring."""
     ns, waited = end_ns - begin_ns, len(_buffer)
     _buffer.extend(("X", row, name, begin_ns, ns) for row in rows)
     if waited < POKE_AT <= len(_buffer):
@@ -73,19 +73,19 @@ def spans(rows: Iterable[str], name: str, begin_ns: int, end_ns: int) -> None:
 
 
 def tick(row: str, rank: int) -> None:
-    """Add an instant to a row: this rank is ready to run the collective. See the module."""
+    """Add an instant to a row: this rank is ready to run the collective. See the module docstring."""
     _buffer.add(("i", row, str(rank), now_ns(), 0))
     _wake()
 
 
 def cycle() -> None:
-    """Add CYCLE_START, if cycles are to be marked. See the module."""
+    """Add CYCLE_START, if the timeline was started with ``mark_cycles``. See the module docstring."""
     if mark_cycles:
         _buffer.add(("i", CYCLES, "CYCLE_START", now_ns(), 0))
 
 
 def during(row: str, name: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that adds a span, for slow operations. See the module."""
+    """Return a context manager that adds a span, for slow operations. See the module docstring."""
     return _During(row, name) if on else _NOTHING
 
 
@@ -106,7 +106,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def end_all() -> None:
-    """End all open spans, because their world has ended. See the module."""
+    """End all open spans, because their world has ended. See the module docstring."""
     _buffer.end_all(now_ns())
 
 

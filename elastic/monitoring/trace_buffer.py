@@ -34,7 +34,8 @@ class TraceBuffer:
         self._limit = limit
         self._records: list[Trace] = []
         self._open: dict[str, list[_Open]] = {}  # open spans by row, outermost first
-        # The lock is needed because any thread may end a span or record it as long. Adding a record needs no lock.
+        # Guards the open spans, because any thread may end a span or record it as a long one. Adding a record needs no
+        # lock.
         self._spans = threading.Lock()
 
     def __len__(self) -> int:
@@ -102,7 +103,7 @@ class TraceBuffer:
                     self._records.append(("B", row, name, at_ns, 0))
 
     def take(self, most: int) -> list[Trace]:
-        """Return the oldest records, at most ``most``."""
+        """Remove and return up to ``most`` records, oldest first."""
         taken = self._records[:most]
         del self._records[: len(taken)]
         return taken

@@ -260,9 +260,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start writing a timeline to a file. ``mark_cycles`` adds an instant for every negotiation cycle.
 
     One file contains all workers of the job, so one rank's call is enough. If several ranks call, the first call
-    determines the file. Under ``elasticrun`` the path is on the driver's host. A relative path is relative to this
-    worker's folder. The call returns when the file exists. HOROVOD_TIMELINE does not need to be set, not even to
-    ``DYNAMIC``.
+    determines the file. Under ``elasticrun`` the path is on the driver's host. A relative path is resolved against this
+    worker's working directory. The call returns when the file exists. HOROVOD_TIMELINE does not need to be set, not
+    even to ``DYNAMIC``.
 
     Raises:
         NotInitialized: (a ValueError) ``init()`` was not called.

@@ -1,4 +1,6 @@
-"""Compression of MXNet's arrays before they are sent. Any class with these two static methods can be used."""
+"""Compression of MXNet's arrays before they are sent. Any class with the static methods ``compress`` and ``decompress``
+can be used.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from elastic.mxnet.bridge import Array
 
 
 class ToHalf:
-    """Compressor that sends float32 and float64 as float16, with 11 significant bits.
+    """Compressor that sends float32 and float64 arrays as float16, with 11 significant bits.
 
-    Sums above 65504 overflow to infinity. Other dtypes are unchanged.
+    Sums above 65504 overflow to infinity. Arrays of other dtypes are sent unchanged.
     """
 
     @staticmethod

@@ -30,13 +30,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     attributes are those of the optimizer.
 
     Args:
-        optimizer: an optimizer of MXNet. Do not use it directly afterwards.
+        optimizer: an MXNet optimizer. Do not use it directly afterwards.
         gradient_predivide_factor: factor by which gradients are divided before the sum and multiplied afterwards.
         num_groups: ignored, since all gradients that MXNet updates together are reduced in one call.
         process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
 
     Raises:
-        Invalid: ``optimizer`` is not an optimizer of MXNet, or the factor is not positive.
+        Invalid: ``optimizer`` is not an MXNet optimizer, or the factor is not positive.
 
     Example::
 
@@ -135,14 +135,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     Args:
         params: ``net.collect_params()``, a dict, or a list of parameters, which is sorted by name.
         optimizer, optimizer_params: as for Gluon's trainer. A `DistributedOptimizer` is unwrapped, with a warning.
-        compression: `Compression.none`, `Compression.fp16`, or a class with the same two methods.
+        compression: `Compression.none`, `Compression.fp16`, or a class with ``compress`` and ``decompress``.
         gradient_predivide_factor: factor by which gradients are divided before the sum and multiplied afterwards.
         prefix: prefix of the collective's name. If a program has several trainers, each needs its own prefix.
         num_groups: number of calls for the gradients; one by default.
         process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
 
     Raises:
-        Invalid: the factor is not positive, or the compression lacks one of the two methods. Raised by ``step()`` if a
+        Invalid: the factor is not positive, or the compression lacks one of its methods. Raised by ``step()`` if a
             parameter is on several devices.
         PeerLost: a worker was lost. Raised by ``step()`` and ``allreduce_grads()``.
 

@@ -98,7 +98,7 @@ class TrainerPart(Part):
 
 
 def _apart(state: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the optimizer's state of a parameter, in which arrays are replaced by the names of tensors."""
+    """Return the optimizer state of one parameter, with its arrays replaced by names of tensors."""
     if isinstance(state, mx.nd.NDArray):
         tensors[name] = view(state)
         return {"tensor": name}
@@ -129,7 +129,7 @@ class MXNetState(HandledState):
 
     Args:
         net: initialized Gluon block, called once if the shapes of its parameters are inferred from data.
-        trainer: `DistributedTrainer`, or a trainer of Gluon.
+        trainer: a `DistributedTrainer` or a Gluon trainer.
         rng: whether to commit and restore this worker's random generators (torch, numpy, random; not MXNet's).
         **kwargs: values of the state, available as attributes.
 

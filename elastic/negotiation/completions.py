@@ -33,7 +33,7 @@ class Completions:
         self._thread: threading.Thread | None = None
 
     def when_over(self, handle: int, finish: Finish) -> None:
-        """Call ``finish`` once the collective is complete or about to be.
+        """Call ``finish`` once the collective is complete or about to complete.
 
         ``finish`` is called in this thread or in the waiting thread. It calls `submission.synchronize` and must not
         raise. Completions are detected in any order, so a collective that another rank delays does not hold up those
