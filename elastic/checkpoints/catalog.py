@@ -234,7 +234,7 @@ def prune(storage: Storage, keep: int, floor: int = 0) -> list[CommitName]:
         OSError: the storage failed.
     """
     have = names(storage)
-    # Only the newest commit is verified. For older ones, the manifest shows that they were complete.
+    # Verify only the newest commit. An older commit with a manifest is known to have been complete.
     whole: list[CommitName] = []
     for name in reversed(have):
         if whole:

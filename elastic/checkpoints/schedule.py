@@ -50,7 +50,7 @@ class Schedule:
         self._generation = 0
         self._newest = 0
         self._target: int | None = None
-        self._next = False  # the script has requested the next commit
+        self._next = False  # whether the script has requested a checkpoint of the next commit
         self._wanted: int | None = None  # number of the commit that the script has requested
         # number of the scheduled commit whose write has begun and is not known to be durable yet
         self._owed: int | None = None
@@ -58,7 +58,7 @@ class Schedule:
         self._asked: tuple[int, float] | None = None
         self._stretch = 1  # current lead, in units of LEAD_S
         self._last_at: float | None = None
-        self._interval_s = 0.0  # smoothed time between two commits
+        self._interval_s = 0.0  # smoothed time between two commits, in seconds
 
     def wanted(self) -> None:
         """Request a checkpoint of the next commit.
@@ -135,7 +135,7 @@ class Schedule:
         If ``again`` is true, that rank received the request too late, and a later commit is requested instead.
         """
         if number == self._owed and (again or number == self._wanted):
-            self._due_at = now  # Write one of the next commits instead.
+            self._due_at = now  # A checkpoint of one of the next commits is due instead.
         self.settled(number)
         # Another commit may have been requested in the meantime.
         if self._target == number:

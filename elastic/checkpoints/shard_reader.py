@@ -139,7 +139,7 @@ class ShardReader:
         if self._rt.place.size > 1:
             broadcast_state(self._state)
             if self._rt.place.rank:
-                # Samplers divide the remaining samples among the ranks of this world.
+                # Make samplers divide the remaining samples among the ranks of this world.
                 self._state.reset()
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:

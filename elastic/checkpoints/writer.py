@@ -116,7 +116,7 @@ class CheckpointWriter:
         # names of the parameters that were already non-finite at the first check
         self._odd: set[str] | None = None
         self.first_not_finite = FirstNotFinite()  # updated by the code that reduces gradients
-        # the message, and the time at which it was sent
+        # last message about non-finite gradients, and the time at which it was sent
         self._not_finite: tuple[float, messages.NotFinite] | None = None
         self.newest: Commit | None = None  # newest durable commit known to this rank
 
@@ -265,7 +265,7 @@ class CheckpointWriter:
         attempt = self._attempt
         if attempt is not None and attempt.name.generation != generation and not attempt.sealing:
             attempt.off.set()
-            # This rank may already have written its share.
+            # `off` ends only a write in progress, and this rank may already have written its share.
             self._begin(functools.partial(self._over, attempt))
         with self._changed:
             if self._latest is not None and self._latest[0] != generation:

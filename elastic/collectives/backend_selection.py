@@ -32,7 +32,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
 
     host: Host
     pid: int
-    started: int  # start of the process, in clock ticks after the boot
+    started: int  # start time of the process, in clock ticks since the boot
     user: int
 
 

@@ -94,7 +94,8 @@ def carried(
 
 def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
     """Multiply floats by ``scale``, then divide by ``divisor``, in place. Each of the two operations rounds once."""
-    if tensor.is_complex():  # Complex division can be off by one bit.
+    # Complex division can be off by one bit, so scale the real and imaginary parts.
+    if tensor.is_complex():
         rescale_(torch.view_as_real(tensor), scale, divisor)
         return tensor
     if scale != 1.0:

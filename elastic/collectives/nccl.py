@@ -61,7 +61,7 @@ class NcclCollectives:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s  # seconds to connect
+        self._timeout_s = timeout_s  # timeout for connecting, in seconds
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
@@ -80,7 +80,8 @@ class NcclCollectives:
         self._communicator = 0  # NCCL's pointer to the communicator, while connected and revocable
         self._revoking = threading.Lock()
         self._revoked = False
-        self._launching = threading.Lock()  # NCCL must not be queried for errors during a launch
+        # held during a launch, when NCCL must not be queried for errors
+        self._launching = threading.Lock()
         # set once the communicator is created or its creation is abandoned
         self._built = threading.Event()
         self._swapping = Call()
@@ -324,7 +325,7 @@ class NcclCollectives:
     def settle(self) -> None:
         followed, self._followed = self._followed, None
         if followed is not None:
-            followed.wait_on_host()  # NCCL runs the collectives of a communicator in order.
+            followed.wait_on_host()  # sufficient, because NCCL runs collectives in order
 
     def followed_since(self) -> float | None:
         if self._followed is None:

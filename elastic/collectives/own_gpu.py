@@ -12,8 +12,10 @@ import torch
 
 from elastic.errors import Invalid
 
-_index: int | None = None  # GPU of the reduced tensors
-_chosen: int | None = None  # GPU chosen by torch.cuda.set_device, at the last check
+# index of the GPU of the reduced tensors, or None before the first reduction
+_index: int | None = None
+# index of the GPU that torch.cuda.set_device has selected, as of the last check
+_chosen: int | None = None
 
 
 def meet(device: torch.device) -> None:

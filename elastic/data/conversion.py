@@ -44,7 +44,8 @@ def from_torch(loader: Any, **changes: Any) -> DataLoader:
         if not isinstance(loader.dataset, torch_data.IterableDataset):
             given.update(_order_of(loader.sampler))
     if "global_batch_size" in changes and "batch_size" not in changes:
-        given["batch_size"] = 1  # batch_size and global_batch_size exclude each other.
+        # Restore the default value, because batch_size and global_batch_size are mutually exclusive.
+        given["batch_size"] = 1
     given.update(changes)
     return DataLoader(loader.dataset, **given)
 
@@ -54,7 +55,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
         return {"shuffle": sampler.shuffle, "seed": sampler.seed}
     if isinstance(sampler, torch_data.SequentialSampler):
         return {"shuffle": False}
-    # torchdata's RandomSampler is not a subclass of torch's.
+    # Compare class names, because torchdata's RandomSampler is not a subclass of torch's.
     random = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
     if random and sampler.num_samples == len(sampler.data_source):
         return {"shuffle": True}

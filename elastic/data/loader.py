@@ -317,8 +317,8 @@ class DataLoader:
             self._handed_some
             and self._awaits_steps
             and not progress.by_steps
-            # With shards, gradients are not checked: a rank with empty shards has none, but must decide like the
-            # others.
+            # With shards, gradients are not checked: a rank with empty shards has none, but must make the same decision
+            # as the other ranks.
             and (self.arguments.shards is not None or self._gradients.new)
         )
 
@@ -417,9 +417,9 @@ class LoaderIterator(Iterator[Any]):
         given = () if loader._shards is None else tuple(loader._shards.assigned)
         at = loader._moves, world, given
         if at != self._at:
-            self._batches = iter(())  # The old loader workers end before new ones start.
+            self._batches = iter(())  # End the old loader workers before new ones start.
             self._shards, self._over = None, False
-            # If only the shards of the world change, an epoch in progress is not restarted.
+            # Do not restart an epoch in progress if only the assignment of shards has changed.
             again = self._at is not None and self._at[:2] == at[:2]
             self._batches = loader._begin(world, again)
             self._at = at

@@ -8,7 +8,7 @@ _watching = False
 
 
 def _note(*_: object) -> None:
-    # torch.compile compiles the store of a constant without a guard or a graph break.
+    # Only a constant is assigned, which torch.compile can compile without a guard or a graph break.
     global _stepped
     _stepped = True
 

@@ -452,7 +452,7 @@ class DiLoCo:
                 op=Op.SUM,
                 into=[tensor],
             )
-            # names are never reused, so collectives of different merges cannot be matched
+            # A name is never reused, so that collectives of different merges cannot be matched.
             reduced.lasting = False
             made.append(reduced)
         return made

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 PERIOD = 4  # number of steps between two exchanges
 WINDOW = 12  # number of latest steps over which the median is taken
-GAIN = 0.06  # minimum gain, relative to the faster division
-MORE_GAIN = 0.04  # additional gain required for each recent change
-MOST_GAIN = 0.2  # Maximum of the required gain, so that a rank that has become fast again gets its shards back.
+GAIN = 0.06  # minimum difference in step time, relative to the step time of the faster division
+MORE_GAIN = 0.04  # increase of the required gain for each recent change
+# Limit of the required gain, so that a rank that has become fast again gets its shards back.
+MOST_GAIN = 0.2
 RECENT = 25  # a change counts as recent for this number of exchanges
 PATIENCE = 2
 

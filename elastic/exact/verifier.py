@@ -86,7 +86,8 @@ class Verifier:
         # shards of this rank whose gradients are digested in this step
         self.checked: frozenset[int] = frozenset()
         self.shard: int | None = None  # the shard of the second pass in progress, or None
-        self.passes_made = 0  # shards that this rank computed for verification in the last step
+        # number of shards that this rank computed for verification in the last step
+        self.passes_made = 0
         self._seed = seed
         self._listeners = listeners
         self._arithmetic = arithmetic
@@ -100,7 +101,7 @@ class Verifier:
         # for each rank, the last step in which its gradients were compared and found correct
         self._agreed: dict[int, int] = {}
         self._usual = verification.NONE  # binary exponent of the largest gradient of the last step
-        # limits on the gradients of the shards that are checked because of suspicious gradients
+        # limit on the gradients of each shard that is checked because of suspicious gradients
         self._limits: dict[int, float] = {}
 
     def step_begins(self, step: ShardStep, generation: int) -> None:

@@ -30,7 +30,7 @@ TOGETHER_S = 30.0  # timeout in seconds for all victims of a rule to reach the f
 WAIT_S = 60.0  # timeout in seconds for the file of a wait action to appear
 HOARD_BYTES = 64 << 20  # number of bytes that the action out-of-memory leaves free
 LOOK_S = 0.002
-TURNS_PER_S = 100_000_000  # approximate speed of an empty loop in C
+TURNS_PER_S = 100_000_000  # approximate number of iterations per second of an empty loop in C
 
 
 def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from elastic.api.arrays import to_numpy, to_torch
 from elastic.errors import Invalid, UnsupportedType
 
-# Python types whose numbers become arrays with weak dtypes, by the kind of dtype
+# For each kind of dtype, a Python number that JAX converts to an array with a weak dtype of this kind.
 _ZEROS: dict[str, Any] = {"f": 0.0, "i": 0, "c": 0j}
 
 

@@ -41,7 +41,8 @@ class JaxSteps:
         self._stepped: Callable[[object], None] | None = None
         self._thread = 0
         self._own: Any = None  # original method of JaxState, which is wrapped
-        self._names: dict[str, object] = {}  # assigned attributes
+        # assigned attributes, each with an object that identifies it
+        self._names: dict[str, object] = {}
         self._first: list[weakref.ref[jax.Array]] | None = None  # arrays before the first step
 
     def classes(self) -> list[type]:
@@ -86,7 +87,7 @@ class JaxSteps:
         trained = [each for each in held if id(each) not in before]
         shapes = {each.shape for each in held}
         reduced = {shape for shape in moved_tensors.shapes if math.prod(shape) > 1}
-        # If arrays of the state were trained, other shapes are no mistake: the script may reduce only metrics, or
+        # If arrays of the state were trained, other shapes are not a mistake: the script may reduce only metrics, or
         # packed gradients.
         outside = [] if trained else sorted(reduced - shapes)
         if len(outside) < len(reduced):

@@ -30,7 +30,7 @@ class ReducesGradients:
     _elastic_outer: bool  # whether an enclosing loss scale optimizer reduces the gradients
     _elastic_factor: float  # factor applied to accumulated gradients after Keras has averaged them
     _elastic_applied: list[bool]  # whether each applied gradient belongs to a local variable
-    gradient_accumulation_steps: int | None  # attribute of Keras
+    gradient_accumulation_steps: int | None  # set by Keras
     _iterations: Any
 
     def register_local_var(self, variable: Any) -> None:
@@ -87,7 +87,7 @@ class ReducesScaledGradients(ReducesGradients):
     pass, even if the inner optimizer accumulates.
     """
 
-    _trainable_variables: list[Any]  # attribute of Keras
+    _trainable_variables: list[Any]  # set by Keras
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any

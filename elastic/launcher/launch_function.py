@@ -70,7 +70,7 @@ def launch(
     # Workers must import modules from the same folders as this process.
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
 
-    # The folder has mode 0700.
+    # The folder is created with mode 0700, so other users cannot read the pickled call.
     with tempfile.TemporaryDirectory(prefix="elastic-launch-") as folder:
         call = Path(folder) / "call"
         content = pickled(func, args, kwargs or {})

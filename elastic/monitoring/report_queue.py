@@ -18,7 +18,7 @@ import msgspec
 from elastic.protocol.messages import Place, Reported
 
 KEPT = 1000  # maximum number of reports that wait to be sent
-KEPT_BYTES = 16 * 1024 * 1024  # maximum size of these reports, in bytes
+KEPT_BYTES = 16 * 1024 * 1024  # maximum total size in bytes of the reports that wait to be sent
 WINDOW_BYTES = 128 * 1024
 OVERHEAD_BYTES = 100  # approximate overhead of one message in bytes
 

@@ -36,7 +36,8 @@ class TimeAccount:
         self.part: Part = part
         self._since = now
         self._spent: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
-        self._kept: dict[Part, float] = dict(self._spent)  # times up to the newest commit
+        # seconds by activity, up to the newest commit
+        self._kept: dict[Part, float] = dict(self._spent)
         self._lock = threading.Lock()
 
     def begin(self, part: Part, now: float, since: float = 0.0) -> Part:

@@ -172,7 +172,7 @@ class DirectFile(CheckedFile):
 
     def complete(self) -> None:
         super().complete()
-        self._past_the_cache(False)  # O_DIRECT writes only whole pages.
+        self._past_the_cache(False)  # The rest can be less than a page, which O_DIRECT rejects.
         rest = memoryview(self._buffer)[: self._file.filled]
         while rest:
             rest = rest[os.write(self._file.fd, rest) :]

@@ -22,7 +22,7 @@ import msgspec
 
 from elastic.protocol.messages import Commit, at_step
 
-FORMAT = 1  # incremented by changes that older releases cannot read
+FORMAT = 1  # version of the format, incremented by changes that older releases cannot read
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 PICKLED = "python.pkl"
@@ -92,7 +92,7 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
         rows: the rows of the tensor that the file contains. None means all.
     """
 
-    part: str  # part of the state: the name of its keyword
+    part: str  # part of the state, by the name of its keyword argument
     key: str  # name of the tensor within the part
     path: list[str | int]
     dtype: str  # name of the dtype in torch, without ``torch.``

@@ -103,7 +103,7 @@ class Storage:
             except BaseException:
                 with contextlib.suppress(Exception):
                     stream.discard()
-                stream.closed = True  # Closing the stream would complete the upload.
+                stream.closed = True  # Not `close`, which would complete the upload.
                 raise
             with self._errors():
                 stream.close()

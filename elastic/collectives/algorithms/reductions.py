@@ -76,7 +76,7 @@ def allreduce(
         widened = op is Op.AVERAGE and first.dtype in _SMALL
         begin: Callable[..., Work]
         alone = len(indices) == 1 and target is not first and not widened and prescale == 1.0
-        # This check is last, because it takes 5 to 15 us.
+        # The check with isinstance() is last, because it takes 5 to 15 us for a protocol.
         if alone and isinstance(group, ReducesInto):
             source = first.detach().resolve_neg().contiguous().reshape(-1)
             flat = torch.empty_like(source) if target is None else target.detach().view(-1)

@@ -23,7 +23,8 @@ from elastic.collectives.message_types import TensorType
 from elastic.collectives.torch_group import as_bytes
 from elastic.errors import CollectiveFailed, Invalid, TensorMismatch
 
-INLINE_BYTES = 32 << 10  # Up to this size, a copy is faster than a second message.
+# Up to this size in bytes, copying the tensor is faster than sending a second message.
+INLINE_BYTES = 32 << 10
 _HEADER = struct.Struct("=QQ")
 
 

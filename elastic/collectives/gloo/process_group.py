@@ -86,7 +86,7 @@ class GlooCollectives:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._timeout_s = timeout_s  # seconds to connect
+        self._timeout_s = timeout_s  # timeout for connecting, in seconds
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
@@ -115,7 +115,7 @@ class GlooCollectives:
         self._beginning = threading.Lock()
         # Works whose exchanges have not all begun. Only the first of them can be in its first exchange.
         self._queue: collections.deque[GlooWork] = collections.deque()
-        self._following = False  # whether a thread begins the queued exchanges
+        self._following = False  # whether a background thread is starting the queued exchanges
 
     # ---- connection ------------------------------------------------------------------------------------------------
 
@@ -149,12 +149,12 @@ class GlooCollectives:
     def _build(self, store: Store, purpose: str, bind_host: str) -> None:
         try:
             self._backend = self._make(store, purpose, bind_host)
-        except Exception as error:  # Every error must be raised in the thread that waits.
+        except Exception as error:  # Pass every error to the waiting thread, which raises it.
             self._fail(_short(error))
         finally:
             self._built.set()
         if self._failed is not None:
-            # The group was aborted during the connection attempt, possibly before any socket existed.
+            # Shut the connections down: `abort` was called during the attempt, possibly before any socket existed.
             sockets.cut(self._own, self._peers, self._sockets)
 
     def _make(self, store: Store, purpose: str, bind_host: str) -> Any:
@@ -341,7 +341,8 @@ class GlooCollectives:
                         self._following = False
                         return
                     first = self._queue[0].first
-                # The time slice has ended, or the exchange has failed, which `_begin_next` detects.
+                # The error means that the time slice has ended or the exchange has failed. `_begin_next` detects a
+                # failure.
                 with contextlib.suppress(RuntimeError):
                     first.wait(_SLICE)
                 threads.leave_if_ending()
@@ -383,7 +384,8 @@ class GlooCollectives:
         if same and work.compare is not None and work.own is not None:
             same = work.compare(work.places.payloads(work.own))
         if not same:
-            # Its connections remain until `abort`, since other ranks may not yet have read this rank's call.
+            # The group's connections remain open until `abort`, because other ranks may not have read this rank's call
+            # yet.
             if self._failed is None:
                 self._differs = Differing(self._key, self.rank, self.size)
                 self._failed = "the ranks of this group called different collectives, or passed different sizes"
@@ -402,7 +404,7 @@ class GlooCollectives:
             with self._beginning:
                 self._begin_next()
                 if not work.begun() and self._failed is None:
-                    # This is the first exchange of this or an earlier work.
+                    # Return the first exchange of this work, or of an earlier work that must progress first.
                     return self._queue[0].first
         if not work.begun():
             self._raise_if_failed()
@@ -452,7 +454,7 @@ class GlooCollectives:
             now = time.monotonic()
             if now >= look_at:
                 # A work that lost its wake-up never completes. Once all received data is read after closing the
-                # sockets, and the computing threads remain asleep, nothing will write any more.
+                # sockets, and the computing threads remain asleep, no thread will write to a tensor any more.
                 self.abort()
                 # This runs in a separate thread, because Gloo may never return if its sockets are closed in the middle
                 # of an operation.
@@ -547,7 +549,7 @@ class GlooCollectives:
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
         late = (
             "Timed out" in error and not self._aborted
-        )  # Gloo reports a timeout only through its message.
+        )  # Only the text of Gloo's error distinguishes a timeout.
         return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:
@@ -660,7 +662,7 @@ class GlooWork:
         if awaited is not None:
             try:
                 awaited.wait(timeout)
-            # The time slice has ended, or the exchange has failed, which `conclude` detects.
+            # The error means that the time slice has ended or the exchange has failed. `conclude` detects a failure.
             except RuntimeError:
                 return False
             awaited = self._group.awaited(self)

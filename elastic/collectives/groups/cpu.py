@@ -99,8 +99,7 @@ class CpuGroup:
         ranks = Topology(plan.hosts, self._rank)
         peers = ranks.inter_node_ranks
         inter_node = self._gloo(peers.index(self._rank), len(peers)) if peers else None
-        # A rank that is alone on its host has no shares to reduce. If hosts have different numbers of ranks, leaders
-        # send whole tensors.
+        # If hosts have different numbers of ranks, possibly a single one, leaders send whole tensors instead of shares.
         group = HierarchicalCollectives(ranks, host, inter_node)
         self._adopt(group)
         try:

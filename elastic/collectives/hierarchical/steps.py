@@ -18,11 +18,11 @@ from elastic.collectives.interface import Collectives, Op, Work
 from elastic.collectives.shared_memory import arena
 from elastic.errors import CollectiveFailed
 
-# Part of a chunk that one rank sends between hosts at a time; large enough to keep the network busy. 2 MiB was faster
-# than 0.5 and 1 MiB (25 MiB tensor, two hosts with two ranks each, single runs on a busy machine).
+# Part of a chunk that one rank sends between hosts at a time, in bytes; large enough to keep the network busy. 2 MiB
+# was faster than 0.5 and 1 MiB (25 MiB tensor, two hosts with two ranks each, single runs on a busy machine).
 SHARE_BYTES = 1 << 21
-LEADER_BYTES = 1 << 22  # part of a chunk that a leader sends
-SMALL_BYTES = 1 << 15  # minimum size of a tensor that is divided into chunks
+LEADER_BYTES = 1 << 22  # part of a chunk that a leader sends between hosts at a time, in bytes
+SMALL_BYTES = 1 << 15  # minimum size in bytes of a tensor that is divided into chunks
 _COPIES = plan.AHEAD + 2  # number of chunks in flight at once
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -14,7 +14,8 @@ import torch
 
 from elastic.collectives.shared_memory import native_library
 
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)  # A subclass may store its values elsewhere.
+# excludes other subclasses, which may store their values elsewhere
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -98,7 +98,8 @@ class SharedCollectives:
         self._held: collections.deque[tuple[int, object]] = collections.deque()
         # messages whose memory native code may still access
         self._messages: set[SharedMessage] = set()
-        self._many = 64  # size of `_messages` at which complete, unreferenced ones are removed
+        # length of `_messages` at which completed messages without other references are removed
+        self._many = 64
         self._failed: str | None = None
         self._aborted = False
 

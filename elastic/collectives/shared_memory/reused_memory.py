@@ -29,7 +29,8 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[Region] = []  # unused regions, least recently used first
-        # The garbage collector may free a tensor at any point in any thread, even in the one that holds the lock.
+        # Regions of freed tensors, added without a lock: the garbage collector may free a tensor at any point in any
+        # thread, even in the one that holds the lock.
         self._dead: collections.deque[Region] = collections.deque()
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,7 +41,7 @@ class ReusedMemory:
         region = self._region(elements * dtype.itemsize)
         if region is None:
             return torch.empty(elements, dtype=dtype, device="cpu")
-        # Only the storage references this object.
+        # Only the tensor's storage references this object, so both are freed together.
         held = (ctypes.c_char * region.bytes).from_address(region.address)
         weakref.finalize(held, self._dead.append, region).atexit = False
         return torch.frombuffer(held, dtype=dtype, count=elements)
