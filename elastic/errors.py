@@ -319,7 +319,7 @@ class StaleValueWarning(UserWarning):
 
 
 def summary_of(error: BaseException) -> str:
-    """Return class and message of an error, as in ``OSError: the first line of its message``, with up to
+    """Return the class and the message of an error, as in ``OSError: the first line of its message``, with up to
     `SUMMARY_LIMIT` characters and without notes.
 
     If the message is empty, return only the name of the class.

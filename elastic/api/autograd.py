@@ -1,6 +1,6 @@
 """Differentiable collectives for autograd.
 
-As in Horovod, the total loss is taken to be the average of the losses of all ranks.
+As in Horovod, gradients are those of the average of all ranks' losses.
 
 The backward pass runs collectives among the same ranks and is itself differentiable. These collectives take their names
 from the forward calls, so ranks may run their backward passes in different orders. Calls without a name are matched by
@@ -159,7 +159,7 @@ def _average(
     """Average gradients over the ranks. Complex gradients are averaged as pairs of real numbers.
 
     Args:
-        how: name of the collective, and its members.
+        how: name of the collective, and the ranks that take part (None: all ranks).
         gradients: tensors of any shapes and of a floating-point or complex dtype.
 
     Returns:

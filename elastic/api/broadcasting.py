@@ -309,7 +309,7 @@ def _adopt(
 
 
 def _broadcast_packed(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    """Overwrite tensors in place with those of the root rank, with several tensors per broadcast.
+    """Overwrite tensors in place with those of the root rank, packing several tensors into each broadcast.
 
     Shapes and dtypes are the same on all ranks.
     """
@@ -350,7 +350,7 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
 
 
 def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
-    """Compare lines of text between ranks. Raise ValueError on every rank if they differ."""
+    """Raise ValueError on every rank if ``lines`` differ between ranks. Collective."""
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
     own = torch.tensor([digest, -digest], dtype=torch.int64, device=_CPU)

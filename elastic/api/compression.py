@@ -25,7 +25,7 @@ class NoneCompressor:
 class _CastCompressor:
     """Compressor that casts floating-point tensors to a smaller dtype and sends all other tensors unchanged.
 
-    The context is the original dtype.
+    The context for ``decompress`` is the original dtype.
     """
 
     dtype: torch.dtype

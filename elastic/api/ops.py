@@ -259,7 +259,7 @@ def sparse_allreduce_async(
 
     Args:
         tensor: sparse COO, of the same shape and dtype on all ranks. The number of entries may differ.
-        name: required.
+        name: name of the call. Required.
         op: Average or Sum.
         process_set: see the module docstring.
 
@@ -332,7 +332,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Gather several tensors on one device, each as by `allgather`. Return a list in the same order. Differentiable."""
+    """Run `allgather` on each of several tensors on one device. Return the list of results. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
@@ -523,10 +523,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce and scatter several tensors on one device, each as by `reducescatter`.
-
-    Return a list in the same order. Differentiable.
-    """
+    """Run `reducescatter` on each of several tensors on one device. Return the list of results. Differentiable."""
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)

@@ -183,7 +183,9 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
 
 
 def verify(storage: Storage, found: Manifest) -> str:
-    """Read all files of a commit and compare their checksums. Return a description of the damage, or an empty string.
+    """Compare the checksums of all files of a commit with its manifest.
+
+    Return a description of the damage, or an empty string.
 
     Raises:
         OSError: the storage failed.

@@ -1,7 +1,7 @@
 """Contents of a checkpoint: names of the tensors and objects of an in-memory commit, and the rank that writes each.
 
 The names are those of the state dict ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}``,
-flattened as by torch.distributed.checkpoint. Tensors that are not in such a state dict, for example buffers registered
+flattened as in torch.distributed.checkpoint. Tensors that are not in such a state dict, for example buffers registered
 with ``persistent=False``, are stored under ``elastic``. All ranks compute the same plan for the same commit.
 """
 
@@ -53,7 +53,7 @@ class Contents:
     objects: dict[Path, Any]
 
     def flat(self) -> tuple[dict[str, Any], dict[str, Path]]:
-        """Return the state dict, flattened as by torch.distributed.checkpoint, and the path of each name.
+        """Return the state dict, flattened as in torch.distributed.checkpoint, and the path of each flattened name.
 
         Tensors of the commit are replaced by tensors on the meta device.
         """
@@ -100,7 +100,7 @@ def contents(held: HeldCommit) -> Contents:
 def _leaves(value: Any, name: str) -> Iterator[tuple[Path, Any]]:
     """Flatten a value in the same way as torch.distributed.checkpoint.
 
-    A value that it cannot flatten, such as {1: ..., "1": ...}, is yielded as a whole.
+    A value that torch.distributed.checkpoint cannot flatten, such as {1: ..., "1": ...}, is yielded as a whole.
     """
     try:
         flat, paths = flatten_state_dict({name: value})

@@ -121,7 +121,7 @@ def _named(models: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def whole_state(storage: Storage, found: Manifest) -> ExportedState:
-    """Read all files of a checkpoint and verify their checksums.
+    """Read the whole state from a checkpoint. The checksums of all files are verified.
 
     Raises:
         UnreadableCommit: the checkpoint is damaged, or lacks the sizes of an optimizer's groups.

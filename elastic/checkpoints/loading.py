@@ -73,7 +73,7 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
 
 
 def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> None:
-    """Set the random generators to the states that rank ``rank`` committed, if the manifest has them.
+    """Set the random generators to the states that rank ``rank`` committed, if the manifest contains them.
 
     Raises:
         UnreadableCommit: the states are damaged.

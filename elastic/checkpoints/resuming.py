@@ -102,7 +102,7 @@ def proposal(
 def report(
     manifest: Manifest, url: str, options: CheckpointOptions, send: Callable[[Message], object]
 ) -> None:
-    """Report the restored commit to the driver. The driver may not know it, if the writer died before reporting it.
+    """Report the restored commit to the driver, which may not know the commit if its writer died before reporting it.
 
     Each run numbers its commits from 1, so commits of earlier runs are skipped.
     """

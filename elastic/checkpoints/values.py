@@ -22,7 +22,7 @@ INLINE = 1 << 16  # maximum size in bytes of a tensor in a plain value
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value for `json.dumps`.
+    """Convert a value to types that ``json.dumps`` can write.
 
     Raises:
         NotPlain: the value has an unsupported type.

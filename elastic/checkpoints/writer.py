@@ -284,7 +284,7 @@ class CheckpointWriter:
     # ---- link thread ---------------------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> bool:
-        """Handle a message of the driver. Return whether it concerns checkpoints."""
+        """Handle a message from the driver. Return whether it concerns checkpoints."""
         match message:
             case messages.MakeDurable(generation, number) if self._latest == (generation, number):
                 # The request is repeated because some rank has not received its outcome.
@@ -438,7 +438,7 @@ class CheckpointWriter:
     def _persist(self, attempt: _Attempt, write: Callable[[], None]) -> bool:
         """Call ``write`` until it succeeds or the attempt is cancelled. Return whether it succeeded.
 
-        A storage failure is logged once.
+        Consecutive storage failures are logged only once.
         """
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),

@@ -55,7 +55,7 @@ def write_share(
     Raises:
         OSError: the storage failed.
         DeviceLost: the accelerator failed.
-        Exception: ``alive`` raised it.
+        Exception: raised by ``alive`` to cancel the write.
     """
     held.complete()
     items = contents(held).items
@@ -261,7 +261,7 @@ def _index(
 ) -> bytes:
     """Return the content of the file ``.metadata`` of torch.distributed.checkpoint.
 
-    With thousands of tensors, its creation is slow. The content rarely changes between checkpoints, so the last one is
+    Creating the content is slow with thousands of tensors. It rarely changes between checkpoints, so the last result is
     cached.
     """
     global _last_index

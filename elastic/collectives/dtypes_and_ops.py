@@ -109,7 +109,8 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 
 
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
-    """Map floats to integers that compare in the same order. -0.0 is less than 0.0, and NaN always wins under ``op``.
+    """Map floats to integers that compare in the same order. -0.0 is less than 0.0, and a NaN takes precedence over all
+    numbers under ``op``.
 
     If floats were reduced directly, NCCL would ignore NaNs, and with Gloo the result would depend on which ranks have
     them.
@@ -142,7 +143,7 @@ def _beyond(keys: torch.Tensor, op: Op) -> int:
 
 
 def total(parts: Sequence[torch.Tensor] | torch.Tensor, op: Op) -> torch.Tensor:
-    """Reduce the ranks' parts in rank order, so that all ranks on any machine get the same bits.
+    """Reduce the ranks' parts in rank order, so that all ranks get the same bits on every machine.
 
     Half precision is summed in float32 and rounded once; integers wrap around.
     """

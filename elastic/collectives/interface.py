@@ -136,7 +136,7 @@ class GathersAndScatters(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Set each output to the sum over all ranks of the part for this rank, multiplied by ``scale / divisor``.
+        """Set each output to this rank's part of the sum of all ranks' tensors, multiplied by ``scale / divisor``.
 
         Each of ``tensors`` has ``size`` times as many elements as its output: the parts, in the order of the ranks.
         """
@@ -177,12 +177,13 @@ class ReducesInto(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Reduce ``tensor`` into ``result``, as by `Collectives.allreduce`, without modifying ``tensor``.
+        """Reduce ``tensor`` as `Collectives.allreduce` does, but write the result to ``result`` and leave ``tensor``
+        unchanged.
 
         Args:
             result: receives the result. It has the shape and dtype of ``tensor``, and shares no memory with it.
             tensor: the tensor to reduce.
-            op: operation.
+            op: reduction operation.
             scale: factor by which the result is multiplied.
             divisor: number by which the result is then divided.
         """
@@ -248,7 +249,7 @@ class DeviceCollectives(Collectives, Protocol):
         """Return the launch time of the oldest running collective, or None if no stream waits for a collective.
 
         Also returns None if the group has failed, because a kernel that is still running then does not wait for a peer.
-        Fails the group if the backend has detected an error, which the training thread cannot do while it waits in
+        Also fails the group if the backend has detected an error, which the training thread cannot do while it waits in
         CUDA.
         """
 
@@ -292,7 +293,7 @@ class Messenger(Protocol):
         """
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank.
+        """Block until rank 0 has received a message from each other rank.
 
         After a failure, the group can send no more messages.
 

@@ -8,7 +8,7 @@ stream, such as those that FSDP2 uses for communication, the training thread doe
 A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and
 nothing is freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next
 world is formed. A worker reports that it is ready for that world only after its own kernels have ended. A communicator
-that is not connected yet, or whose NCCL cannot revoke, is aborted and freed immediately.
+that is not connected yet, or that this version of NCCL cannot revoke, is aborted and freed immediately.
 
 After an abort the stream continues, and the interrupted kernels leave invalid data: no result and no gradient of an
 aborted step may be used. Unless a side stream follows a collective, nothing that reads a result is queued before the

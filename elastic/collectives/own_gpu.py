@@ -69,7 +69,7 @@ def refuse_shared(uuids: Sequence[str], visible: int) -> None:
 
 
 def of(type: str) -> torch.device:
-    """Return the device of a type, such as ``cuda``, that this process uses."""
+    """Return the device that this process uses for a device type such as ``cuda``."""
     return device() if type == "cuda" else torch.device(type)
 
 

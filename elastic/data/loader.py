@@ -69,7 +69,8 @@ class DataLoader:
             random and numpy.
         drop_last: whether to omit an incomplete last step of an epoch.
         sample_seeds: True seeds the random generators before each sample is loaded (see `SeededDataset`), False never
-            seeds them. By default, only loaders with exact ``shards`` seed them, per batch, or per sample of a stream.
+            seeds them. By default, only loaders with exact ``shards`` seed them, before each batch, or before each
+            sample of a stream.
         shards: ``elastic.Shards(8)``, with ``global_batch_size``: divide a step into 8 shards in any world; ``for step
             in loader: for batch in shards.over(step): ...`` iterates over the batches of this rank's shards. A plain
             number assigns shards to ranks in blocks.
@@ -523,7 +524,7 @@ class StepShards(Iterator[Any]):
             loader.weight, loader.shard = before
 
     def check_done(self) -> None:
-        """Raise Invalid if the script has not used a batch of the step."""
+        """Raise Invalid if the script has left a batch of the step unused."""
         if self._left:
             raise Invalid(
                 f"{self._left} shards of a step were skipped, and their samples would be lost: iterate over all"

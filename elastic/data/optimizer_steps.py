@@ -23,7 +23,7 @@ def count() -> int:
 
 
 def watch() -> None:
-    """Start counting. Idempotent."""
+    """Start counting optimizer steps. Idempotent."""
     global _watching
     if not _watching:
         from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -28,7 +28,7 @@ def sequential(length: int) -> torch.Tensor:
 
 
 class EpochOrder:
-    """Cache of the order of the current epoch, because every recovery needs it again."""
+    """Cache of the current epoch's order, which every recovery needs again."""
 
     def __init__(self, draw: Callable[[int, int], Any]) -> None:
         # function of length and epoch that returns the order as a sliceable object

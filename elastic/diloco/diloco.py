@@ -244,7 +244,7 @@ class DiLoCo:
                 tokens since the last merge. Default: all islands have equal weights. Pass it on all workers or on none.
 
         Raises:
-            PeerLost: the world failed, and this object is in no state.
+            PeerLost: the world failed, and this object is not in a state.
             StateMismatch: the inner parameters of this island's workers differ.
             Invalid: the tokens are negative, not finite, or passed in some steps only, or ``dtype`` is float16, which
                 weighted changes can exceed.
@@ -322,7 +322,10 @@ class DiLoCo:
             self._exchange = QuorumExchange(rt, leaders, attendance, self.grace_s, self._zeros)
 
     def _decisions(self, merge: int, root: int) -> Decisions:
-        """Return the decisions since a merge, which are the same on all workers of this island."""
+        """Return the leaders' decisions, beginning with merge number ``merge``.
+
+        They are the same on all workers of this island.
+        """
         found = Decisions(0, False) if self._exchange is None else self._exchange.decisions(merge)
         if self._group is None or len(self._group.islands.members) == 1:
             return found
@@ -492,7 +495,7 @@ class DiLoCo:
         return packed
 
     def _received(self, fragment: int) -> torch.Tensor:
-        """Wait for the mean that was started last, and return it. Called on a leader."""
+        """Wait for the mean of the fragment that was sent last, and return it. Called on a leader."""
         began = time.monotonic()
         try:
             return self._awaited(fragment)
@@ -704,8 +707,8 @@ class DiLoCo:
 class LocalSGD(DiLoCo):
     """Optimizer that implements Local SGD: workers average their parameters after every ``every`` local steps.
 
-    This is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, the optimizer's
-    entries are not part of a commit.
+    This is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, commits do not
+    contain the state of the optimizer.
 
     Example::
 

@@ -3,8 +3,8 @@
 `attendance` decides which islands take part.
 
 The engine's thread receives the notifications of the other leaders while the script computes. It starts the collectives
-of a merge at the decision: with the change of this island, or with zeros of weight 0 if the island is absent, so that
-all ranks run the same collectives. The script takes the result later.
+of a merge when the merge is decided: with the change of this island, or with zeros of weight 0 if the island is absent,
+so that all ranks run the same collectives. The script takes the result later.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class QuorumExchange:
         rt: the runtime.
         leaders: ranks of all leaders.
         attendance: the decisions, beginning with the next merge.
-        grace_s: seconds for which a merge waits for late islands, counted from its first change.
+        grace_s: seconds for which a merge waits for late islands, counted from the first change that is sent for the
+            merge.
         zeros: called with the number of a merge and the leaders. Returns its collectives for an absent island.
 
     Raises:
@@ -96,7 +97,7 @@ class QuorumExchange:
         self._notify(Notification(merge, self._rank, weighted=weighted))
 
     def decisions(self, merge: int) -> Decisions:
-        """Return the decisions since a merge.
+        """Return the leaders' decisions, beginning with merge number ``merge``.
 
         Raises:
             Invalid: see `Attendance.receive`.

@@ -76,7 +76,7 @@ _group: IslandGroup | None = None
 def island_group() -> IslandGroup:
     """Return the process group of this worker's island, for ``DistributedDataParallel(model, process_group=...)``.
 
-    Pass the DDP model to `elastic.DiLoCo`. An island is a host, or the hosts of a rule of ``--islands``. The group is
+    Pass the DDP model to `elastic.DiLoCo`. An island is a host, or all hosts of one ``--islands`` rule. The group is
     the same object for the lifetime of the process: its ranks are those of the current world. The first call is
     collective over all ranks, and must precede ``elastic.run``.
 

@@ -87,7 +87,7 @@ class StartMean:
 class AwaitMean:
     """Action: wait for the mean of the current merge.
 
-    With a quorum, the answer is the names of the islands that are absent from the mean.
+    With a quorum, the answer is the list of names of the islands that are absent from the mean.
     """
 
     fragment: int
@@ -124,7 +124,7 @@ class Follow:
 
 
 class Decisions(NamedTuple):
-    """Decisions of the leaders since a merge."""
+    """Decisions of the leaders, beginning with the merge that was asked for."""
 
     decided: int  # number of consecutive decided merges
     wanted: bool  # whether another island has sent its change for the first undecided merge
@@ -175,7 +175,7 @@ class Rounds:
         merges_before: number of merges at the time when the inner parameters were last set to the outer ones.
         merged: number of merges, by fragment.
         pending: fragment that was sent and not merged yet, or None.
-        tokens: tokens of this worker since the last merge of each fragment.
+        tokens: number of tokens of this worker since the last merge, by fragment.
         weighted: whether the script reports tokens, or None before its first step.
         quorum: whether merges proceed without late islands.
         absent: names of the islands that a merge did not wait for, by the number of the merge. Empty without a quorum.
@@ -208,7 +208,7 @@ class Rounds:
         Args:
             world: identity of the current world.
             islands: islands of that world.
-            tokens: tokens of this worker's batch, or None if the script does not report them.
+            tokens: number of tokens in this worker's batch, or None if the script does not report it.
 
         Raises:
             Invalid: the tokens are not a number of at least 0, or are reported in some steps only.

@@ -16,7 +16,7 @@ def set_seed(seed: int) -> None:
     """Seed the generators of torch on every device, of NumPy if it is imported, and of Python.
 
     Args:
-        seed: 64 bits. NumPy uses the lower 32.
+        seed: 64-bit integer. NumPy uses the lower 32 bits.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)

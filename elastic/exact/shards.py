@@ -151,7 +151,7 @@ class Shards:
     def __iter__(self) -> Iterator[int]:
         """Iterate over the numbers of this rank's shards, for one step.
 
-        Computation after a number belongs to that shard.
+        All computation between one number and the next belongs to the shard with the first number.
         """
         for shard in self.begin_step():
             self.begin_shard(shard)

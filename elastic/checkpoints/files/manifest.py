@@ -5,10 +5,10 @@ Each commit is a folder, such as ``r0002-g0003-c00000450``: run 2 in this folder
 
     __0_0.distcp ...   the tensors, in the layout of torch.distributed.checkpoint: one file per rank
     __0_2.distcp ...   the rows of sharded tensors of a fully sharded state: one file per rank
-    share-0.json ...   the list of what each rank has written, once complete
+    share-0.json ...   the list of the files and tensors that a rank has written: one file per rank
     .metadata          torch.distributed.checkpoint's index of the tensors
-    python.pkl         values that are not plain data, if there are any
-    manifest.json      everything above with sizes and checksums, and its own checksum. It is written last: without it
+    python.pkl         values that are not plain data; missing if all values are plain data
+    manifest.json      sizes and checksums of all files above, and its own checksum. It is written last: without it
                        the commit is incomplete.
 """
 

@@ -23,7 +23,7 @@ def read(
         folder: folder of the commit.
         stored: the row ranges of this tensor in the checkpoint, in any number of files.
         wanted: range of rows to read.
-        into: tensor to fill, with as many rows as ``wanted``, of the stored dtype and shape.
+        into: tensor to fill, with one row for each wanted row, and with the dtype and row shape that are stored.
 
     Raises:
         UnreadableCommit: a file is missing, truncated or damaged.

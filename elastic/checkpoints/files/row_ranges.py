@@ -36,7 +36,7 @@ class RowRead(NamedTuple):
 
 
 def rows_of_piece(row_bytes: int) -> int:
-    """Return the number of rows that one checksum covers."""
+    """Return the number of rows, of ``row_bytes`` bytes each, that one checksum covers."""
     return max(1, PIECE // max(1, row_bytes))
 
 

@@ -170,7 +170,7 @@ class Storage:
             return content
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes from ``offset`` on, or fewer if the file is shorter.
+        """Return ``length`` bytes starting at ``offset``, or fewer if the file is shorter.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -182,7 +182,7 @@ class Storage:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file for reading.
+        """Context manager that opens a file for reading and closes it.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -350,7 +350,7 @@ def _retried_anyway(loop: Any, context: dict[str, Any]) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Sync the folder, so that the new file name is durable too."""
+    """Sync a folder to disk, so that the names of new files in it are durable."""
     number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)

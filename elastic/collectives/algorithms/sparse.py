@@ -40,7 +40,7 @@ def total(
 
 
 def empty(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
-    """Return a sparse tensor of the parameter's shape and dtype without entries, for a rank without a gradient."""
+    """Return an empty sparse tensor of the parameter's shape and dtype, for a rank without a gradient."""
     indices = torch.empty((sparse_dims, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty(
         (0, *parameter.shape[sparse_dims:]), dtype=parameter.dtype, device=parameter.device

@@ -13,7 +13,7 @@ Lazy connections would not speed up recovery, and the first use of any connectio
 its timeout if its peer exits before it connects (gloo issue 520).
 
 Gloo connects in a separate thread, because a rank that waits for a connection has no socket yet that could be closed.
-`abort` abandons that thread, which ends by the timeout. Once the group is connected, `abort` closes its sockets, which
+`abort` abandons that thread, which ends at the timeout. Once the group is connected, `abort` closes its sockets, which
 ends all operations.
 """
 
@@ -393,7 +393,7 @@ class GlooCollectives:
         return True
 
     def awaited(self, work: GlooWork) -> Any:
-        """Return the work of Gloo that must end before this work can continue. Return None if this work is complete.
+        """Return Gloo's work that must end before this work can continue, or None if this work is complete.
 
         Raises:
             CollectiveFailed: the group has failed.

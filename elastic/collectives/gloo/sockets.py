@@ -78,7 +78,9 @@ def count(
 def unread(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Return the number of received bytes that Gloo has not read. A socket that was shut down still delivers them."""
+    """Return the number of received bytes that Gloo has not read. They can still be read after the socket is
+    shut down.
+    """
     total = 0
     for _, held in _of_group(own, peers, known):
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ _SLICE_S = 1.0
 class OrderedExecutor:
     """Executor that runs works one after another in a thread.
 
-    ``wake`` ends the waits of the running work. `stop` calls ``wake`` and never blocks.
+    ``wake`` is a callback that ends the waits of the running work. `stop` calls it and never blocks.
     """
 
     def __init__(self, name: str, wake: Callable[[], None]) -> None:

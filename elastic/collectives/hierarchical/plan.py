@@ -111,7 +111,7 @@ class Turn(enum.Enum):
 def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Divide ``count`` elements into equal chunks of at most ``chunk_bytes``.
 
-    Return the begin and end of each chunk.
+    Return the begin and end of each chunk, in elements.
     """
     assert chunk_bytes % (_ALIGNED * element_bytes) == 0
     if count == 0:

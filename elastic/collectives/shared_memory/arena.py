@@ -149,7 +149,7 @@ class Arena:
     def leave_to_parent(self) -> None:
         """Make the memory private in a forked child.
 
-        Tensors keep their values, and writes of the child are not shared.
+        Tensors keep their values, and writes by the child are not shared.
         """
         reach = self._regions.reach
         # If the descriptor was closed, the pages remain shared.

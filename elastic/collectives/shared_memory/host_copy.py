@@ -19,7 +19,9 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return whether the values of both tensors are their consecutive bytes in memory, in order."""
+    """Return whether the tensor can be copied byte by byte: both tensors store their values consecutively and
+    in order.
+    """
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.device.type == "cpu"
@@ -31,7 +33,7 @@ def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 class HostCopy:
-    """Copier from tensors to given buffers. It can be reused for later tensors of the same layout."""
+    """Copier of tensors into fixed buffers. It can be reused for later tensors of the same layout."""
 
     def __init__(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
         self._buffers = buffers

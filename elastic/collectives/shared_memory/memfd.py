@@ -1,7 +1,7 @@
 """Anonymous memory that other processes can map, through libc, since Python's ``mmap`` is not sufficient.
 
 Python's ``mmap`` keeps a second descriptor for each mapping, does not return the address, and cannot replace a mapping.
-Every function raises OSError.
+Every function raises OSError if a system call fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def create(name: str, size: int) -> int:
     """Return a descriptor of ``size`` bytes of zeros, without allocated pages.
 
-    The memory is freed with its last descriptor and mapping, however the processes end. ``name`` is for display in
+    The memory is freed with its last descriptor and mapping, even if the processes crash. ``name`` is for display in
     /proc only.
     """
     if not hasattr(os, "memfd_create"):
@@ -67,7 +67,7 @@ def unmap(address: int, size: int) -> None:
 def make_private(fd: int, address: int, size: int) -> None:
     """Make a range of shared memory private in a forked child.
 
-    It keeps its contents, and the child's writes are not shared.
+    The range keeps its contents, and writes by the child are not shared.
     """
     try:
         _map(address, size, mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED, fd)
@@ -87,7 +87,7 @@ def give_back(address: int, size: int) -> None:
 
 
 def populate(address: int, size: int) -> None:
-    """Allocate all pages of this part of a mapping for writing."""
+    """Allocate all pages in a range of a mapping for writing."""
     _checked(_libc.madvise(address, size, _MADV_POPULATE_WRITE))
 
 

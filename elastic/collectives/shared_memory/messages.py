@@ -95,7 +95,7 @@ class SharedMessage:
 
 
 def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: bool) -> None:
-    """Block until rank 0 has received a message of each other rank. See `Messenger.monitored_barrier`."""
+    """Block until rank 0 has received a message from each other rank. See `Messenger.monitored_barrier`."""
     nothing, until = torch.empty(0, dtype=torch.uint8, device="cpu"), time.monotonic() + timeout_s
     if group.rank != 0:
         group.send(nothing, 0, _HERE)

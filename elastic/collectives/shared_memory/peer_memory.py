@@ -70,7 +70,7 @@ class _Mapped:
 
 
 class Mapping:
-    """Use of a peer's memory, until `release`. The descriptor is borrowed."""
+    """Reference to the mapping of a peer's memory, valid until `release`. The descriptor is borrowed."""
 
     def __init__(self, mapped: _Mapped) -> None:
         self._mapped: _Mapped | None = mapped
@@ -79,7 +79,7 @@ class Mapping:
         self.pidfd = mapped.pidfd
 
     def release(self) -> None:
-        """End this use of the memory. Idempotent, and never blocks."""
+        """Drop this reference to the mapping. Idempotent, and never blocks."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             _released.append(mapped)
@@ -121,8 +121,8 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
     """Map the memory that a process on this host offers.
 
     Args:
-        owner: the process.
-        offered: the memory.
+        owner: identity of the process.
+        offered: the memory that the process offers.
         keep: whether to keep the memory mapped while the process lives, even if it is unused.
 
     Raises:
@@ -206,7 +206,7 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
 def _started(process: str) -> int:
     """Return the start time of a process, from its /proc/PID/stat.
 
-    The program's name, in parentheses before it, may contain any characters.
+    The program's name, in parentheses before the start time, may contain any characters.
     """
     with open(f"{_PROC}/{process}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])

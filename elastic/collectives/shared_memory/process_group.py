@@ -277,7 +277,7 @@ class SharedCollectives:
         return self._post(self._library.elastic_receive, tensor, source, tag)
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Block until rank 0 has received a message of each other rank. See `Messenger.monitored_barrier`."""
+        """Block until rank 0 has received a message from each other rank. See `Messenger.monitored_barrier`."""
         messages.monitored_barrier(self, timeout_s, wait_all_ranks)
 
     def _post(
@@ -443,8 +443,8 @@ class SharedWork:
 class _Native:
     """Handle of a native group, freed together with the last reference from the group or its works.
 
-    The shared memory is released earlier, when the group is closed, because a work or an exception may be kept for
-    long.
+    The shared memory is released earlier, when the group is closed, because a work or an exception may be kept for a
+    long time.
     """
 
     def __init__(
