@@ -410,7 +410,7 @@ class Shards:
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
         """Average one number per shard, such as a loss, over all shards. Bitwise equal in every world.
 
-        See `means` for the errors.
+        Raises the same errors as `means`.
         """
         return self.means(value=values)["value"]
 
@@ -519,8 +519,8 @@ class Shards:
 
         After each step, they have the values that shard 0 has computed.
 
-        A gradient scaler is watched so that it also works on a rank without shards. A state with shards watches its
-        models.
+        ``model`` may also be a gradient scaler, which then also works on a rank without shards. A state with shards
+        calls this method for its models.
 
         Raises:
             Invalid: the module exchanges statistics or gradients with other ranks.

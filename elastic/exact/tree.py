@@ -92,7 +92,7 @@ def completes(merges: Sequence[Merge]) -> list[bool]:
 def program(partials: Sequence[Sequence[Node]], shards: int) -> Program:
     """Return the instructions that combine the root from the partials of each rank, in postfix order.
 
-    Raises ValueError if a shard is in no partial.
+    Raises ValueError if a shard does not belong to any partial.
     """
     where = {
         node: Partial(rank, place)

@@ -57,8 +57,8 @@ class VoteResult(NamedTuple):
 
 
 def unit(held: Held, share: float) -> int:
-    """Return the number of shards that are checked in the same step: one per rank that has shards, or 1 for a large
-    share.
+    """Return the number of shards that are checked in the same step: one per rank that has shards, or 1 if ``share`` is
+    large.
     """
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
@@ -164,7 +164,7 @@ def checks(
 def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
     """Return the result of a vote, or None if more computations are needed. See `voters`.
 
-    The digest that most ranks computed is right if at least two ranks computed it and no other digest has as many
+    The digest that most ranks computed is correct if at least two ranks computed it and no other digest has as many
     votes. In a world of two ranks, each rank computes the shard twice. A rank with two different results is wrong.
     """
     by_digest: dict[int, set[int]] = {}

@@ -133,7 +133,7 @@ class Verifier:
         Raises:
             PeerLost: a rank was lost, or its gradients were wrong.
             GradientsDiffer: gradients differ, and no vote identifies the faulty rank.
-            Invalid: the model or the ranks do not compute the same bits.
+            Invalid: the model is not deterministic, or the arithmetic of the ranks differs.
         """
         step = self._step
         assert step is not None

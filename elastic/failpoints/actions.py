@@ -131,7 +131,7 @@ def _disk_full(_: str) -> None:
 
 
 def _out_of_memory(_: str) -> None:
-    """Set a limit slightly above the memory in use, and then exceed it."""
+    """Set a memory limit slightly above the current use, and then exceed it."""
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)

@@ -24,8 +24,8 @@ def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
         nvml: the NVML module (default: pynvml, if it is installed).
 
     Returns:
-        A function that returns the GPU's hardware errors in one line, or an empty string without errors or NVML. Call
-        it once.
+        A function that returns the GPU's hardware errors in one line, or an empty string if there are none or NVML is
+        unavailable. Call it once.
     """
     if nvml is None:
         try:
@@ -44,7 +44,7 @@ def watch(uuid: str, nvml: Any = None) -> Callable[[], str]:
 
 
 def _events(nvml: Any, gpu: Any) -> Any:
-    """Return a set of events that receives the Xid errors of a GPU, or None if the GPU does not report any."""
+    """Return an NVML event set that receives the Xid errors of a GPU, or None if the GPU does not report any."""
     try:
         events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(gpu, nvml.nvmlEventTypeXidCriticalError, events)

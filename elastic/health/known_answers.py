@@ -31,7 +31,7 @@ def factors() -> tuple[Any, Any]:
 
 
 def summands() -> Any:
-    """Return SUMMED whole numbers from 0 to 15 as float32."""
+    """Return an array of `SUMMED` whole numbers from 0 to 15, float32."""
     return ((np.arange(SUMMED, dtype=np.int64) * 2654435761 >> 7) % 16).astype(np.float32)
 
 

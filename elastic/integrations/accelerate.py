@@ -206,7 +206,7 @@ def _order(sampler: Any) -> dict[str, Any]:
 
 
 def follow(accelerator: Accelerator) -> None:
-    """Update Accelerate's copies of rank and size to the current world."""
+    """Update Accelerate's copies of the rank and the world size to those of the current world."""
     place = lifecycle.place()
     # Accelerate expects a local process 0, but the worker in that slot may be lost while others keep training.
     setattr(PartialState, "is_local_main_process", property(_speaks))  # noqa: B010 - not for mypy

@@ -45,7 +45,7 @@ def allreduce(
 
     Args:
         tree: tree of uint8, int8, int16, int32, int64, float16, bfloat16, float32 or float64 leaves.
-        op: Average, Sum, Min, Max, Product or Adasum, of `elastic.jax`.
+        op: reduction operation of `elastic.jax`: Average, Sum, Min, Max, Product or Adasum.
         name, compression, prescale_factor, postscale_factor, process_set: see `elastic.allreduce`.
 
     Returns:
@@ -104,8 +104,8 @@ def allgather(
     """Concatenate the leaves of all ranks along their first dimension, in rank order.
 
     Args:
-        tree: tree of leaves of any dtype that torch has, with at least one dimension. Sizes of the first dimension may
-            differ between ranks, all others are equal.
+        tree: tree of leaves of any dtype that torch has, with at least one dimension. The size of the first dimension
+            may differ between ranks; all other sizes are equal.
         name, process_set: see `elastic.allgather`.
 
     Returns:

@@ -35,7 +35,7 @@ class TreePart(Part):
         """Describe the leaves of a flattened tree.
 
         Raises:
-            Invalid: an array is on several devices, is traced, or is a tensor of torch.
+            Invalid: an array is on several devices, is traced, or is a torch tensor.
         """
         described = tuple(map(Leaf.of, flat.leaves))
         if described != getattr(self, "_leaves", None):
@@ -166,7 +166,7 @@ class JaxState(HandledState):
 
     A tree is any pytree that contains a JAX array (dicts, lists, NamedTuples, optax states, Equinox modules), or that
     contains modules, optimizers, metrics or Rngs of Flax NNX. Assign the new tree in each step, as in ``state.params =
-    params``. Objects of Flax are restored in place. Arrays, PRNG keys, numpy arrays, numbers and strings in a tree are
+    params``. Flax objects are restored in place. Arrays, PRNG keys, numpy arrays, numbers and strings in a tree are
     committed, restored and sent to joining workers. Other leaves, such as functions, are left unchanged. All other
     values are copied, like those of an `elastic.ObjectState`.
 
@@ -180,9 +180,9 @@ class JaxState(HandledState):
 
     Raises:
         UnsupportedType: an array has a dtype that torch does not have (4-bit integers, strings).
-        Invalid: an array is on several devices, was donated, is traced, or is a tensor of torch; a value can't be
-            copied. ``commit()`` raises it also if a tree has another layout than when the state was created, with the
-            path of the first difference.
+        Invalid: an array is on several devices, was donated, is traced, or is a torch tensor; a value can't be copied.
+            ``commit()`` raises it also if a tree has another layout than when the state was created, with the path of
+            the first difference.
         NotElastic: ``jax.distributed`` is initialized.
 
     Example::

@@ -31,7 +31,7 @@ def run(func: Callable[Given, Value]) -> Callable[Given, Value]:
 
 
 def unwrapping(func: Callable[Given, Value]) -> Callable[Given, Value]:
-    """Context manager that raises the original error of a collective in a compiled function instead of JAX's error."""
+    """Decorator that raises the original error of a collective in a compiled function instead of JAX's error."""
 
     @functools.wraps(func)
     def training(*args: Given.args, **kwargs: Given.kwargs) -> Value:

@@ -125,7 +125,7 @@ def is_module(value: Any) -> bool:
 
 
 def flatten(value: Any, known: Flat | None = None) -> Flat:
-    """Return the leaves of a pytree. The leaves of a Flax module are the leaves of its state.
+    """Flatten a pytree. The leaves of a Flax module are the leaves of its state.
 
     Args:
         known: an earlier result. Its paths are reused if the structure is the same.

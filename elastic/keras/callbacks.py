@@ -48,7 +48,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     the first batch, when all variables exist.
 
     Args:
-        root_rank: rank in the world that sends.
+        root_rank: world rank of the sender.
         device: ignored.
         local_variables: one or several variables of the model that are not broadcast.
 

@@ -139,9 +139,7 @@ def load_model(
 
 
 def _of_backend(compression: Any) -> Any:
-    """Return the backend's compression class that corresponds to ``compression``, which casts tensors of that
-    framework.
-    """
+    """Return the equivalent of ``compression`` for tensors of Keras's backend."""
     own: Any = TorchCompression
     if tensors.backend() == "tensorflow":
         from elastic.tensorflow.compression import TensorFlowCompression

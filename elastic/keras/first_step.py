@@ -32,7 +32,7 @@ def watch(model: keras.Model) -> None:
 
 
 def prepare(model: keras.Model, step_input: bytes) -> None:
-    """Trace the training step for batches of this kind, without running it."""
+    """Trace the training step for batches with the given shapes and dtypes, without running it."""
     if model not in _watched or not step_input or model.run_eagerly or not model.compiled:
         return
     import tensorflow as tf

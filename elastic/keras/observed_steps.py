@@ -1,8 +1,8 @@
 """Observer of the steps of Keras optimizers, in ``fit`` and in custom loops, for `elastic.script_checks`.
 
-While a script is checked, three methods are wrapped. An optimizer's ``apply`` runs in each eager step, but only once,
-at tracing, in a graph. After the call of a ``tf.function``, the optimizers that have stepped are therefore recognized
-by their increased step counts. On JAX, the end of a batch in ``fit`` is observed.
+While a script is checked, three methods are wrapped. An optimizer's ``apply`` runs in each step in eager mode, but only
+once in a graph, during tracing. After the call of a ``tf.function``, the optimizers that have stepped are therefore
+recognized by their increased step counts. On JAX, the end of a batch in ``fit`` is observed.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def distribute(optimizer: Any, options: GradientOptions, factor: float = 1) -> A
     Args:
         optimizer: the optimizer.
         options: options of the reduction.
-        factor: factor for accumulated gradients.
+        factor: factor by which accumulated gradients are multiplied.
     """
     inner = inside(optimizer)
     _mark(inner, options, set(), factor)

@@ -56,7 +56,7 @@ class Reporting:
         self._send_all()
 
     def receive(self, message: Message) -> bool:
-        """Handle a message in the link's thread and return whether it was about reports."""
+        """Handle a message in the link thread, and return whether it was about reports."""
         if not isinstance(message, messages.ReportsTaken):
             return False
         with self._changed:
@@ -87,7 +87,7 @@ class Reporting:
             return 0 if self._lost else left
 
     def close(self) -> None:
-        """At exit, send the remaining reports and stop."""
+        """Send the remaining reports at exit, and stop."""
         left = self.settle()
         if left:
             print(

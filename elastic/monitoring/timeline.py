@@ -8,7 +8,7 @@
         timeline.begin("allreduce.loss", "NEGOTIATE_ALLREDUCE")
 
     begin(row, name)               begin a span now in a tensor's row (any string); spans of a row may be nested
-    end(row)                       end the innermost span of the row; no effect without one
+    end(row)                       end the innermost span of the row; no effect if none is open
     span(row, name, a_ns, b_ns)    add a span with both ends, on the clock of ``now_ns()``
     spans(rows, name, a_ns, b_ns)  add the same span in many rows: the tensors of a fused buffer
     tick(row, rank)                add an instant of negotiation: this rank is ready

@@ -3,7 +3,9 @@
 A record is a tuple ``(kind, row, name, at_ns, ns)``. Kinds are the letters of the trace format:
 
     X  a span of ``ns`` nanoseconds that began at ``at_ns``
-    B  the beginning of a span that is still open, E the end of the innermost open span of its row i  an instant
+    B  the beginning of a span that is still open
+    E  the end of the innermost open span of its row
+    i  an instant
 
 A span becomes one X when it ends. Only a long span is recorded while it is open, as B and later E, so that the timeline
 shows what a killed worker was doing. Nothing blocks or grows without limit: if records arrive faster than they are

@@ -38,7 +38,7 @@ class TraceSending:
         self._round_at_ns = 0
 
     def receive(self, message: Message, now_ns: int) -> list[Message]:
-        """Return the messages that answer a message of the driver."""
+        """Return the messages that answer a message from the driver."""
         match message:
             case messages.Tracing(timeline, True):
                 return self._begin(timeline, now_ns)

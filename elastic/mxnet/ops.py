@@ -121,7 +121,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """Concatenate several arrays at once, each as by `allgather`."""
+    """Run `allgather` on each of several arrays, and return the list of results."""
     if not tensors:
         return []
     made = ops.grouped_allgather([view(tensor) for tensor in tensors], name, process_set)
@@ -135,7 +135,7 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Return a copy of rank ``root_rank``'s array on every rank. The root is always given as a world rank."""
+    """Return a copy of rank ``root_rank``'s array on every rank. ``root_rank`` is always a world rank."""
     view(tensor)
     return broadcast_(tensor.copy(), root_rank, name, priority, process_set)
 
@@ -204,7 +204,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """Reduce and scatter several arrays at once, each as by `reducescatter`."""
+    """Run `reducescatter` on each of several arrays, and return the list of results."""
     if not tensors:
         return []
     made = ops.grouped_reducescatter(

@@ -20,7 +20,7 @@ list of calls.
 A rank that called `join` has no more data, so reductions do not wait for it. When all ranks have joined, all are
 notified.
 
-A notification runs at the first request, and reaches all members. If several ranks request it, it runs several times.
+A notification is sent to all members at its first request. If several ranks request it, it is sent several times.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Coordinator:
         return bool(self._gone) and any(rank in self._gone for rank in each.members)
 
     def named(self, offer: RequestList) -> list[str]:
-        """Return the names of the collectives in a message of a rank that was not passed to `offer` yet."""
+        """Return the names of the collectives in a rank's message that was not passed to `offer` yet."""
         each = self._set(offer.members)
         entries = each.entries if offer.epoch == each.epoch else each.before
         known = bits(int.from_bytes(offer.known, "little"))

@@ -112,7 +112,7 @@ class ElasticFitLoop(Trained):
     # ---- data ----------------------------------------------------------------------------------------------------
 
     def setup_data(self) -> None:
-        """Set up data as Lightning does, but with a loader whose position belongs to the job.
+        """Set up data as Lightning does, but with a loader whose position is part of the job's state.
 
         Raises:
             Invalid: the trainer reloads its dataloaders, uses ``dataloader_iter``, or has several train dataloaders.

@@ -69,7 +69,7 @@ def join_process_group(timeout: timedelta | None) -> None:
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """Return the seed that Lightning's sampler would use for a shuffled loader."""
+    """Return Lightning's seed as arguments for an elastic loader, or an empty dict if ``loader`` is not shuffled."""
     shuffled = isinstance(getattr(loader, "sampler", None), torch_data.RandomSampler)
     return {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))} if shuffled else {}
 
