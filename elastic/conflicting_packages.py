@@ -1,5 +1,6 @@
-"""Detection of other packages that install files into this package's folders: horovod, and the unrelated package
-elastic (for crystals).
+"""Detection of other packages that install files into this package's folders.
+
+These are horovod, and the unrelated package elastic (for crystals).
 """
 
 from __future__ import annotations

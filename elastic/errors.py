@@ -284,8 +284,9 @@ class NotElastic(Invalid, NotImplementedError):
 
 
 class NotReduced(Invalid):
-    """Error raised when a DDP model trains a parameter that was added after DDP was created, so that ranks would
-    diverge.
+    """Error raised when a DDP model trains a parameter that was added after DDP was created.
+
+    DDP does not reduce the gradient of such a parameter, so ranks would diverge.
 
     Args:
         parameter: name of the parameter, as in ``model.layer.weight``.
@@ -319,8 +320,9 @@ class StaleValueWarning(UserWarning):
 
 
 def summary_of(error: BaseException) -> str:
-    """Return the class and the message of an error, as in ``OSError: the first line of its message``, with up to
-    `SUMMARY_LIMIT` characters and without notes.
+    """Return the class and the message of an error, as in ``OSError: the first line of its message``.
+
+    The result has up to `SUMMARY_LIMIT` characters and does not contain notes.
 
     If the message is empty, return only the name of the class.
     """

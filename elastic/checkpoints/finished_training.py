@@ -139,8 +139,9 @@ def read_returned(storage: Storage) -> TrainingReturned | None:
 
 
 def imported(began_at: float) -> dict[str, str] | None:
-    """Return the signatures of all module files of this process. Installed modules are signed by size and modification
-    time.
+    """Return the signatures of all module files of this process.
+
+    Installed modules are signed by size and modification time.
 
     Return None if a file has changed since ``began_at`` (seconds since 1970).
     """

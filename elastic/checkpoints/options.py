@@ -41,8 +41,9 @@ class CheckpointOptions:
 
 
 def parse_every(text: str) -> tuple[int | None, float | None]:
-    """Parse an interval such as ``500commits``, ``60s``, ``10m`` or ``1h``. Return the number of commits and of
-    seconds.
+    """Parse an interval such as ``500commits``, ``60s``, ``10m`` or ``1h``.
+
+    Return the number of commits and of seconds.
 
     One of the two is None; both are None for ``manual``.
 

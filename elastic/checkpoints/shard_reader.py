@@ -65,8 +65,9 @@ class ShardReader:
         self._passed: resuming.Passed = {}  # used on rank 0 only
 
     def resume(self, reset: Callable[[], None]) -> bool:
-        """Load the newest commit that all ranks can read, and commit the loaded state. Return False if no checkpoint
-        exists.
+        """Load the newest commit that all ranks can read, and commit the loaded state.
+
+        Return False if no checkpoint exists.
 
         Args:
             reset: called before the state is changed.

@@ -109,8 +109,9 @@ def rescale_(tensor: torch.Tensor, scale: float, divisor: int) -> torch.Tensor:
 
 
 def _order(floats: torch.Tensor, op: Op) -> torch.Tensor:
-    """Map floats to integers that compare in the same order. -0.0 is less than 0.0, and a NaN takes precedence over all
-    numbers under ``op``.
+    """Map floats to integers that compare in the same order.
+
+    -0.0 is less than 0.0, and a NaN takes precedence over all numbers under ``op``.
 
     If floats were reduced directly, NCCL would ignore NaNs, and with Gloo the result would depend on which ranks have
     them.

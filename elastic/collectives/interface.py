@@ -87,8 +87,9 @@ class Collectives(Protocol):
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
-        """Exchange rows along dimension 0: ``sent[r]`` rows are sent to rank r, and ``received[r]`` rows received
-        from rank r.
+        """Exchange rows along dimension 0.
+
+        ``sent[r]`` rows of ``tensor`` are sent to rank r, and ``received[r]`` rows are received from rank r.
         """
 
     def barrier(self) -> Work:
@@ -177,8 +178,7 @@ class ReducesInto(Protocol):
         scale: float = 1.0,
         divisor: int = 1,
     ) -> Work:
-        """Reduce ``tensor`` as `Collectives.allreduce` does, but write the result to ``result`` and leave ``tensor``
-        unchanged.
+        """Reduce ``tensor`` into ``result``, and leave ``tensor`` unchanged. See `Collectives.allreduce`.
 
         Args:
             result: receives the result. It has the shape and dtype of ``tensor``, and shares no memory with it.

@@ -376,8 +376,9 @@ class NcclCollectives:
         self._fail("aborted", aborted=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait, after `abort`, for the kernels of all collectives. Return whether all have ended and no thread is about
-        to start one.
+        """Wait, after `abort`, for the kernels of all collectives.
+
+        Return whether all have ended and no thread is about to start one.
         """
         deadline = time.monotonic() + timeout_s
         ending = [thread for thread in (self._stopping, self._building) if thread is not None]

@@ -69,8 +69,9 @@ def leave_if_ending() -> None:
 
 
 class Completion:
-    """Completion step of a collective: calls ``then`` exactly once to store the result. Waiting threads return after
-    this call.
+    """Completion step of a collective: calls ``then`` exactly once to store the result.
+
+    Waiting threads return after this call.
     """
 
     def __init__(self, then: Callable[[], object] | None) -> None:

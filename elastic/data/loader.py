@@ -236,8 +236,9 @@ class DataLoader:
         self._gradients.parameters, self._awaits_steps = parameters, stepped
 
     def layout(self) -> str:
-        """Return the loader's part of the state's layout, as lines that must be equal on all ranks and in a
-        checkpoint.
+        """Return the loader's part of the state's layout.
+
+        Its lines must be equal on all ranks and in a checkpoint.
         """
         arguments, length = self.arguments, self._source.length(self.epoch)
         by = arguments.batch_sampler if arguments.sampler is None else arguments.sampler

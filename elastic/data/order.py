@@ -15,8 +15,9 @@ from elastic.errors import Invalid
 
 
 def shuffled(length: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the permutation that torch's ``DistributedSampler`` uses for a seed and epoch: int64 of shape
-    ``[length]``.
+    """Return the permutation that torch's ``DistributedSampler`` uses for a seed and epoch.
+
+    The permutation is int64, of shape ``[length]``.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed + epoch)
     return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu")
@@ -37,8 +38,9 @@ class EpochOrder:
         self._order: Any = None
 
     def of(self, length: int, epoch: int) -> Any:
-        """Return the order of an epoch: an int64 array of shape ``[length]``, or a list of the values that a sampler
-        has drawn.
+        """Return the order of an epoch.
+
+        The order is an int64 array of shape ``[length]``, or a list of the values that a sampler has drawn.
         """
         if self._of != (length, epoch):
             self._order, self._of = self._draw(length, epoch), (length, epoch)
@@ -79,7 +81,7 @@ def drawn_by(sampler: Iterable[Any], seed: int, what: str) -> EpochOrder:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Context manager that seeds this process's generators of torch (CPU), random and numpy.
+    """Context manager that seeds this process's random generators: torch (CPU), random and numpy.
 
     The generators are restored at the end of the block.
     """
@@ -90,8 +92,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Context manager that restores this process's generators of torch (CPU), random and numpy at the end of
-    the block.
+    """Context manager that restores this process's random generators at the end of the block.
+
+    Restored are the generators of torch (CPU), random and numpy.
     """
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()

@@ -55,8 +55,9 @@ class SamplePartition:
         return self.batch + self.parts
 
     def size(self, left: int) -> int:
-        """Return the number of samples in the next step if the epoch has ``left`` samples left. 0 means that the epoch
-        has ended.
+        """Return the number of samples in the next step if the epoch has ``left`` samples left.
+
+        0 means that the epoch has ended.
         """
         if left < self.batch and self.drop_last:
             return 0

@@ -36,8 +36,9 @@ class Source(Protocol):
     def begin(
         self, position: Position, dealing: SamplePartition, mine: list[int]
     ) -> Iterator[Loaded]:
-        """Yield, in order, the loaded parts with the numbers ``mine`` of all steps from ``position`` to the end of the
-        epoch.
+        """Yield the loaded parts of all steps from ``position`` to the end of the epoch.
+
+        ``mine`` contains the numbers of the parts to load in each step.
 
         A part without samples gets a placeholder, whose loss and gradients must not count.
         """

@@ -77,8 +77,9 @@ class Attendance:
         return self.expired and len(self.sent) < self.needed
 
     def receive(self, notification: Notification) -> tuple[int, ...] | None:
-        """Record a notification. If it decides the merge, return the participating leaders in ascending order, else
-        None.
+        """Record a notification.
+
+        If it decides the merge, return the participating leaders in ascending order, else None.
 
         After a decision, the next merge is the current one.
 

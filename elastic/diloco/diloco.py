@@ -212,8 +212,10 @@ class DiLoCo:
 
     @property
     def position(self) -> int:
-        """Number of inner steps of the job. Every change of the world sets it to the maximum over all workers, so that
-        all workers merge after the same steps.
+        """Number of inner steps of the job.
+
+        Every change of the world sets it to the maximum over all workers, so that all workers merge after the same
+        steps.
         """
         return self.rounds.position
 

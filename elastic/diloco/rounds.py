@@ -95,8 +95,10 @@ class AwaitMean:
 
 @dataclass(frozen=True)
 class ShareMean:
-    """Action: broadcast the mean from rank ``root``, the leader. Collective in the island. The answer is that of
-    `AwaitMean`."""
+    """Action: broadcast the mean from rank ``root``, the leader. Collective in the island.
+
+    The answer is that of `AwaitMean`.
+    """
 
     fragment: int
     root: int
@@ -295,8 +297,9 @@ class Rounds:
             self.tokens[fragment] += tokens or 0.0
 
     def _scheduled(self) -> Sent | None:
-        """Return the fragment to send after this step, or None if no fragment is due or the due fragment was already
-        merged.
+        """Return the fragment to send after this step.
+
+        Return None if no fragment is due or the due fragment was already merged.
         """
         if self.quorum:
             if self.pending is not None:
@@ -409,8 +412,7 @@ class Rounds:
     # ---- with a quorum
 
     def _follow(self) -> Generator[Action, Any, None]:
-        """Complete merges that have been decided, and send this island's change for a merge for which other islands
-        wait.
+        """Complete decided merges, and send this island's change for a merge for which other islands wait.
 
         A merge is completed ``delay`` steps after its send, or immediately if the next merge has begun.
         """

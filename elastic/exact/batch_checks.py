@@ -80,8 +80,7 @@ def check(batches: object, shards: GivenShards, committed: bool, *, verified: bo
 
 
 def _inputs_and_targets(batches: object) -> bool:
-    """Return whether the value looks like a batch from a torch DataLoader: a list of tensors such as inputs and
-    targets.
+    """Return whether the value looks like a batch from a torch DataLoader, such as ``[inputs, targets]``.
 
     Micro-batches have one dtype and number of dimensions. Their sizes may differ, as with padded text.
     """

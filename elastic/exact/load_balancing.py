@@ -27,8 +27,9 @@ Division = tuple[int, ...]  # number of shards of each rank
 
 
 def even(shards: int, ranks: int) -> Division:
-    """Divide the shards evenly: the numbers per rank differ by at most one. If there are more ranks than shards, the
-    last ranks get none.
+    """Divide the shards evenly: the numbers per rank differ by at most one.
+
+    If there are more ranks than shards, the last ranks get none.
     """
     least, larger = divmod(shards, ranks)
     return tuple(least + (rank < larger) for rank in range(ranks))

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 
 def lines() -> list[str]:
-    """Return the settings and the digests of this process's arithmetic, as ``arithmetic.threads 1`` and
-    ``arithmetic.convolution 1f0a...``.
+    """Return the settings and the digests of this process's arithmetic.
+
+    Examples are ``arithmetic.threads 1`` and ``arithmetic.convolution 1f0a...``.
 
     The result is cached for the same settings. The computation takes about 50 ms on one core, and does not change
     random generators.

@@ -206,8 +206,9 @@ class Shards:
 
     @property
     def window(self) -> int:
-        """Number of steps before the detection of a faulty rank whose gradients are treated as unreliable. 0 means
-        none.
+        """Number of steps before the detection of a faulty rank whose gradients are treated as unreliable.
+
+        0 means none.
         """
         if self.verify_window is not None or not self.verify:
             return self.verify_window or 0
@@ -415,8 +416,9 @@ class Shards:
         return self.means(value=values)["value"]
 
     def means(self, **named: Sequence[float | torch.Tensor]) -> dict[str, float]:
-        """Average several named numbers over all shards in one message: ``shards.means(loss=losses,
-        right=hits)["right"]``.
+        """Average several named numbers over all shards in one message.
+
+        For example, ``shards.means(loss=losses, right=hits)["right"]``.
 
         Collective: every rank calls it with the same names, after the loop over the step's shards. Sums are computed in
         float64, in an order that does not depend on the world.
@@ -575,8 +577,9 @@ class Shards:
         return self._assigned[1]._replace(number=self.step)
 
     def _of_last_loop(self) -> ShardStep:
-        """Return the last complete step of the current world. If the world has not completed a step yet, return the
-        next step.
+        """Return the last complete step of the current world.
+
+        If the world has not completed a step yet, return the next step.
         """
         step = self._step()
         if self._ended is None or self._assigned is None:

@@ -52,16 +52,18 @@ class StepListener(Protocol):
         """Discard the step that was not completed."""
 
     def second_pass_begins(self, shard: int) -> None:
-        """Begin the second computation of a shard for a comparison, after this rank's own shards. See
-        `elastic.exact.verifier`.
+        """Begin the second computation of a shard for a comparison, after this rank's own shards.
+
+        See `elastic.exact.verifier`.
         """
 
     def second_pass_ends(self, shard: int) -> PassResult:
         """End the second pass, restore the gradients from before it, and return its result."""
 
     def digest_of(self, shard: int) -> int:
-        """Return the digest of the gradients of one of this rank's own shards. Called only for shards in
-        `Shards.checked`.
+        """Return the digest of the gradients of one of this rank's own shards.
+
+        Called only for shards in `Shards.checked`.
         """
 
     def largest(self, shard: int) -> float:

@@ -57,16 +57,18 @@ class VoteResult(NamedTuple):
 
 
 def unit(held: Held, share: float) -> int:
-    """Return the number of shards that are checked in the same step: one per rank that has shards, or 1 if ``share`` is
-    large.
+    """Return the number of shards that are checked in the same step.
+
+    This is one per rank that has shards, or 1 if ``share`` is large.
     """
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
 
 
 def steps_between(held: Held, share: float) -> float:
-    """Return the mean number of steps from one step with checks to the next: at least 1.0, or infinity without
-    checks.
+    """Return the mean number of steps from one step with checks to the next.
+
+    The result is at least 1.0, and infinity without checks.
     """
     rate = share * sum(map(len, held)) / unit(held, share) if len(held) > 1 else 0.0
     return max(1.0, 1.0 / rate) if rate else math.inf
@@ -187,8 +189,9 @@ def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
 
 
 def voters(found: Sequence[Computed], ranks: int) -> tuple[int, ...]:
-    """Return the ranks that compute the shard next, to decide between different digests. Empty if all ranks have
-    computed it.
+    """Return the ranks that compute the shard next, to decide between different digests.
+
+    Empty if all ranks have computed it.
 
     These are all other ranks, which would wait for the result anyway.
     """

@@ -304,8 +304,9 @@ class Verifier:
         self._raise_together(CollectiveFailed(text))
 
     def _keep(self, evidence: Sequence[messages.Miscomputed], folder: str) -> None:
-        """Save the state of each faulty rank and of one rank with correct gradients. Collective: no rank leaves before
-        all have saved.
+        """Save the state of each faulty rank and of one rank with correct gradients.
+
+        Collective: no rank leaves before all have saved.
         """
         assert self._step is not None
         for each in evidence:

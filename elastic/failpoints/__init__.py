@@ -1,5 +1,6 @@
-"""Failpoints: named places in a worker where a test can inject a fault. Without rules, a place costs one read of a
-global variable.
+"""Failpoints: named places in a worker where a test can inject a fault.
+
+Without rules, a place costs one read of a global variable.
 
     ELASTIC_FAILPOINTS="bucket kill rank=2 step=7; before-commit slow=0.5 slot=1"   rules, or
     ELASTIC_FAILPOINTS=@FILE                                                        a file that holds rules

@@ -48,8 +48,9 @@ class ScaledSchedule:
         return min(self.position + (step - self.since) * self.rate, self.steps)
 
     def resume(self, step: int, share: float) -> None:
-        """Set the position of ``step`` to a fraction of training, from 0 to 1, if a checkpoint does not contain the
-        position.
+        """Set the position of ``step`` to a fraction of training, from 0 to 1.
+
+        Called if a checkpoint does not contain the position.
         """
         position = share * self.steps
         if self.at(step) == step and abs(position - step) > 1:

@@ -146,8 +146,9 @@ class ElasticTrainerMixin:
                 self._kept.commit()
 
     def _resume(self, epoch: Epoch, loader: DataLoader) -> None:
-        """Resume from a checkpoint of the Trainer, on the assumption that it was written in a world of the current
-        size.
+        """Resume from a checkpoint of the Trainer.
+
+        The checkpoint is assumed to have been written in a world of the current size.
         """
         batches = 0 if self.args.ignore_data_skip else epoch["steps_trained_in_current_epoch"]
         consumed = batches * self.args.world_size * self.args.train_batch_size

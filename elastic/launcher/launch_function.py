@@ -37,8 +37,7 @@ def launch(
     on_report: Callable[[Report], object] | None = None,
     **options: Unpack[LaunchOptions],
 ) -> list[Any]:
-    """Run ``func(*args, **kwargs)`` on every worker, and return the results in the order of the ranks in the last
-    world.
+    """Run ``func(*args, **kwargs)`` on every worker, and return the results by rank in the last world.
 
     The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds. ``min_np``,
     ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle. Hosts that do
@@ -89,8 +88,9 @@ def launch(
 
 
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
-    """Return the unpickled results in rank order. Raises JobFailed if a result is missing, because indices must be
-    ranks.
+    """Return the unpickled results in rank order.
+
+    Raises JobFailed if a result is missing, because indices must be ranks.
     """
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:

@@ -30,8 +30,9 @@ def count(account: TimeAccount) -> None:
 
 
 def listen(listener: Callable[[Any], None] | None) -> None:
-    """Call ``listener`` in the training thread after each batch, with the DataLoader's iterator, or None at the
-    iterator's end.
+    """Call ``listener`` in the training thread after each batch.
+
+    Its argument is the DataLoader's iterator, or None at the end of the iterator.
 
     Pass None as ``listener`` to stop the calls.
     """

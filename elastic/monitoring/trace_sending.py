@@ -1,5 +1,6 @@
-"""Flow control of the timeline records that a worker sends to the driver. Pure: times are passed in, messages are
-returned.
+"""Flow control of the timeline records that a worker sends to the driver.
+
+Pure: times are passed in, messages are returned.
 
     Tracing(on)      --ClockAsked-->    ... ROUND times ...  the clocks are compared
                      --Traced-->        at most WINDOW in flight; the rest waits in the buffer

@@ -1,5 +1,6 @@
-"""Compression of MXNet's arrays before they are sent. Any class with the static methods ``compress`` and ``decompress``
-can be used.
+"""Compression of MXNet's arrays before they are sent.
+
+Any class with the static methods ``compress`` and ``decompress`` can be used.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class ToHalf:
 
 
 class MXNetCompression:
-    """Compressors for the argument ``compression``. A custom class with ``compress`` and ``decompress`` is also
-    accepted.
+    """Compressors for the argument ``compression``.
+
+    A custom class with ``compress`` and ``decompress`` is also accepted.
     """
 
     none = NoneCompressor

@@ -181,8 +181,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @property
     def _scale(self) -> float:
-        """Gradient scale of Gluon's trainer, without 1 / batch size. Computed in each step, because the world may
-        change.
+        """Gradient scale of Gluon's trainer, without 1 / batch size.
+
+        Computed in each step, because the world may change.
         """
         return self._own_scale / ranks(self._process_set)
 

@@ -142,8 +142,9 @@ _buffers: list[_Buffer] = []
 
 
 class DirectFile(CheckedFile):
-    """File that the C++ library writes directly to disk, bypassing the page cache. ``close`` releases its buffer for
-    reuse.
+    """File that the C++ library writes directly to disk, bypassing the page cache.
+
+    ``close`` releases its buffer for reuse.
     """
 
     def __init__(self, stream: IO[bytes], alive: Alive, library: native_library.Library) -> None:

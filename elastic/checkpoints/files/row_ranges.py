@@ -19,8 +19,9 @@ READ = 64 << 20  # number of bytes per read, buffered in memory in addition to t
 
 
 class RowRead(NamedTuple):
-    """Read operation of ``length`` bytes at ``offset``. The bytes contain ``rows``, and only ``wanted`` of these are
-    needed.
+    """Read operation of ``length`` bytes at ``offset``.
+
+    The bytes contain ``rows``, and only ``wanted`` of these are needed.
 
     ``sum_before`` and ``sum_after`` are the CRC-32s of the stored range's data up to the start and up to the end of the
     bytes to read.

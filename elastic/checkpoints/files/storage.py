@@ -298,8 +298,9 @@ class _Stream:
 
 
 def _refuse_misspelt(url: str) -> None:
-    """Raise Invalid if a URL is empty or misspelled, such as ``s3:/bucket``, which would otherwise be used as a local
-    path.
+    """Raise Invalid if a URL is empty or misspelled.
+
+    A misspelled URL such as ``s3:/bucket`` would otherwise be used as a local path.
     """
     if not url.strip():
         raise Invalid(
@@ -316,8 +317,9 @@ def _refuse_misspelt(url: str) -> None:
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """Return fsspec options with timeouts for S3. Empty for other protocols, or if the user has configured fsspec for
-    S3.
+    """Return fsspec options with timeouts for S3.
+
+    Empty for other protocols, or if the user has configured fsspec for S3.
 
     With the S3 client's default timeouts, an outage would be reported only after minutes.
     """

@@ -330,8 +330,9 @@ class GlooCollectives:
         return work
 
     def _follow(self) -> None:
-        """Start second exchanges in the background, so that other ranks need not wait until the script of this rank
-        waits for the work.
+        """Start second exchanges in the background.
+
+        Otherwise other ranks would have to wait until the script of this rank waits for the work.
         """
         try:
             while True:
@@ -503,8 +504,9 @@ class GlooCollectives:
         self._built.set()
 
     def look(self) -> None:
-        """Fail the group if a connection was closed. Gloo may detect a closed connection without waking a waiting
-        thread.
+        """Fail the group if a connection was closed.
+
+        Gloo may detect a closed connection without waking a waiting thread.
         """
         if self._connections() < self.size - 1:
             self._fail("the connection to a peer was closed")
@@ -577,8 +579,9 @@ def _watch(under_way: collections.deque[Any], work: Any) -> None:
 
 
 class _Left:
-    """Aborted group that cannot be freed before its timeout, because freeing it would block on a work that lost its
-    wake-up.
+    """Aborted group that cannot be freed before its timeout.
+
+    Freeing the group earlier would block on a work that lost its wake-up.
 
     An additional reference keeps the group alive at interpreter exit, because a thread that is terminated while it
     frees a group would abort the process.

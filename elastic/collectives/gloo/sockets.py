@@ -78,8 +78,9 @@ def count(
 def unread(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Return the number of received bytes that Gloo has not read. They can still be read after the socket is
-    shut down.
+    """Return the number of received bytes that Gloo has not read.
+
+    They can still be read after the socket is shut down.
     """
     total = 0
     for _, held in _of_group(own, peers, known):

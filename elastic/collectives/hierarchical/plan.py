@@ -123,10 +123,10 @@ def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, 
 
 
 def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
-    """Yield the turns of ``number`` chunks, ordered so that some are on the network while others are reduced and
-    distributed.
+    """Yield the turns of ``number`` chunks, in the order in which they are executed.
 
-    The order does not depend on timing, so all ranks of a host start the same collectives in the same order.
+    Some chunks are on the network while others are reduced and distributed. The order does not depend on timing, so all
+    ranks of a host start the same collectives in the same order.
     """
     for step in range(number + ahead):
         if step < number:

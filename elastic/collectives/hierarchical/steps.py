@@ -277,8 +277,9 @@ def _exchanged(
 
 
 def _scales(dtype: torch.dtype, op: Op, scale: Scale) -> tuple[Scale, Scale]:
-    """Return the scales to apply before and after the network. A half-precision sum is scaled before, to avoid
-    overflow.
+    """Return the scales to apply before and after the network.
+
+    A half-precision sum is scaled before, to avoid overflow.
     """
     return (scale, Scale()) if op is Op.SUM and dtype in _HALF else (Scale(), scale)
 

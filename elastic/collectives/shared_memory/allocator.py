@@ -21,8 +21,9 @@ class Allocator:
         self.reach = 0  # end of the highest region that was ever allocated
 
     def allocate(self, size: int) -> int | None:
-        """Return the offset of a new region of ``size`` bytes, rounded up to pages, or None if no gap is large
-        enough.
+        """Allocate ``size`` bytes, rounded up to pages.
+
+        Return the offset of the new region, or None if no gap is large enough.
         """
         if size <= 0:
             raise ValueError(f"a region of {size} bytes is invalid: the size must be positive")

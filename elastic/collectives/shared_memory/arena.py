@@ -110,8 +110,9 @@ class Arena:
             self._dead.append(region.offset)
 
     def quarantine(self, tensor: torch.Tensor) -> bool:
-        """Ensure that the region of the tensor is never reused, because a peer that could not be stopped may still
-        write to it.
+        """Ensure that the region of the tensor is never reused.
+
+        Used if a peer that could not be stopped may still write to the region.
 
         Returns:
             Whether the tensor is in this arena.
@@ -212,9 +213,7 @@ def _sentence(size: int, error: OSError) -> str:
 
 
 def what_to_do(error: OSError) -> str:
-    """Return a message for the user with the cause and the remedy of a failure to create or map this process's
-    memory.
-    """
+    """Return the cause and the remedy of a failure to create or map this process's memory, as a message for the user."""
     return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 

@@ -77,8 +77,9 @@ def make_private(fd: int, address: int, size: int) -> None:
 
 
 def give_back(address: int, size: int) -> None:
-    """Return the pages of a range of a shared mapping to the system, for all processes. The range reads as zero
-    afterwards.
+    """Return the pages of a range of a shared mapping to the system, for all processes.
+
+    The range reads as zero afterwards.
     """
     try:
         _checked(_libc.madvise(address, size, _MADV_REMOVE))

@@ -1,5 +1,6 @@
-"""Collectives in shared memory between ranks of one host: implements the interface with a native group. See
-native/group.h.
+"""Collectives in shared memory between ranks of one host: implements the interface with a native group.
+
+See native/group.h.
 
 A group's native thread makes progress while the script computes; a waiting thread helps. A tensor in this process's
 arena is reduced in place. Any other tensor is copied through staging, and its result is copied back, or to its

@@ -43,8 +43,9 @@ class ShardedSteps:
         self._reducers: list[ShardReducer] = []
 
     def prepare(self, trainer: Trainer) -> None:
-        """Reduce the gradients of the trainer's optimizers over shards. Raises Invalid if a setting conflicts with
-        shards.
+        """Reduce the gradients of the trainer's optimizers over shards.
+
+        Raises Invalid if a setting conflicts with shards.
         """
         if trainer.accumulate_grad_batches != 1:
             raise Invalid(

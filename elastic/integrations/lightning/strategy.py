@@ -142,8 +142,9 @@ class ElasticStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def dealing(self) -> Iterator[None]:
-        """Context manager in which samples of train dataloaders are assigned by the job's position, not by Lightning's
-        samplers.
+        """Context manager in which train dataloaders assign samples by the job's position.
+
+        Lightning's samplers are not used.
         """
         connector = self.lightning_module.trainer._accelerator_connector
         asked, connector.use_distributed_sampler = connector.use_distributed_sampler, False
