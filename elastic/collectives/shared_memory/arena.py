@@ -213,7 +213,7 @@ def _sentence(size: int, error: OSError) -> str:
 
 
 def what_to_do(error: OSError) -> str:
-    """Return the cause and the remedy of a failure to create or map this process's memory, as a message for the user."""
+    """Return a user message with the cause and the remedy of a failure to create or map this process's memory."""
     return _WHAT_TO_DO.get(error.errno or 0, error.strerror or str(error))
 
 
