@@ -169,7 +169,7 @@ def broadcast_object(
         obj: any picklable object; ignored on ranks other than ``root_rank``. Objects that the script defines are
             pickled by name, all other objects with cloudpickle.
         root_rank: rank in the world, also if ``process_set`` is given.
-        name, process_set: as in `elastic.api.ops`.
+        name, process_set: see the module docstring of `elastic.api.ops`.
 
     Returns:
         ``obj`` itself on ``root_rank``, and a copy of it on all other ranks.
@@ -212,8 +212,8 @@ def allgather_object(
     """Gather a Python object from each rank on every rank.
 
     Args:
-        obj: any picklable object, pickled as by `broadcast_object`. Its size may differ between ranks.
-        name, process_set: as in `elastic.api.ops`.
+        obj: any picklable object, pickled as in `broadcast_object`. Its size may differ between ranks.
+        name, process_set: see the module docstring of `elastic.api.ops`.
 
     Returns:
         A list of copies, in rank order.

@@ -446,7 +446,7 @@ class LoaderIterator(Iterator[Any]):
 class StepShards(Iterator[Any]):
     """The shards of this rank in one step, with one batch per shard.
 
-    Batches are loaded on demand. A script iterates over all of them.
+    A batch is loaded when it is requested. The script must iterate over all batches.
 
     Args:
         held: numbers of the shards. A rank without shards has an empty list.

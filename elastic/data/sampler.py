@@ -93,7 +93,7 @@ class ElasticSampler(Sampler[int]):
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank has finished one batch of ``batch_size`` samples.
 
-        The last batch of a partition may be smaller than the loader's batch size. Pass either of these sizes.
+        The last batch of a partition may be smaller than the loader's batch size. In this case, pass either size.
 
         Args:
             batch_idx: ignored, kept for scripts written for Horovod.

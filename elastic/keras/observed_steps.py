@@ -217,7 +217,7 @@ def _elements(variable: Any) -> int:
 
 
 def _of_tensorflow(module: str, name: str) -> list[type]:
-    """Return a list with a TensorFlow data set class, or an empty list if its module was not imported."""
+    """Return a list with the given TensorFlow data set class, or an empty list if its module was not imported."""
     found = getattr(sys.modules.get(f"tensorflow.python.data.ops.{module}"), name, None)
     return [found] if isinstance(found, type) else []
 

@@ -16,7 +16,7 @@ from elastic.collectives.interface import Collectives
 def total(
     group: Collectives, gradients: Sequence[torch.Tensor], scale: float = 1.0, divisor: int = 1
 ) -> list[torch.Tensor]:
-    """Return the sum of each gradient over all ranks as a coalesced COO tensor, scaled as by `Collectives.allreduce`.
+    """Return the sum of each gradient over all ranks as a coalesced COO tensor, scaled as in `Collectives.allreduce`.
 
     Gradient i has the same shape, dtype and number of sparse dimensions on every rank. The number of its entries
     may differ and may be 0. Summands are added in rank order.

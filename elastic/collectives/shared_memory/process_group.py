@@ -321,7 +321,7 @@ class SharedCollectives:
     # ---- abort and close -------------------------------------------------------------------------------------------
 
     def is_over_without(self, message: SharedMessage) -> bool:
-        """Return whether the group has failed and no rank can write to this message's tensor any more."""
+        """Return whether the group has failed and no rank can still write to this message's tensor."""
         if not self._native.elsewhere and self._library.elastic_status(self._native.handle) == 0:
             return False
         # The message may have arrived before the failure.

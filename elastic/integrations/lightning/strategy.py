@@ -39,7 +39,7 @@ class ElasticStrategy(DDPStrategy):
     of `DDPStrategy`, including those of DDP.
 
     With ``shards=elastic.Shards(8)`` a step is 8 batches of the train dataloader in any world, and weights are bitwise
-    identical to those of an undisturbed run. The module is not wrapped in DDP then. See docs/exact.md.
+    identical to those of an undisturbed run. In this case, the module is not wrapped in DDP. See docs/exact.md.
 
     Raises:
         Invalid: the process was not started by elasticrun.
