@@ -9,6 +9,7 @@ not included. `control_plane.py` includes them, but needs a machine that can run
 
 from __future__ import annotations
 
+import itertools
 import resource
 import tempfile
 import time
@@ -20,6 +21,7 @@ import results_output
 import tests_on_path  # noqa: F401
 from elastic.driver import events
 from elastic.driver.job.decisions import JobDecisions
+from elastic.driver.job.driver_loop import AT_ONCE
 from elastic.driver.journal.file import FileJournal
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
@@ -56,18 +58,26 @@ class Job:
     def close(self) -> None:
         self._journal.close()
 
-    def post(self, event: events.Event) -> None:
+    def post(self, event: events.Event, *, more: bool = False) -> None:
+        """Handle an event. ``more``: whether another event is queued, as in `Membership.handle`."""
         self._now += BETWEEN_S
-        answer = self._decisions.answer(event, self._now)
-        self._journal.record(self._now, event, answer)
+        answer = self._decisions.answer(event, self._now, more=more)
+        self._journal.record(self._now, event, answer, more=more)
         self._view.note(event, answer, self._now)
         self._decisions.follow(event, answer, self._now)
         self.generation = self.membership.generation
 
+    def report(self, reports: Iterable[events.Event]) -> None:
+        """Handle reports of all workers. They are queued faster than the driver handles them."""
+        remaining = iter(reports)
+        while batch := list(itertools.islice(remaining, AT_ONCE)):
+            for event in batch[:-1]:
+                self.post(event, more=True)
+            self.post(batch[-1])
+
     def start(self) -> None:
         self.post(events.HostsChanged(self.hosts))
-        for worker in self.workers:
-            self.post(events.WorkerConnected(worker, 1))
+        self.report([events.WorkerConnected(worker, 1) for worker in self.workers])
         for _ in ("init", "elastic.run"):
             self.gather(None)
         self.resume()
@@ -82,16 +92,17 @@ class Job:
         """Let all workers become ready, which publishes the next world."""
         generation, self._readies = self.generation, self._readies + 1
         store, running = Address("10.0.0.1", 29500), generation > 0
-        for worker in self.workers:
-            ready = events.WorkerReady(
-                worker, generation, commit, store, "layout", running, self._readies
-            )
-            self.post(ready)
+        self.report(
+            events.WorkerReady(worker, generation, commit, store, "layout", running, self._readies)
+            for worker in self.workers
+        )
         assert self.generation == generation + 1, "not all workers are ready"
 
     def resume(self) -> None:
-        for worker in self.workers:
-            self.post(events.WorkerResumed(worker, self.generation, {"told": 1.0, "group": 20.0}))
+        phases = {"told": 1.0, "group": 20.0}
+        self.report(
+            events.WorkerResumed(worker, self.generation, phases) for worker in self.workers
+        )
 
 
 @dataclass

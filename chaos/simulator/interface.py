@@ -80,7 +80,7 @@ class SimulatedJob(Protocol):
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
         """Check the driver's order to an agent. Raises AssertionError if the order violates an invariant."""
 
-    def decided(self, event: Event, actions: list[Action]) -> None:
+    def decided(self, event: Event, actions: list[Action], *, more: bool = False) -> None:
         """Check a decision of the driver before it is performed.
 
         Raises AssertionError if the decision violates an invariant.

@@ -32,7 +32,7 @@ from elastic.driver.agents.messages import (
 from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.journal.entries import Entry
 from elastic.driver.journal.journal import rebuilt
-from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.membership import Membership, may_defer
 from elastic.driver.membership.worker_messages import event_of
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
@@ -69,6 +69,8 @@ class SimulatedDriver:
         self._pool_alarm: float | None = None
         # events that were received while the driver was frozen
         self._backlog: list[Callable[[], None]] = []
+        # Events that the driver handles together, see `FaultConditions.busy_s`.
+        self._mailbox: list[events.Event] = []
         self._alarm: float | None = None
         self._arming = False
         sim.clock.at(0.0, self._meet, pool_events.DriverReady())
@@ -81,12 +83,38 @@ class SimulatedDriver:
         if self.paused:
             self._backlog.append(partial(self.hear, event))
             return
+        if not self.sim.weather.busy_s:
+            self._perform(self._decide(event))
+        elif not self._mailbox:
+            self._mailbox = [event]
+            self.sim.clock.after(self.sim.weather.busy_s, self._read_mailbox)
+        else:
+            self._mailbox.append(event)
+
+    def _read_mailbox(self) -> None:
+        if self.paused:
+            self._backlog.append(self._read_mailbox)
+            return
+        queued, self._mailbox = self._mailbox, []
+        if not queued:
+            return  # The driver has crashed in the meantime.
+        last = len(queued) - 1
+        decided = [
+            self._decide(event, more=number < last and may_defer(event))
+            for number, event in enumerate(queued)
+        ]
+        self._perform([action for actions in decided for action in actions])
+
+    def _decide(self, event: events.Event, *, more: bool = False) -> list[events.Action]:
         now = self.sim.clock.now
-        answer = self.decisions.answer(event, now)
+        answer = self.decisions.answer(event, now, more=more)
         if self.sim.keep_journal:
-            self.entries.append(Entry(now, event, answer))
-        self.sim.decided(event, answer)
-        for action in self.decisions.follow(event, answer, now):
+            self.entries.append(Entry(now, event, answer, more=more))
+        self.sim.decided(event, answer, more=more)
+        return self.decisions.follow(event, answer, now)
+
+    def _perform(self, actions: list[events.Action]) -> None:
+        for action in actions:
             if self._dies():
                 return
             self._do(action)
@@ -122,7 +150,9 @@ class SimulatedDriver:
 
     def _arm(self) -> None:
         self._arming = False
-        deadline = self.decisions.next_deadline() if self.up else None
+        # As in the real loop, the timer is set after all queued events.
+        idle = self.up and not self._mailbox
+        deadline = self.decisions.next_deadline() if idle else None
         if deadline is not None and (self._alarm is None or deadline < self._alarm):
             self._alarm = deadline
             self.sim.clock.at(deadline, self._ring, deadline)
@@ -343,6 +373,7 @@ class SimulatedDriver:
         self.up = self.paused = False
         self.crashes += 1
         self._backlog.clear()
+        self._mailbox.clear()
         self._workers, self._agents = {}, {}
         self._alarm = self._pool_alarm = None
         self.sim.network.driver_disconnected()

@@ -453,6 +453,7 @@ class FaultConditions:
     struck: float = 0.0  # fraction of new processes that are killed or frozen during start-up
     # Whether the driver starts agents on demand; otherwise they run from the beginning.
     starts_agents: bool = False
+    busy_s: float = 0.0  # seconds in which events arrive that the driver handles together
 
     @property
     def loses_messages(self) -> bool:

@@ -244,7 +244,7 @@ class Simulation:
         """Write the journal in the format of a real driver."""
         journal = FileJournal.begin(path, self.settings)
         for entry in self.driver.entries:
-            journal.record(entry.at, entry.event, entry.actions, error=entry.error)
+            journal.record(entry.at, entry.event, entry.actions, error=entry.error, more=entry.more)
         journal.close()
 
     # ---- environment -----------------------------------------------------------------------------------------------
@@ -344,11 +344,11 @@ class Simulation:
                 f"{action.worker} is killed at {process and process.point!r}: {action.reason}"
             )
 
-    def decided(self, event: Event, actions: list[Action]) -> None:
+    def decided(self, event: Event, actions: list[Action], *, more: bool = False) -> None:
         """Check each of the driver's decisions before it is carried out."""
         if self.invariants is not None:
-            self.invariants.saw(self.clock.now, event, actions)
-        if not self.step_s:
+            self.invariants.saw(self.clock.now, event, actions, more=more)
+        if not self.step_s and not more:
             # check() examines every worker, which takes long in a large job.
             self.driver.membership.check()
         for action in actions:

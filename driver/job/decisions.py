@@ -37,7 +37,7 @@ from elastic.protocol.messages import Place, Worker
 class Decider(Protocol):
     """Interface of `Membership`. Tests provide other implementations."""
 
-    def handle(self, event: Event, now: float) -> list[Action]: ...
+    def handle(self, event: Event, now: float, *, more: bool = False) -> list[Action]: ...
 
     def next_deadline(self) -> float | None: ...
 
@@ -85,15 +85,15 @@ class JobDecisions:
         decision = None if self.raised else self._membership.next_deadline()
         return min((at for at in (ending, decision) if at is not None), default=None)
 
-    def answer(self, event: Event, now: float) -> list[Action]:
-        """Return the actions of `Membership` for an event.
+    def answer(self, event: Event, now: float, *, more: bool = False) -> list[Action]:
+        """Return the actions of `Membership` for an event. ``more``: see `Membership.handle`.
 
         An exception raised by `Membership` propagates, and `Membership` is not called again.
         """
         if self.raised:
             return []
         try:
-            return self._membership.handle(event, now)
+            return self._membership.handle(event, now, more=more)
         except Exception:
             self.raised = True  # After an exception, the state of membership may be inconsistent.
             raise

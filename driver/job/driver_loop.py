@@ -42,6 +42,7 @@ from elastic.driver.launch.environment import (
     worker_environment,
 )
 from elastic.driver.launch.interface import Launcher
+from elastic.driver.membership.membership import may_defer
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
@@ -460,8 +461,8 @@ class Driver:
         arrived: tuple[float, events.Event] | None = first
         while arrived is not None:
             at, event = arrived
-            decided.append((event, self._decide(event, at)))
-            more = not self._mailbox.empty() and len(decided) < AT_ONCE
+            more = not self._mailbox.empty() and len(decided) + 1 < AT_ONCE
+            decided.append((event, self._decide(event, at, more=more and may_defer(event))))
             arrived = self._mailbox.get_nowait() if more else None
         await self._written(self._journal.settle())
         for event, actions in decided:
@@ -506,10 +507,10 @@ class Driver:
         ):
             self._promised.pop(event.worker, None)  # another worker may receive its place
 
-    def _decide(self, event: events.Event, now: float) -> list[events.Action]:
+    def _decide(self, event: events.Event, now: float, *, more: bool) -> list[events.Action]:
         """Return the actions for an event, after writing them to the journal."""
         try:
-            answer = self._decisions.answer(event, now)
+            answer = self._decisions.answer(event, now, more=more)
         except Exception as error:
             self._journal.record(now, event, error=f"{type(error).__name__}: {error}")
             reason = because(ReasonKind.DRIVER_BUG, error=repr(error))
@@ -518,7 +519,7 @@ class Driver:
         if isinstance(event, events.HostsChanged):
             self._slots = sum(event.hosts.values())
         if not self._decisions.raised:
-            self._journal.record(now, event, answer)
+            self._journal.record(now, event, answer, more=more)
             if self._noted is not None:
                 self._noted(event, answer, now)
         return self._decisions.follow(event, answer, now)

@@ -50,10 +50,16 @@ class JournalCopy(Journal):
         self._copy = copy
 
     def record(
-        self, at: float, event: Event, actions: Sequence[Action] = (), *, error: str = ""
+        self,
+        at: float,
+        event: Event,
+        actions: Sequence[Action] = (),
+        *,
+        error: str = "",
+        more: bool = False,
     ) -> None:
-        self._first.record(at, event, actions, error=error)
-        self._copy.record(at, event, actions, error=error)
+        self._first.record(at, event, actions, error=error, more=more)
+        self._copy.record(at, event, actions, error=error, more=more)
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._copy.trouble(at, reason)

@@ -96,6 +96,7 @@ class Entry(msgspec.Struct, omit_defaults=True):
 
     Args:
         error: the exception that was raised while the event was handled, if any.
+        more: see `Membership.handle`.
     """
 
     at: float
@@ -103,6 +104,7 @@ class Entry(msgspec.Struct, omit_defaults=True):
     actions: list[Action] = []
     error: str = ""
     digest: int | None = None  # digest of the actions, if the journal omits them
+    more: bool = False
 
 
 class Snapshot(msgspec.Struct):
@@ -135,6 +137,7 @@ class _Line(msgspec.Struct):
     actions: list[msgspec.Raw] = []
     error: str = ""
     digest: int | None = None
+    more: bool = False
     snapshot: msgspec.Raw = msgspec.Raw()
     writer: Writer = Writer()
     resumed: Writer | None = None
@@ -203,7 +206,8 @@ def decoded(line: bytes) -> Line:
     if len(bytes(parts.snapshot)):
         return Snapshot(parts.snapshot, parts.at, parts.writer)
     actions = [_actions.decode(each) for each in parts.actions]
-    return Entry(parts.at, _events.decode(parts.event), actions, parts.error, parts.digest)
+    event = _events.decode(parts.event)
+    return Entry(parts.at, event, actions, parts.error, parts.digest, parts.more)
 
 
 def entry_of(line: Mapping[str, Any]) -> Entry:

@@ -52,7 +52,7 @@ FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot no longer waits 
 class Machine(Protocol):
     """Interface of a state machine that can be replayed: Membership, or a substitute in tests."""
 
-    def handle(self, event: Event, now: float) -> list[Action]: ...
+    def handle(self, event: Event, now: float, *, more: bool = False) -> list[Action]: ...
 
 
 Rebuilt = TypeVar("Rebuilt", bound=Machine)
@@ -101,7 +101,13 @@ class Journal:
         self._ring: deque[Entry] = deque(maxlen=RING)
 
     def record(
-        self, at: float, event: Event, actions: Sequence[Action] = (), *, error: str = ""
+        self,
+        at: float,
+        event: Event,
+        actions: Sequence[Action] = (),
+        *,
+        error: str = "",
+        more: bool = False,
     ) -> None:
         """Record an event that was just handled, and the resulting actions. The entry is durable after `settle`.
 
@@ -110,8 +116,9 @@ class Journal:
             event: the event.
             actions: the actions.
             error: the exception that was raised while the event was handled, if any.
+            more: see `Membership.handle`.
         """
-        entry = Entry(at, event, list(actions), error)
+        entry = Entry(at, event, list(actions), error, more=more)
         self._ring.append(entry)
         self._bytes += self._keep(entry)
         self._entries += 1
@@ -303,7 +310,7 @@ def _replayed(
         actions: list[Action] = []
         raised = ""
         try:
-            actions = machine.handle(entry.event, now=entry.at)
+            actions = machine.handle(entry.event, now=entry.at, more=entry.more)
         except Exception as error:
             raised = type(error).__name__
         if raised != entry.error.partition(":")[0]:

@@ -50,7 +50,7 @@ class RecordJournal(Journal, Generic[R]):
 
     def _keep(self, entry: Entry) -> int:
         digest = digest_of(entry.actions)
-        line = encoded(Entry(entry.at, entry.event, [], entry.error, digest))
+        line = encoded(Entry(entry.at, entry.event, [], entry.error, digest, entry.more))
         if not (self.waiting and self.waiting[-1].takes(line)):
             self.waiting.append(self._make(bytearray()))
         self.waiting[-1].data += line

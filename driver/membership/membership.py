@@ -42,7 +42,20 @@ from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Place, Worker
 
-__all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit"]
+__all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit", "may_defer"]
+
+# Reports that all workers send at about the same time.
+SIMULTANEOUS = (
+    events.WorkerConnected,
+    events.WorkerReady,
+    events.WorkerResumed,
+    events.WorkerSpent,
+)
+
+
+def may_defer(event: events.Event) -> bool:
+    """Return whether `Membership.handle` may receive this event with ``more``."""
+    return isinstance(event, SIMULTANEOUS)
 
 
 class Membership:
@@ -134,8 +147,14 @@ class Membership:
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: events.Event, now: float) -> list[events.Action]:
+    def handle(self, event: events.Event, now: float, *, more: bool = False) -> list[events.Action]:
         """Return the actions that an event causes, in order.
+
+        Args:
+            event: the event.
+            now: time of the event, in seconds.
+            more: whether another event is already queued. Decisions that depend on all workers are then made with the
+                last of the queued events, because they cost as much as the event itself.
 
         Raises:
             IllegalEvent: the event is impossible in the current state.
@@ -147,11 +166,12 @@ class Membership:
                 self._after_the_end(event)
             else:
                 self._dispatch(event)
-                self._overdue()
-                self.worlds.advance()
-                self.stuck.watch()
-                self.notices.watch()
-                self.stop.watch()
+                if not more:
+                    self._overdue()
+                    self.worlds.advance()
+                    self.stuck.watch()
+                    self.notices.watch()
+                    self.stop.watch()
         except JobFinished:
             pass
         except IllegalEvent as illegal:

@@ -63,7 +63,7 @@ def from_the_middle(header: bytes, lines: Sequence[Line]) -> list[Line]:
     half = len(entries) // 2
     membership = Membership(decoded_header(header).checked())
     for entry in entries[:half]:
-        membership.handle(entry.event, entry.at)
+        membership.handle(entry.event, entry.at, more=entry.more)
     at = entries[half - 1].at if half else 0.0
     return [Snapshot(msgspec.Raw(take_snapshot(membership)), at, Writer()), *entries[half:]]
 

@@ -78,10 +78,10 @@ class Recorded(Membership):
         super().__init__(settings)
         self.heard: list[tuple[float, events.Event, list[events.Action]]] = []
 
-    def handle(self, event: events.Event, now: float) -> list[events.Action]:
+    def handle(self, event: events.Event, now: float, *, more: bool = False) -> list[events.Action]:
         entry: tuple[float, events.Event, list[events.Action]] = (now, event, [])
         self.heard.append(entry)  # before an answer to a probe
-        entry[2].extend(super().handle(event, now))
+        entry[2].extend(super().handle(event, now, more=more))
         return entry[2]
 
 

@@ -30,6 +30,7 @@ from elastic.chaos.simulator.simulated_network import Conditions
 from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
 from elastic.driver import events
+from elastic.driver.journal.journal import replay
 from elastic.driver.reasons import ReasonKind
 from elastic.protocol.messages import Worker
 from harness import wording
@@ -88,6 +89,31 @@ def test_seeds_that_have_found_something(seed, workers):
 def test_a_thousand_seeds(first):
     for seed in range(first, first + BATCH):
         simulate(seed)
+
+
+def busy(seed: int) -> Simulation:
+    """The events that arrive within some milliseconds are handled together."""
+    mild = seed % 2 == 0
+    weather = FaultConditions.drawn(seed, mild=mild)
+    # The simulated bit flip assumes that the driver handles its report immediately.
+    weather.faults = [fault for fault in weather.faults if fault is not spoil_all]
+    weather.busy_s = random.Random(seed).choice((0.001, 0.01, 0.05, 0.3))
+    return Simulation(seed, workers=WORKERS, steps=150, faults=14, mild=mild, weather=weather)
+
+
+@pytest.mark.parametrize("first", some(range(0, 1000, BATCH), 1))
+def test_busy_driver_handles_events_together(first, tmp_path):
+    """Seed 131: a deadline expires between two events that are handled together."""
+    together = 0
+    for seed in (*range(first, first + BATCH), 131):
+        simulation = busy(seed)
+        outcome = simulation.run()
+        allowed = seed % 2 == 1 and outcome.reason.kind in ALLOWED
+        assert outcome.code == 0 or allowed, f"seed {seed}: {outcome}"
+        together += sum(entry.more for entry in simulation.driver.entries)
+    assert together > 100
+    simulation.write_journal(tmp_path / "journal")
+    replay(tmp_path / "journal")
 
 
 @pytest.mark.parametrize("seed", some(range(3), 1))

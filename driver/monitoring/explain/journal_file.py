@@ -221,7 +221,7 @@ def _offset(header: entries.Header) -> float | None:
 
 def _again(membership: Membership, entry: entries.Entry) -> list[Action]:
     try:
-        return membership.handle(entry.event, entry.at)
+        return membership.handle(entry.event, entry.at, more=entry.more)
     # The exception may come from a bug in that version, which the entry may report, or from lines skipped earlier.
     except Exception:
         return []

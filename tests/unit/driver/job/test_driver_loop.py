@@ -15,7 +15,7 @@ from elastic.driver import events
 from elastic.driver.job import shutdown
 from elastic.driver.job.driver_loop import Driver, JobRuntime
 from elastic.driver.journal.file import FileJournal
-from elastic.driver.journal.journal import Journal, replay
+from elastic.driver.journal.journal import Journal, read, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import EVENTS, event_of
 from elastic.driver.monitoring.world_lines import (
@@ -208,6 +208,23 @@ async def test_job_runs_from_start_to_success(s):
     assert await s.code() == 0
     assert s.driver.ordered_results() == [b"from 0", b"from 1"]
     assert s.launcher.closed and not s.launcher.killed
+
+
+async def test_queued_reports_of_workers_when_handled_then_only_the_last_leads_to_decisions(
+    tmp_path,
+):
+    path = tmp_path / "journal"
+    async with Story(path=path, np=3) as s:
+        await s.train(A, B, C)
+        for worker in (A, B, C):  # without waiting in between
+            s.server.heard(worker, protocol.Returned(1))
+            s.server.heard(worker, protocol.Resumed(1, {}))
+        await s.settle()
+    _, entries = read(path)
+    resumed = [entry.more for entry in entries if isinstance(entry.event, events.WorkerResumed)]
+    returned = [entry.more for entry in entries if isinstance(entry.event, events.WorkerReturned)]
+    assert (resumed, returned) == ([True, True, False], [False, False, False])
+    replay(path)
 
 
 @story(np=4, slots=2)
@@ -667,10 +684,10 @@ async def test_discovery_without_hosts_ends_the_job(tmp_path):
 
 async def test_bug_ends_the_job_with_its_history(tmp_path):
     class Buggy(Membership):
-        def handle(self, event, now):
+        def handle(self, event, now, *, more=False):
             if isinstance(event, events.WorkerExited):
                 raise AssertionError("never thought of this")
-            return super().handle(event, now)
+            return super().handle(event, now, more=more)
 
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
     async with Story(path=tmp_path / "j", membership=Buggy(settings)) as s:

@@ -68,7 +68,7 @@ class Script:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def handle(self, event, now):
+    def handle(self, event, now, *, more=False):
         match event:
             case HostsChanged():
                 return [
@@ -128,10 +128,10 @@ def test_replay_names_the_first_difference(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
 
     class Changed(Script):
-        def handle(self, event, now):
+        def handle(self, event, now, *, more=False):
             if isinstance(event, WorkerExited):
                 return [BreakWorld(5, [A], as_sentence("another reason"))]
-            return super().handle(event, now)
+            return super().handle(event, now, more=more)
 
     with raises(ReplayDiffers):
         replay(path, Changed)
@@ -141,8 +141,8 @@ def test_missing_action_is_a_difference(tmp_path):
     path = written(tmp_path / "j", Script(settings()))
 
     class Lazy(Script):
-        def handle(self, event, now):
-            return super().handle(event, now)[:1]
+        def handle(self, event, now, *, more=False):
+            return super().handle(event, now, more=more)[:1]
 
     with raises(ReplayDiffers):
         replay(path, Lazy)

@@ -227,7 +227,7 @@ async def test_job_ended_by_a_bug_is_resumed_as_such(place, settings, entries):
 
     at, right = entries[29].at + 1.0, Membership.handle
 
-    def buggy(self: Membership, event: Event, now: float) -> list[Action]:
+    def buggy(self: Membership, event: Event, now: float, *, more: bool = False) -> list[Action]:
         assert now != at, "never"
         return right(self, event, now)
 

@@ -55,6 +55,18 @@ from harness.golden import raises, recorded
 # ---- the start ----------------------------------------------------------------------------------
 
 
+def test_reports_when_others_are_queued_then_the_last_forms_the_world():
+    talk = MembershipConversation(np=2)
+    talk.tell(hosts(h=2))
+    for name in ("h:0", "h:1"):
+        welcome = the(WelcomeWorker, talk.m.handle(connected(name), 1.0, more=True))
+        assert welcome.worker == worker(name), "answers to one worker are not postponed"
+    assert talk.m.handle(ready("h:0", 0), 1.1, more=True) == []
+    assert talk.m.handle(ready("h:1", 0), 1.2, more=True) == []
+    world = the(PublishWorld, talk.m.handle(ready("h:1", 0), 1.2))
+    assert order(world) == ["h:0", "h:1"]
+
+
 def test_first_world_is_formed_when_all_started_workers_are_ready():
     talk = MembershipConversation(np=3)
     assert talk.tell(hosts(h1=2, h2=2)) == [
