@@ -1,4 +1,4 @@
-"""Interface of all components that start workers for the event loop. Implementations make no decisions."""
+"""Interface of the launchers, which start workers for the driver's event loop. Implementations make no decisions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from elastic.protocol.messages import Worker
 
 
 class Launcher(Protocol):
-    """Interface for starting, monitoring and killing workers. All methods are called in the thread of the driver's
-    event loop.
+    """Interface for starting, monitoring and killing workers. The driver calls all methods in the thread of its event
+    loop.
     """
 
     async def open(
@@ -39,23 +39,24 @@ class Launcher(Protocol):
         """
 
     def probe(self, workers: Sequence[Worker]) -> None:
-        """Inspect the processes of these workers. A WorkerProbed is reported for each. Unknown workers are ignored."""
+        """Inspect the workers' processes and report a WorkerProbed event for each. Unknown workers are ignored."""
 
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
-        """Make a worker write the stack of its training thread, if possible. Unknown workers are ignored.
+        """Make a worker print the stack of its training thread to stderr, if possible. Unknown workers are ignored.
 
         Args:
             worker: the worker.
-            all_threads: whether its other threads write their stacks too.
+            all_threads: whether to print the stacks of its other threads as well.
         """
 
     def measure(self, host: str, peer: str) -> None:
-        """Measure the bandwidth between two hosts. A BandwidthMeasured is reported, unless a host is lost during the
-        measurement.
+        """Measure the bandwidth between two hosts and report a BandwidthMeasured event.
+
+        No event is reported if a host is lost during the measurement.
         """
 
     def give_up(self, host: str, why: str) -> None:
-        """Declare an unresponsive host lost. `HostLost` is then reported.
+        """Declare an unresponsive host lost, and report a HostLost event.
 
         Does nothing if the host's agent is in this process.
         """

@@ -44,12 +44,13 @@ class LocalLauncher:
         self._log = log
         self._lease_s = lease_s
         self._preemption = preemption  # source of preemption notices
-        self._preload = preload  # modules that are imported in advance for the next worker
+        # modules that a process imports in advance, before a worker is started in it
+        self._preload = preload
         # selects the worker that receives this process's standard input
         self._stdin = StandardInput(stdin_rank)
         self._agent: ProcessSupervisor | None = None
         self._watch: Watch | None = None
-        self._hosts: set[str] = set()  # host names for which workers were started here
+        self._hosts: set[str] = set()  # names of the simulated hosts on which workers were started
         self._noticed: Callable[[Event], None] = lambda event: None
 
     @property

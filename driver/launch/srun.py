@@ -15,13 +15,13 @@ READY_S = 60.0
 
 
 def srun_starter(job: str, *, environ: Mapping[str, str], python: str, log: Log) -> ChildStarter:
-    """Return a starter of agents. Call this in the event loop.
+    """Return a starter that starts agents with srun. Must be called in the event loop.
 
     Args:
         job: ID of the Slurm job.
         environ: environment of srun and of the agents.
         python: path of the Python on the nodes.
-        log: called with a level and a text.
+        log: function that logs; called with a level and a text.
     """
     return ChildStarter(
         environ=environ, log=log, python=python, through=partial(srun, job), ready_s=READY_S
@@ -29,7 +29,7 @@ def srun_starter(job: str, *, environ: Mapping[str, str], python: str, log: Log)
 
 
 def srun(job: str, host: str) -> list[str]:
-    """Return the srun command that runs the words after it on ``host``.
+    """Return the prefix of an srun command line that runs the appended command on ``host``.
 
     The step overlaps with other steps, so that the agent can use all of the node's part of the allocation: its cores,
     memory and GPUs.

@@ -2,7 +2,7 @@
 
 The remote command is constant, so that no remote shell can misinterpret a name. All parameters are sent on standard
 input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected while the agent depends on
-    the driver, and sends keepalives to detect a lost connection.
+the driver, and sends keepalives to detect a lost connection.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 
-AT_ONCE = 32  # maximum number of concurrent logins; ssh processes that have logged in do not count
+AT_ONCE = 32  # maximum number of concurrent logins; established connections do not count
 CLOSE_S = 10.0
 
 
 def remote(module: str) -> str:
-    """Return the command that runs a module on another host with the first existing one of two Python interpreters.
+    """Return the remote command that runs ``module`` with the first available one of two Python interpreters.
 
-    The interpreters are the first two lines of standard input. Any login shell can parse the command, because its
-    quoted part contains no quotes, backslashes, newlines or exclamation marks.
+    The paths of the interpreters are read from the first two lines of standard input. Any login shell can parse the
+    command, because its quoted part contains no quotes, backslashes, newlines or exclamation marks.
     """
     return (
         "exec /bin/sh -c 'IFS= read -r a; IFS= read -r b; "
@@ -70,7 +70,8 @@ class SshOptions:
     connect_s: int = 10  # timeout for connecting, in seconds
     ready_s: float = 60.0  # seconds to wait until the agent is ready, including the login
     alive_s: int = 5  # seconds between two keepalives on an idle connection
-    alive_count: int = 3  # number of unanswered keepalives after which the connection is lost
+    # number of unanswered keepalives after which the connection counts as lost
+    alive_count: int = 3
 
     def __post_init__(self) -> None:
         for flag, file in (("--ssh-identity-file", self.identity), ("--ssh-config", self.config)):
@@ -85,17 +86,17 @@ class SshOptions:
             )
 
     def words(self) -> list[str]:
-        """Return the arguments that a user would type between ``ssh`` and the host."""
+        """Return the ssh arguments for the port, the key and the configuration file, which precede the host."""
         words = ["-F", self.config] if self.config is not None else []
         words += ["-p", str(self.port)] if self.port is not None else []
         return words + (["-i", self.identity] if self.identity is not None else [])
 
 
 class SshStarter:
-    """Starter of agents with ssh, which must be created in the event loop.
+    """Starter that starts agents with ssh. Must be created in the event loop.
 
     Args:
-        environ: environment of ssh, for example with the address of ssh-agent. It is not passed to agents.
+        environ: environment of the ssh process, such as SSH_AUTH_SOCK. It is not passed to agents.
     """
 
     def __init__(self, options: SshOptions, *, environ: Mapping[str, str], log: Log) -> None:
@@ -155,7 +156,7 @@ class SshStarter:
 
 
 def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
-    """Return the command that runs ``words_there`` on ``host``.
+    """Return the ssh command line that runs the remote command ``words_there`` on ``host``.
 
     The command contains no secrets, and ssh cannot mistake the host for an option.
     """
@@ -164,7 +165,7 @@ def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
         "ConnectTimeout": options.connect_s,
         "ServerAliveInterval": options.alive_s,
         "ServerAliveCountMax": options.alive_count,
-        "LogLevel": "DEBUG1",  # At this level, ssh reports the keys that it tried.
+        "LogLevel": "DEBUG1",  # At this level, ssh prints the keys that it tried.
         # ssh may use an existing shared connection, but must not create one.
         "ControlMaster": "no",
         "ClearAllForwardings": "yes",

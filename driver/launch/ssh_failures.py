@@ -2,21 +2,22 @@
 
 Pure: no I/O, no clock.
 
-ssh runs with its first level of debug messages (``debug1:``), which contain the keys it has tried.
+ssh runs with LogLevel DEBUG1. Its debug messages (``debug1:``) list the keys that it tried.
 """
 
 from __future__ import annotations
 
 import re
 
-SSH_FAILED = 255  # exit code for errors of ssh itself; other codes come from the remote command
+# exit code of ssh for its own errors; all other codes are those of the remote command
+SSH_FAILED = 255
 NO_PYTHON = "hvd-elastic: no python"
 
 _SHOWN = 300  # maximum number of characters of quoted output
 _DEBUG = re.compile(r"debug[123]: |Authenticated to |Transferred: sent |Bytes per second: ")
 
 
-# The most frequent errors of ssh, in the order of their checks. One error often causes the message of another.
+# The most frequent errors of ssh. The first match is reported, because one error often produces the messages of others.
 _SSH = (
     (
         r"Could not resolve hostname (\S+): ([^\r\n]*)",
@@ -59,7 +60,7 @@ def why_ssh_failed(host: str, output: str, words: str) -> str:
     Args:
         host: the host.
         output: output of ssh and of the remote command.
-        words: the arguments of ssh that a user would type to try it.
+        words: ssh arguments with which the user can reproduce the failure.
     """
     for expression, sentence in _SSH:
         if found := re.search(expression, output):
@@ -77,11 +78,11 @@ def why_no_agent(
 
     Args:
         host: the host.
-        code: exit code of the command that should have become the agent. None means that it did not exit in time.
+        code: exit code of the command that starts the agent. None means that it was still running at the time limit.
         output: output of the command.
-        ours: release of this package.
+        ours: release of this package on the driver's machine.
         release: different release that the agent reported, or None.
-        limit_s: time limit of the start, in seconds.
+        limit_s: time limit for the start, in seconds.
     """
     if release is not None:
         return (

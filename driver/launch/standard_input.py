@@ -20,10 +20,10 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
     Args:
         rank: rank of the worker that reads standard input. None means that no worker reads it.
         workers_max: size of the largest world.
-        by_agents: whether agents in other processes start the workers.
+        by_agents: whether agents in separate processes start the workers.
 
     Raises:
-        Invalid: no worker could read standard input.
+        Invalid: no worker could read standard input with these settings.
     """
     if rank is None:
         return
@@ -41,7 +41,8 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
 
 
 class StandardInput:
-    """Standard input of a job, for the worker with the given rank. If ``rank`` is None, no worker receives it.
+    """Selection of the worker that receives the job's standard input: the one with the given rank, or none if it is
+    None.
 
     Only one worker at a time receives the input. After this worker has ended, the next worker in its slot or with its
     rank receives the remaining input.
@@ -52,8 +53,12 @@ class StandardInput:
         self._holder: Worker | None = None
 
     def receives(self, worker: Worker, rank: int | None, alive: Collection[Worker]) -> bool:
-        """Return whether a worker that is about to start receives standard input. ``alive`` contains the running
-        workers.
+        """Return whether a worker that is about to start receives standard input.
+
+        Args:
+            worker: the worker to start.
+            rank: its rank, or None if unknown.
+            alive: the running workers.
         """
         if self._rank is None or self._holder in alive:
             return False

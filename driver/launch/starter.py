@@ -13,11 +13,11 @@ import msgspec
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import ElasticError
 
-# text that the agent prints, followed by its release, after it has checked its bootstrap
+# line prefix that the agent prints before its release, once it has validated its bootstrap
 READY = "hvd-elastic agent ready"
 AGENT_MODULE = "elastic.driver.agents.agent_process"
-# Runs a module like python -m, but without importing from the working directory, which may contain a socket.py. The
-# text can be placed in double quotes within single quotes of a shell.
+# Runs a module like python -m, but does not import from the working directory, where a file such as socket.py would
+# shadow a standard module. The text can be quoted in a shell with double quotes inside single quotes.
 RUN_MODULE = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module(sys.argv[1], None, __name__, True)"
@@ -27,7 +27,7 @@ RUN_MODULE = (
 class Bootstrap(msgspec.Struct, frozen=True):
     """Parameters of an agent process.
 
-    Either ``drivers`` or ``etcd`` is set, and determines where the agent finds the driver.
+    Either ``drivers`` or ``etcd`` is set. The agent uses it to find the driver.
     """
 
     job: str
@@ -41,10 +41,12 @@ class Bootstrap(msgspec.Struct, frozen=True):
     slots: int = 0  # number of slots; 0 means the number of GPUs, or of cores if there are none
     # Interface names or networks. Workers use the first one that exists on this host. Empty means any.
     interfaces: list[str] = []
-    outlives: bool = False  # whether the agent continues after its starter process has exited
+    # whether the agent keeps running after the process that started it has exited
+    outlives: bool = False
     folder: str = ""  # working directory of workers; empty means the one that the driver specifies
     log_level: str = "info"
-    grace_s: float = 30.0  # seconds from SIGTERM to SIGKILL; the default of Kubernetes and Slurm
+    # seconds between SIGTERM and SIGKILL; the default is that of Kubernetes and Slurm
+    grace_s: float = 30.0
     ready_file: str = ""  # path of a file that exists while the agent serves a driver, or empty
 
     def __repr__(self) -> str:
@@ -56,16 +58,16 @@ class StartFailed(ElasticError):
 
 
 class Starter(Protocol):
-    """Interface that starts agent processes. All methods are called in the thread of the driver's event loop."""
+    """Interface for starting agent processes. The driver calls all methods in the thread of its event loop."""
 
     async def start(self, bootstrap: Bootstrap) -> None:
         """Start the agent of ``bootstrap.host``.
 
-        Returns once the agent has read its bootstrap, even if it has not reached the driver yet.
+        Returns when the agent has read its bootstrap, possibly before it has connected to the driver.
 
         Raises:
-            StartFailed: no agent runs. Raised within a time limit.
+            StartFailed: the agent could not be started within the time limit of the starter.
         """
 
     async def close(self) -> None:
-        """End agents that must not outlive this process, and release all resources, within a time limit."""
+        """Stop the agents that must not outlive this process and release all resources, within a time limit."""

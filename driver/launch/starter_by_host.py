@@ -1,4 +1,4 @@
-"""Starter that chooses between two others by the host of the agent: on this machine, or elsewhere."""
+"""Starter that delegates to one of two other starters, for agents on this machine and on other hosts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class StarterByHost:
     """Starter that uses ``here`` for the names of this machine, and ``there`` for all other hosts.
 
     Args:
-        elsewhere: called with a host. Returns None if it is this machine, otherwise the reason why it is not. May
-            resolve names, so it is called in a thread and must have its own timeout.
+        elsewhere: called with a host. Returns None if the host is this machine, otherwise the evidence that it is not.
+            May resolve names, so it is called in a separate thread and must have its own timeout.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class StarterByHost:
         self._elsewhere = elsewhere
         self._here = here
         self._there = there
-        # A separate pool, so that a hanging name server does not block other users of threads.
+        # A separate thread pool, so that an unresponsive name server does not block other tasks.
         self._lookups = ThreadPoolExecutor(32, thread_name_prefix="host lookup")
 
     async def start(self, bootstrap: Bootstrap) -> None:

@@ -1,4 +1,4 @@
-"""Starter of agents as child processes with their own sessions, on this machine or through a program such as srun."""
+"""Starter of agents as child processes in separate sessions, run directly or through a program such as srun."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CLOSE_S = 10.0
 
 
 class ChildStarter:
-    """Starter of agents as child processes, which must be created in the event loop.
+    """Starter of agents as child processes. Must be created in the event loop.
 
-    In tests, several agents with different names may run on this machine.
+    Tests use it to run several agents with different host names on one machine.
 
     Args:
         environ: environment of agents and their workers, except for the driver's secrets.
-        through: function that returns, for a host, the words before the Python command, such as those of srun.
+        through: function that returns, for a host, the command-line prefix of the Python command, such as that of srun.
     """
 
     def __init__(

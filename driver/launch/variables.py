@@ -6,14 +6,15 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 
-# Variables that users set, except those of flags.
+# Variables that users set, except those that correspond to flags.
 _OF_USERS = """
     ELASTIC_CHECKS ELASTIC_COLLECTIVE_TIMEOUT ELASTIC_DIGESTS ELASTIC_ETCD_PASSWORD ELASTIC_FAILPOINTS
     ELASTIC_JOB_SECRET ELASTIC_NATIVE ELASTIC_SECRET_FILE HOROVOD_CONTROLLER
     HOROVOD_CPU_OPERATIONS HOROVOD_DISABLE_GROUP_FUSION HOROVOD_DYNAMIC_PROCESS_SETS
     HOROVOD_FUSION_THRESHOLD HOROVOD_GLOO_IFACE
 """
-# Variables that this program sets for workers, agents and itself. A worker may start another job.
+# Variables that this program sets for workers, agents and itself. They may be in its own environment, because a worker
+# may start another job.
 _OURS = """
     ELASTIC_ALLOW_INEXACT ELASTIC_AZURE_METADATA_ENDPOINT ELASTIC_BIND ELASTIC_CALL
     ELASTIC_CALLS ELASTIC_CHECKPOINT_FLOOR ELASTIC_CHECKPOINT_FROM ELASTIC_CHECKPOINT_RUN
@@ -26,7 +27,8 @@ _OURS = """
     HOROVOD_RANK HOROVOD_SECRET_KEY HOROVOD_SIZE
 """
 OF_USERS, OURS = frozenset(_OF_USERS.split()), frozenset(_OURS.split())
-# Variables of Horovod's native code and its build. Images made for Horovod set them, and they are harmless.
+# Variables of Horovod's native code and its build. Container images built for Horovod set them; they have no effect
+# here.
 _HOROVODS = re.compile(
     r"HOROVOD_(BATCH_D2D_MEMCOPIES|ENABLE_\w+|DISABLE_NVTX_RANGES|ADASUM_MPI_CHUNK_SIZE|CCL_\w+|WITH(OUT)?_\w+|BUILD_\w+"
     r"|GPU\w*|ALLOW_\w+|DEBUG|CMAKE|CUDA_\w+|ROCM_\w+|MPI_(HOME|CXX\w*)|NCCL_\w+|\w+_(HOME|INCLUDE|LIB|LINK)"
@@ -38,14 +40,14 @@ _ALIKE = 0.8  # minimum similarity (0 to 1), which allows for one or two wrong l
 
 
 def unread(environ: Mapping[str, str], flags: Collection[str]) -> list[str]:
-    """Return a sentence for each variable that resembles one of this package's variables but has no effect.
+    """Return a warning for each variable that resembles one of this package's variables but has no effect.
 
     Other programs also use the prefix ``ELASTIC_``. Therefore, of the variables with this prefix, only those similar to
     a known variable are reported.
 
     Args:
         environ: the environment.
-        flags: variables that correspond to flags.
+        flags: names of the variables that correspond to flags.
     """
     sentences = []
     offered = OF_USERS.union(flags)

@@ -2,13 +2,14 @@
 
 Pure: no I/O, no clock.
 
-A host is measured when the health check of one of its slots has passed, against a peer: the host of rank 0 or, before
-the first world, the first host of the list, which will have rank 0. Hosts are measured one at a time, because
-concurrent transfers to the peer would share its bandwidth. A host is too slow if it sends or receives less than a share
-of the median of the others, measured against the same peer, twice in succession: other traffic can slow a single
-measurement. Its workers wait for the result, unless the job has too few hosts for a comparison. Before the first world,
-all hosts wait for the last measurement, so the hosts of the first world are not measured if they are more than
-HOSTS_MOST. Later, up to REFERENCES members are measured first if too few were.
+A host is measured when the health check of one of its slots has passed, by a transfer in each direction between it and
+a peer: the host of rank 0 or, before the first world, the first host of the list, which will have rank 0. Hosts are
+measured one at a time, because concurrent transfers to the peer would share its bandwidth. A host is too slow if, in
+two consecutive measurements, it sends or receives at less than a given fraction of the median rate of the other hosts,
+measured to the same peer: a single measurement could be slowed by other traffic. Its workers wait for the result,
+unless the job has too few hosts for a comparison. Before the first world, all hosts wait until the last one has been
+measured, so no host is measured if there are more than HOSTS_MOST. Later, if too few members have been measured for a
+comparison, up to REFERENCES of them are measured first.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from elastic.driver.settings import AUTO
 from elastic.protocol.messages import Worker
 
 OTHERS_MIN = 2  # minimum number of other hosts for a comparison
-REFERENCES = 3  # maximum number of members that are measured for a comparison
+REFERENCES = 3  # maximum number of members measured only to have values for a comparison
 # maximum number of hosts that wait for a measurement; further hosts are not measured
 HOSTS_MOST = 32
 # maximum age of a measurement that is reused for later workers of the host, in seconds
 FRESH_S = 60.0
 TOGETHER_S = (
-    3.0  # seconds that the first measurement waits for the other health checks of the first world
+    3.0  # seconds that the first measurement waits for the health checks of the other workers
 )
-RESULT_S = 6.0  # seconds for the result of a measurement to arrive
-WAIT_S = 20.0  # seconds after which a worker is admitted without a measurement
+RESULT_S = 6.0  # timeout for the result of a measurement, in seconds
+WAIT_S = 20.0  # seconds after which a worker is admitted without a result
 
 Evidence = str | float | int
 
@@ -77,25 +78,26 @@ class HostBandwidth(Part):
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
-        # Latest measurement of each host and its time. It is removed when the host is rejected, so the host is measured
-        # again.
+        # Latest measurement of each host, and its time. Entries of rejected hosts are removed, so that these hosts are
+        # measured again.
         self._latest: dict[str, tuple[BandwidthMeasured, float]] = {}
         # Hosts whose latest measurement was too slow. They are measured a second time before they are rejected.
         self._doubted: set[str] = set()
         # Hosts waiting for a measurement, with the time at which the wait began.
         self._wanted: dict[str, float] = {}
-        # Workers that passed the health check and wait for their host's measurement, with the start of each wait.
+        # Workers that passed the health check and wait for the measurement of their host, with the time at which the
+        # wait began.
         self._waiting: dict[Worker, float] = {}
         self._pending: MeasureBandwidth | None = None  # measurement in progress
         self._result_by = 0.0  # deadline of the measurement in progress
-        # peer in the measurements before the first world
+        # peer used in the measurements before the first world
         self._first_peer: str | None = None
 
     def waits(self, record: WorkerRecord) -> bool:
         return record.worker in self._waiting
 
     def passed(self, record: WorkerRecord) -> bool:
-        """Measure the host of a worker with a passed health check, unless it was measured recently.
+        """Queue a measurement for the host of a worker that passed the health check, unless it was measured recently.
 
         Return whether the worker must wait for the result. If so, `settled` yields the worker later.
         """
@@ -112,7 +114,7 @@ class HostBandwidth(Part):
         return comparable
 
     def _can_be_measured(self, host: str, hosts: int) -> bool:
-        """Return whether the queue is short enough to measure the host, because hosts are measured one at a time."""
+        """Return whether the host may be added to the measurement queue, whose length is limited."""
         if not self.worlds.members and hosts > HOSTS_MOST:
             return False  # the first world would wait until all hosts have been measured
         return host in self._wanted or len(self._wanted) < HOSTS_MOST
@@ -131,7 +133,7 @@ class HostBandwidth(Part):
         self._doubted &= kept
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the times at which `settled` may yield other workers."""
+        """Yield the times at which `settled` must be called, because it may yield further workers."""
         if self._pending is not None:
             yield self._result_by
         elif self._wanted:
@@ -140,7 +142,7 @@ class HostBandwidth(Part):
         yield from (since + WAIT_S for since in self._waiting.values())
 
     def settled(self) -> Iterator[tuple[WorkerRecord, dict[str, Evidence] | None]]:
-        """Request the next measurement. Yield each worker whose wait has ended, with the evidence against its host.
+        """Request the next measurement, and yield each worker whose wait has ended, with the evidence against its host.
 
         The evidence, see `too_slow`, is None if the worker is admitted.
         """
@@ -168,12 +170,14 @@ class HostBandwidth(Part):
                 yield self.roster[worker], found.get(worker.host)
 
     def reject(self, host: str) -> None:
-        """Discard the measurement of a host that is too slow, so that it is measured again before its next worker."""
+        """Discard the measurement of a host that is too slow, so that it is measured again before its next worker is
+        admitted.
+        """
         self._latest.pop(host, None)
         self._doubted.discard(host)
 
     def _measure_again(self, found: dict[str, dict[str, Evidence] | None]) -> bool:
-        """Remove the hosts from ``found`` that were too slow for the first time, and measure them again.
+        """Remove from ``found`` the hosts whose first measurement was too slow, and queue them for a second one.
 
         Return whether any host was removed.
         """
@@ -221,7 +225,7 @@ class HostBandwidth(Part):
             return
 
     def _references(self, host: str, peer: str) -> Iterator[str]:
-        """Yield the hosts of members to measure before ``host``, if there are too few measurements for a comparison."""
+        """Yield hosts of members to measure before ``host``, if too few measurements exist for a comparison."""
         others = [each for each, _ in self._latest.values() if each.host != host]
         if sum(each.peer == peer for each in others) < OTHERS_MIN:
             members = dict.fromkeys(each.host for each in self.worlds.members)

@@ -1,4 +1,4 @@
-"""Handle failed collectives, exceptions and exits of workers. Deterministic.
+"""Handling of failed collectives, exceptions and exits of workers. Deterministic.
 
 Inside elastic.run, a failure makes all workers resume from the last commit. Outside it, or in a job that is not
 elastic, a failure ends the job; `root_cause` then determines the cause.
@@ -53,7 +53,7 @@ class Failures(Part):
         if not (self.settings.elastic or self.worlds.stopping or self.worlds.all_go):
             self._record_complaint(record, self._broken(record, event))
         elif self.worlds.phase is not Phase.GATHERING:
-            # Many workers report the same failure. Only the first report of a generation is handled.
+            # Many workers report the same failure. Only the first report in each generation is handled.
             worker, text = str(event.worker), event.reason
             broke = because(ReasonKind.COLLECTIVE_BROKE, worker=worker, text=text)
             if event.calls:
@@ -76,7 +76,7 @@ class Failures(Part):
         if not self.settings.elastic:
             self._record_complaint(record, self._broken(record, event))
         elif any(s.running for s in self.worlds.live()):
-            # Other workers inside elastic.run continue, and only this worker is restarted.
+            # Workers inside elastic.run continue. Only this worker is restarted.
             self.staff.dismiss(record, because(ReasonKind.STRANDED), self.settings.disconnect_s)
             self.worlds.lose(record, because(ReasonKind.LOST_STRANDED, worker=str(event.worker)))
         elif self.worlds.phase is Phase.GATHERING and self.worlds.gathering.had_loss:
@@ -109,7 +109,7 @@ class Failures(Part):
         trace = event.traceback.rstrip()
         if not self.settings.elastic:
             if self.worlds.root_cause_search is None:
-                # The driver waits for the exit event to learn the exit code of the job.
+                # The driver waits for the exit event, which contains the exit code for the job.
                 by = self.actions.now + self.settings.leave_s
                 self.worlds.root_cause_search = RootCauseSearch(by, by, None)
             name, summary = self.worlds.named(record), event.summary
@@ -117,7 +117,7 @@ class Failures(Part):
             self.worlds.root_cause_search.name_root_cause(event.worker, verdict)
             return
         if event.worker in self.worlds.world.places and event.calls:
-            # All ranks saw the same mismatched calls, and a retry would repeat them.
+            # All ranks reported the same mismatched calls, which a retry would repeat.
             self.worlds.end(1, because(ReasonKind.TENSORS_DIFFER, summary=event.summary))
         if event.worker in self.worlds.world.places and not event.hardware:
             earlier = self.worlds.exceptions.repeats(event)
@@ -143,8 +143,8 @@ class Failures(Part):
     def quit(self, event: WorkerQuit) -> None:
         """Handle a worker that is about to exit.
 
-        The other workers have already disconnected from it, and continue without waiting for its exit, because an
-        interpreter that has loaded torch needs seconds to exit.
+        The other workers have already lost their connections to it. They continue without waiting for its exit, because
+        a Python process that has loaded torch needs seconds to exit.
         """
         record = self.roster.get(event.worker)
         if record is None or record.killed_for or not self.settings.elastic:
@@ -152,7 +152,7 @@ class Failures(Part):
         if event.generation != self.worlds.generation or record.stage not in AT_STAKE:
             return
         if not any(s.stage in AT_STAKE for s in self.worlds.live() if s is not record):
-            return  # No other worker waits for this one. The job ends when it exits.
+            return  # No other worker is affected. The job ends when this worker exits.
         self.staff.dismiss(record, because(ReasonKind.NOT_EXITED), self.settings.leave_s)
         worker, ended = str(event.worker), describe_exit(event.code)
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=ended)
@@ -172,10 +172,10 @@ class Failures(Part):
         worker = str(event.worker)
         lost = because(ReasonKind.LOST_EXITED, worker=worker, exit=exit_text)
         if record.killed_for is not None:
-            # The reason was logged when it was killed. Repeat it only if the exit ends the job.
+            # The reason was logged when the worker was killed. Log it again only if the exit ends the job.
             ended = f"{ended}, killed by the driver"
             lost = because(ReasonKind.LOST_KILLED, worker=worker, killed_for=record.killed_for)
-        # A worker killed by SIGKILL cannot report the reason, and output of an earlier worker does not explain this
+        # A worker killed by SIGKILL cannot print the reason, and the output of an earlier worker does not explain this
         # exit.
         if event.output and event.code != -signal.SIGKILL:
             self.staff.last_output = event.output.rstrip()
@@ -249,8 +249,8 @@ class Failures(Part):
     def _restart_all(self, why: Reason) -> None:
         """Restart all workers from the beginning.
 
-        This is necessary before any worker has entered elastic.run, because workers outside it cannot recover from the
-        loss of a peer.
+        This is necessary before any worker has entered elastic.run, because workers outside of it cannot recover from
+        the loss of a peer.
         """
         text = "no worker had entered elastic.run, so all start from the beginning"
         self.actions.log("warning", f"{why}; {text}")
@@ -283,7 +283,7 @@ class Failures(Part):
             return
         if search is not None and search.root_cause == event.worker and search.verdict:
             self.worlds.end(exit_code(event.code), search.verdict)
-        # A worker killed by SIGKILL cannot report the reason.
+        # A worker killed by SIGKILL cannot print the reason.
         explains = "\n" in event.output.strip() and event.code != -signal.SIGKILL
         wrote = event.output.rstrip() if explains else ""
         outside = self.settings.elastic
@@ -317,7 +317,9 @@ class Failures(Part):
             self.worlds.end(1, fails)
 
     def _ran_to_its_end(self, record: WorkerRecord) -> bool:
-        """Return whether a program that does not call elastic.run, and possibly not init(), completed."""
+        """Return whether a worker completed a program that does not call elastic.run, and possibly not init()
+        either.
+        """
         outside = not record.running and record.stage is not WorkerStage.DISMISSED
         here = not self.worlds.generation or record.worker in self.worlds.world.places
         return outside and here and not record.leaving and self.worlds.root_cause_search is None

@@ -1,9 +1,10 @@
-"""Handle the results of health checks. A worker is admitted when the check of its slot has passed. Pure: no I/O, no
-clock.
+"""Handling of health-check results. A worker is admitted when the check of its slot has passed.
+
+Pure: no I/O, no clock.
 
 The check runs while the worker starts (`processes.health_check_run`). The driver does not answer the worker's init()
 until the check has passed, so the worker cannot become ready earlier. Only the first world waits for pending checks,
-and only briefly. A slot with a failed check cools down like any slot with a failed worker, and its next worker is
+and only briefly. After a failed check, the slot cools down as after a failure of its worker, and the next worker is
 checked again. A failed check never disables the slot permanently, because an operator may repair its host. With the
 built-in check, `bandwidth` also compares the hosts.
 """
@@ -41,7 +42,8 @@ class HealthChecks(Part):
     def checked(self, event: WorkerHealthChecked) -> None:
         record = self.roster.get(event.worker)
         if record is None or not record.unchecked or record.killed_for:
-            return  # The worker has exited, or its result is known. Agents may repeat results.
+            # The worker has exited, or its result was already handled. Agents may repeat results.
+            return
         if record.stage is WorkerStage.DISMISSED or self.bandwidth.waits(record):
             return
         if event.outcome is not HealthOutcome.PASSED:
@@ -58,7 +60,7 @@ class HealthChecks(Part):
         yield from self.bandwidth.deadlines()
 
     def overdue(self) -> None:
-        """Treat missing results as timed-out checks, and admit or reject workers whose hosts have been measured."""
+        """Reject workers whose check has timed out, and admit or reject workers whose hosts have been measured."""
         for record in self.roster.at(WorkerStage.HELD):
             if self.actions.expired(record.check_by) and self._unanswered(record):
                 outcome, line = HealthOutcome.TIMED_OUT.value, "no result has arrived"

@@ -8,9 +8,9 @@
 
     TRAINING --a member returned--> ENDING --all returned--> DONE         any phase --> DONE (failed)
 
-Every world has a generation, and every event about a world carries it. Each handler starts by dropping events of older
-generations. The world shrinks only after a lost worker is dead: either its agent reports the exit, or the driver kills
-a worker that cannot be reached.
+Every world has a generation number, and every event about a world carries it. Each handler drops events of older
+generations. The world shrinks only after a lost worker is dead: either its agent reports the exit, or the driver has
+the worker killed.
 
 This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
 transitions between phases, `worker_reports` the workers' reports, `failures` failed worlds and dead workers,
@@ -63,7 +63,8 @@ class Membership:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.story: deque[events.Event] = deque(maxlen=30)  # the latest events, for error messages
+        # the most recent events, for error messages
+        self.story: deque[events.Event] = deque(maxlen=30)
         self.worlds = Worlds(settings)
         self.failures = Failures(self.worlds)
         self.reconnections = Reconnects(self.worlds)
@@ -123,11 +124,11 @@ class Membership:
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Return the stragglers: workers that slow down the others but make progress."""
+        """Workers that make progress but are slower than the others."""
         return self.stuck.stragglers
 
     def place_of(self, worker: Worker) -> Place | None:
-        """Return the place of a worker in the last published world, or None if the worker is not a member."""
+        """Return the ranks and sizes of a worker in the last published world, or None if the worker is not a member."""
         return self.worlds.world.places.get(worker)
 
     def next_deadline(self) -> float | None:
@@ -201,7 +202,7 @@ class Membership:
                     self.failures.handle(gone)
                 self.notices.reported(event)
             case events.DriverRestarted():
-                # The new driver's discovery reports the number again.
+                # The discovery of the new driver reports the number of queued hosts again.
                 self.worlds.staff.slots.queued = 0
                 self.reconnections.restarted()
                 self.deadlines.restarted()

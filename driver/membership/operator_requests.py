@@ -1,4 +1,4 @@
-"""Handle operator requests: scale the job, drain a host, remove a worker. Deterministic.
+"""Handling of operator requests: scale the job, drain a host, remove a worker. Deterministic.
 
 No progress is lost, because workers leave at a safepoint that all members have agreed on. The answer to a request
 describes its effect or the reason for refusing it.
@@ -61,7 +61,7 @@ class OperatorRequests(Part):
         self.staff.asked = workers
         for record in self.roster.in_plans():
             if record.leaving is not None and record.leaving.kind is ReasonKind.SCALED_DOWN:
-                record.leaving = None  # Some workers that were asked to leave may stay after all.
+                record.leaving = None  # Cancel departures due to earlier scale requests.
         leave = self._thin_out(workers)
         slots = self.staff.slots.open(self.actions.now)
         had = None if before == UNBOUNDED else before
@@ -117,7 +117,8 @@ class OperatorRequests(Part):
             leaving = record.leaving
             if record.in_plans and leaving is not None and leaving.kind in LEFT_OUT:
                 record.leaving, record.noticed = None, False
-        self._thin_out(self.staff.workers_max)  # The size may have been reduced in the meantime.
+        # The requested size may have been reduced in the meantime.
+        self._thin_out(self.staff.workers_max)
         return True, because(ReasonKind.DRAINS_NO_MORE, host=host)
 
     def _no_host(self, host: str) -> Reason | None:

@@ -1,4 +1,4 @@
-"""Handle preemption notices, which announce that machines will be reclaimed. Deterministic.
+"""Handling of preemption notices, which announce that machines will be reclaimed. Deterministic.
 
     announced --> the machine's workers leave at the next safepoint if enough others stay; it gets no new workers
               --> HURRY_S before the end, its workers leave even if too few stay
@@ -30,17 +30,18 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit
 
 HURRY_S = 10.0  # seconds before a machine's end at which its workers leave unconditionally
-# seconds before the end of all machines at which the last checkpoint is requested
+# seconds before the announced end at which the last checkpoint is requested if all machines are reclaimed
 LAST_CHECKPOINT_S = 20.0
-# Minimum interval between the first and the last checkpoint. If less time remains, only one is requested.
+# Minimum interval between the first and the last checkpoint, in seconds. If less time remains, only one is requested.
 APART_S = 1.0
 # If the driver's machine is reclaimed, the job ends this many seconds before, with or without a checkpoint.
 LAST_S = 3.0
-# Time from the announced end until the host may be used again: by then the machine was replaced, or the notice was a
-# false alarm.
+# Seconds from the announced end until the host may be used again. By then, either the machine has been replaced, or the
+# notice was a false alarm.
 GONE_S = 60.0
 UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
-STOPPED = 143  # exit code of the job, as after SIGTERM; a batch system may then requeue it
+# exit code of the job, the same as after SIGTERM, so that a batch system can requeue it
+STOPPED = 143
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Departure:
     """Preemption notice for one machine.
 
     Args:
-        by: time of the end on the caller's clock, in seconds, or None if unknown.
+        by: time at which the machine is reclaimed, in seconds on the caller's clock, or None if unknown.
     """
 
     text: str
@@ -56,9 +57,9 @@ class Departure:
     alone: bool
 
     def before(self, seconds: float, since: float) -> float | None:
-        """Return the time ``seconds`` before the end.
+        """Return the time that is ``seconds`` before the end of the machine, or None if the end is unknown.
 
-        If less than twice that time remains at ``since``, return the time halfway between ``since`` and the end.
+        If less than ``2 * seconds`` remain at ``since``, return the time halfway between ``since`` and the end.
         """
         return None if self.by is None else self.by - min(seconds, max(0.0, self.by - since) / 2)
 
@@ -70,18 +71,19 @@ class Notices(Part):
         super().__init__(worlds)
         self.announced: dict[str, Departure] = {}
         self._hurry_at: dict[str, float] = {}
-        # Used if all machines are reclaimed: times of checkpoint requests, and whether the last request was sent.
+        # Times of pending checkpoint requests, whether all machines will be reclaimed, and whether the last request was
+        # sent.
         self._ask_at: list[float] = []
         self._all_go = False
         self._last_asked = False
-        # Generation to which the request was sent; None after its answer.
+        # Generation to which the checkpoint request was sent. None after the answer.
         self._asked_in: int | None = None
-        self._earlier = False  # whether the next answer belongs to the previous request
-        # Announced end for which the last checkpoint is scheduled.
+        self._earlier = False  # whether the next answer may belong to the previous request
+        # Announced end before which the last checkpoint is scheduled.
         self._last_by: float | None = None
         self._newest: Commit | None = None  # newest commit in a durable checkpoint
         self._end_at: float | None = None
-        # state for which all members were last checked
+        # key of the state in which all members were last checked; see `watch`
         self._looked_at: tuple[int, int, int] | None = None
 
     def handle(self, event: Event) -> bool:
@@ -96,7 +98,7 @@ class Notices(Part):
         return True
 
     def reported(self, event: HostReported) -> None:
-        """Apply a notice reported by a host's agent. It replaces earlier notices."""
+        """Apply the notice, or its absence, in an agent's report. It replaces earlier notices for the host."""
         if event.notice is not None:
             self._leaves(event.host, event.notice, alone=False)
         else:
@@ -124,7 +126,7 @@ class Notices(Part):
             self._earlier = False
             return
         if self._asked_in is not None and event.commit.generation < self._asked_in:
-            # The checkpoint was written by an earlier world, or is a restored checkpoint, which workers also report.
+            # The checkpoint was written by an earlier world, or workers reported the one that they restored.
             return
         self._asked_in = None
         if self._last_asked and self._end_at is not None:
@@ -145,19 +147,20 @@ class Notices(Part):
             )
             self.actions.log("warning", f"{host} will be reclaimed{left} ({notice.text}): {then}")
         elif known.by is not None and (by is None or by > known.by):
-            by = known.by  # Keep the notice with the earlier end.
+            by = known.by  # The earlier notice announces an earlier end, so it is kept.
         departure = self.announced[host] = Departure(notice.text, by, alone)
         self._looked_at = None
         if alone:
             self._end_at = departure.before(LAST_S, now)
         if alone or not self.settings.elastic:
-            return  # No other worker could continue, so this one keeps training until the end.
+            return  # All members are on reclaimed machines, so they keep training until the end.
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
         hurry_at = departure.before(HURRY_S, now)
         if hurry_at is not None:
             self._hurry_at[host] = hurry_at
         for record in [*self.roster.hosts.get(host, {}).values()]:
-            # If SIGTERM was sent to all processes of a machine, the agent's notice states the remaining time.
+            # SIGTERM may have been sent to all processes of the machine. Then the agent's notice contains the remaining
+            # time.
             leaving = record.leaving
             asked = leaving is not None and leaving.kind is ReasonKind.TOLD
             if record.in_plans and (asked or leaving is None):
@@ -175,7 +178,7 @@ class Notices(Part):
         self.staff.slots.reopen(host)
         for record in self.roster.hosts.get(host, {}).values():
             leaving = record.leaving
-            # Workers that an operator asked to leave still leave.
+            # Workers that an operator has asked to leave are not affected.
             drained = leaving is not None and leaving.kind in LEFT_OUT
             if record.in_plans and not drained and (record.noticed or leaving == why):
                 record.leaving, record.noticed = None, False
@@ -192,7 +195,7 @@ class Notices(Part):
     # ---- all machines ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Check whether all machines will be reclaimed. Must be called after every event."""
+        """Request checkpoints if all machines will be reclaimed. Must be called after every event."""
         # Checking all members after every event would be slow, so the check is skipped if nothing has changed.
         basis = (self.worlds.generation, self.roster.shifts, self.staff.slots.version)
         if basis != self._looked_at:
@@ -219,7 +222,7 @@ class Notices(Part):
             self._ask_at, self._last_asked, self._asked_in = [], False, None
             self._earlier = False
         elif self._asked_in not in (None, self.worlds.generation):
-            # A new world has replaced the generation that received the request.
+            # A new world has replaced the one that received the request.
             self._ask_at.insert(0, self.actions.now)
             self._asked_in, self._earlier = None, False
         self._all_go = self.worlds.all_go = all_leave
@@ -271,7 +274,7 @@ class Notices(Part):
             yield self._end_at
 
     def overdue(self) -> None:
-        """Ask workers to leave if the end of their machine is near."""
+        """Ask workers to leave if their machine is about to be reclaimed."""
         for host in [host for host, at in self._hurry_at.items() if self.actions.expired(at)]:
             del self._hurry_at[host]
             for record in self.roster.hosts.get(host, {}).values():

@@ -1,8 +1,8 @@
-"""Decide which messages are repeated after a reconnection or a driver failover. Pure: no I/O, no clock.
+"""Decisions about which messages to repeat after a reconnection or a driver failover. Pure: no I/O, no clock.
 
 When a connection fails, in-flight messages in both directions are lost. The worker reconnects, reports its state and
-repeats unanswered messages (see `recovery`). This module is the driver's side: it repeats the decisions that currently
-apply to that worker. A worker ignores messages that it already received, because each carries a generation or the
+repeats unanswered messages (see `recovery`). This module implements the driver's side: it repeats the decisions that
+currently apply to that worker. A worker can recognize and ignore repeated messages: each carries a generation or the
 number of a planned change, or ends an operation that is already complete.
 
 The same applies after a driver failover: the new driver reads the journal and assumes that none of the last decisions
@@ -39,12 +39,12 @@ UNTIL_IT_IS_BACK = (ReasonKind.CONNECTION_LOST, ReasonKind.NOT_BACK)
 
 
 class Reconnects(Part):
-    """Handler of reconnecting workers, to which it repeats the current decisions."""
+    """Handler of reconnected workers. It sends them the current decisions again."""
 
     def reconnected(self, event: WorkerReconnected) -> None:
         record = self.roster.get(event.worker)
         if record is None:
-            # The worker was reported dead, but is alive. Its world has already replaced it.
+            # The worker was reported dead but is alive. The world has already continued without it.
             self.actions.add(LetGo(event.worker, because(ReasonKind.GONE_ON_WITHOUT), True))
             return
         if event.generation > self.worlds.generation:
@@ -124,7 +124,7 @@ class Reconnects(Part):
             )
 
     def restarted(self) -> None:
-        """Extend all deadlines after a driver failover, because the failover caused the delay, not a worker."""
+        """Extend all deadlines after a driver failover, because the delay was not caused by the workers."""
         now, settings = self.actions.now, self.settings
         for record in self.roster.values():
             if record.killed_for or record.stage is WorkerStage.DISMISSED:

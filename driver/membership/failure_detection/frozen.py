@@ -1,4 +1,4 @@
-"""Decisions about workers that cannot run or are unreachable. Deterministic.
+"""Decisions about workers that are frozen or unreachable. Deterministic.
 
 These processes have not exited, so no collective fails, but their world makes no progress:
 
@@ -77,13 +77,13 @@ class Frozen(Part):
             self.actions.log("info", f"{self.worlds.named(record)} is running again")
 
     def speaks(self, record: WorkerRecord) -> None:
-        """Clear the frozen state of a worker that sends a message."""
+        """Clear the frozen state of a worker, because it has sent a message."""
         if record.frozen and not record.killed_for:
             record.frozen = ""
             self._alone_said.discard(record.worker)
 
     def fence(self) -> None:
-        """Fence frozen members. Called before all other decisions, because the world would wait for these members."""
+        """Fence frozen members. Called before all other checks, because the world would wait for these members."""
         for record in [*self.roster.frozen.values()]:
             reason = because(ReasonKind.FROZEN, how=record.frozen)
             if self._has_company(record):
@@ -115,7 +115,8 @@ class Frozen(Part):
     def host_lost(self, event: HostLost) -> None:
         """Handle the loss of a host.
 
-        Its processes can be neither killed nor observed, so their slots stay occupied until their exits are reported.
+        The processes on the host can be neither killed nor observed, so their slots stay occupied until their exits are
+        reported.
         """
         host, text = event.host, event.reason
         reason = because(ReasonKind.LOST_HOST, host=host, text=text)
@@ -145,7 +146,7 @@ class Frozen(Part):
         return found
 
     def host_is_back(self, host: str) -> None:
-        """Handle a report from the agent of a host that was considered lost."""
+        """Handle a report from the agent of a host that had been declared lost."""
         if self._hosts_awaited.pop(host, None) is not None:
             self.actions.log("info", f"host {host} reconnected with all its workers")
 
@@ -167,7 +168,7 @@ class Frozen(Part):
             self.given_up(min(members, key=lambda s: places[s.worker].rank), reason)
 
     def given_up(self, record: WorkerRecord, reason: Reason) -> None:
-        """Stop waiting for the exit of a worker that cannot be reached."""
+        """Stop waiting for the exit of an unreachable worker."""
         if not self.settings.elastic:
             self.worlds.end(
                 1, because(ReasonKind.LOST_FOR_GOOD, who=self.worlds.named(record), cause=reason)

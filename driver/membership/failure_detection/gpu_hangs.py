@@ -1,7 +1,7 @@
-"""Detect which GPU hangs when all ranks of a process group are waiting and no worker has exited. Pure; used by `stuck`.
+"""Detection of hung GPUs while all ranks of a process group wait and no worker has exited. Pure; used by `stuck`.
 
-For each process group, a worker reports how many collectives it has launched, how many its GPU has started, and how
-many have completed. The first collective that is not complete on all ranks is examined:
+For each process group, every worker reports how many collectives it has launched, how many of them its GPU has started,
+and how many have completed. The first collective that has not completed on all ranks is examined:
 
     some rank has not launched it         none: that rank is busy on the CPU, and `suspicion` handles it
     CUDA returns errors on some ranks     FAILED: these ranks are blamed
@@ -10,8 +10,8 @@ many have completed. The first collective that is not complete on all ranks is e
     most or all have not reached it       UNCLEAR, after ``limit_s``: all may have long computations
     all have reached it                   NETWORK: the network, or NCCL
 
-UNCLEAR and NETWORK blame no rank: a new world is formed, with new communicators. If the next world hangs too, and a
-minority has not completed a collective that the others have completed, this minority is blamed.
+UNCLEAR and NETWORK blame no rank: a new world is formed, with new communicators. If the next world hangs as well, and
+only a minority of the ranks has not completed a collective, this minority is blamed.
 
 Slow ranks are not mistaken for hangs: a rank that is slow on the CPU has not launched the collective, and a rank with a
 slow GPU lags by less than one step.
@@ -27,7 +27,7 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Launches, Worker
 
-DOUBT = 3  # factor on the time limit if the evidence is weaker
+DOUBT = 3  # factor by which the time limit is extended when the evidence is weak
 
 
 class Hang(enum.Enum):
@@ -39,7 +39,10 @@ class Hang(enum.Enum):
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of one rank on its GPU's progress in a group. It did not change between ``since`` and ``said_at``."""
+    """GPU progress of one rank in a process group, as last reported.
+
+    The progress did not change between ``since`` and ``said_at``, which are times in seconds on the driver's clock.
+    """
 
     worker: Worker
     launches: Launches
@@ -67,16 +70,16 @@ class HangFinding:
 
 
 def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> HangFinding | None:
-    """Return the hang of one group, or None if no hang is detected yet.
+    """Return the hang of one process group, or None if no hang is detected.
 
     Args:
-        witnesses: the latest report of each rank.
+        witnesses: the latest report of each rank of the group.
         settings: settings of the job.
-        before: number of worlds that hung since the last new commit.
+        before: number of worlds that have hung since the last new commit.
     """
     launches = [witness.launches for witness in witnesses]
     if not launches or len(launches) < launches[0].size or settings.gpu_hang_s <= 0:
-        return None  # A rank has not reported, or waits in another group.
+        return None  # A rank has not reported, or waits in another process group.
     number = min(each.done for each in launches) + 1
     if any(each.launched < number for each in launches):
         return None
@@ -95,7 +98,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
         hang, blamed = Hang.NETWORK, _left_behind(witnesses, number) if before else []
         # A slow network can delay a collective without a hang, so the limit doubles with each hang.
         patience_s = DOUBT * settings.gpu_hang_s * 2**before
-    # The time counts from the latest change in any rank's report.
+    # The hang began after the latest progress of any rank.
     since = max(witness.since for witness in witnesses)
     for_s = min(witness.said_at for witness in blamed or witnesses) - since
     if for_s < min(patience_s, settings.gpu_limit_s):
@@ -121,7 +124,7 @@ def hang_of_all(finding: HangFinding, before: int) -> Reason:
 
     Args:
         finding: the hang.
-        before: number of worlds that hung since the last new commit.
+        before: number of worlds that have hung since the last new commit.
     """
     kind = ReasonKind.NETWORK_HANGS if finding.hang is Hang.NETWORK else ReasonKind.GPUS_HANG
     number, group, for_s = finding.number, finding.group, finding.for_s

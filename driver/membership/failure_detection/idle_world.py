@@ -1,10 +1,10 @@
-"""Detect a world without progress in which no rank waits for another rank. Its ranks may be in infinite loops.
+"""Detection of a world that makes no progress although no rank waits for another, for example in an infinite loop.
 
 Pure: no I/O, no clock.
 
-Members report their number of completed steps every half minute. If no member completes a step for many times the usual
-interval, a warning with the script line of each member is logged once. No worker is fenced, because the script may be
-running a long evaluation or download.
+Members report their number of completed steps every half minute. If no member completes a step for TIMES times the
+usual interval, a warning with the script line of each member is logged once. No worker is fenced, because the script
+may be running a long evaluation or download.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-LEAST_S = 90.0  # three intervals between reports, in seconds
-TIMES = 20.0  # number of usual intervals without a step that count as a lack of progress
-LOCATE_S = 2.0  # seconds for members to report their script lines
-INTERVALS = 9  # number of reports that determine the usual interval
+LEAST_S = 90.0  # minimum time without a step before the warning, in seconds; three report intervals
+TIMES = 20.0  # multiple of the usual interval between steps that counts as a lack of progress
+LOCATE_S = 2.0  # seconds that members have for reporting their script lines
+INTERVALS = 9  # number of latest reports from which the usual interval is computed
 NAMED = 8
 
 
@@ -39,7 +39,7 @@ class IdleWorld:
         self.due = now + self._limit_s() if self._intervals else None
 
     def completed(self, steps: int, over_s: float, now: float) -> float | None:
-        """Record a member's report on its steps.
+        """Record a member's report of its completed steps.
 
         Args:
             steps: number of steps that the member completed in the last ``over_s`` seconds.
@@ -47,7 +47,7 @@ class IdleWorld:
             now: current time, in seconds.
 
         Returns:
-            Seconds without a completed step if a warning about them was logged before this report, otherwise None.
+            Seconds without a completed step before this report if the warning was logged, otherwise None.
         """
         idle_s = now - over_s - self._since if self.told else None
         self._intervals = [*self._intervals, over_s / steps][-INTERVALS:]
@@ -61,7 +61,7 @@ class IdleWorld:
         """Return the warning about the lack of progress. It is logged once, until a step completes.
 
         Args:
-            lines: for each script line, such as ``train.py:12``, the ranks executing it. Empty if unknown.
+            lines: pairs of a rank and the script line that it executes, such as ``train.py:12``, or an empty string.
             now: current time, in seconds.
         """
         self.told, self.due = True, None

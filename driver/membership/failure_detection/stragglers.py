@@ -1,10 +1,10 @@
-"""Detect stragglers, which are slow workers that all other workers wait for. Pure: no I/O, no clock.
+"""Detection of stragglers, which are slow workers that all other workers wait for. Pure: no I/O, no clock.
 
-Every worker regularly reports the fraction of its time spent in collectives; during the rest it is busy. All workers
-complete the same number of steps, so a worker's relative speed is the median busy fraction of the other workers divided
-by its own. With `elastic.Shards`, a slower worker receives less work and is then as busy as the others. It is a
-straggler only if this does not suffice. A worker becomes a straggler when its speed falls below the factor, and is no
-longer one when its speed exceeds the factor by a margin.
+Every worker regularly reports the fraction of its time spent in collectives. The remaining time is its busy time. All
+workers complete the same number of steps, so a worker's relative speed is the median busy fraction of the other workers
+divided by its own. With `elastic.Shards`, a slower worker receives less work and is then as busy as the others. It
+counts as a straggler only if it is still slower after that. A worker becomes a straggler when its speed falls below the
+factor, and stops being one when its speed exceeds the factor by a margin.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from itertools import takewhile
 from elastic.driver.settings import STRAGGLER_FACTOR
 from elastic.protocol.messages import Worker
 
-# Maximum fraction of time that a straggler waits. Required because the other workers' reports may be older.
+# A worker that spends a larger fraction of its time in collectives does not become a straggler: its computed speed may
+# be wrong, because the other workers' reports may be older.
 LITTLE = 0.1
 # A worker stops being a straggler when its speed exceeds this multiple of the factor.
 RECOVERS = 1.25
-LASTING = 2  # number of consecutive reports after which a straggler may be replaced
+LASTING = 2  # number of consecutive slow reports after which a straggler may be replaced
 
 
 @dataclass
 class Stragglers:
-    """Stragglers of one generation. The cost of a report grows with the logarithm of the number of members.
+    """Stragglers of one generation. Recording a report takes logarithmic time in the number of members.
 
     Args:
         factor: speed below which a worker is a straggler, as a fraction of the median speed of the other workers. 0.0
@@ -43,11 +44,11 @@ class Stragglers:
     _reports: dict[Worker, int] = field(default_factory=dict)
 
     def paced(self, worker: Worker, waited_s: float, over_s: float) -> bool:
-        """Record the latest report of a worker. Return whether the set of stragglers has changed.
+        """Record a worker's report. Return whether the set of stragglers has changed.
 
         Args:
             worker: the worker.
-            waited_s: seconds that it spent in collectives.
+            waited_s: seconds that the worker spent in collectives.
             over_s: seconds that the report covers.
         """
         if over_s <= 0 or self.size < 2:
@@ -76,7 +77,7 @@ class Stragglers:
             return None
         middle = (others - 1) // 2
         if bisect_left(self._sorted, (own, worker)) <= middle:
-            # The worker's own value is in the lower half, so it is skipped when the median of the others is computed.
+            # The worker's own value is in the lower half, so the median of the others is one position higher.
             middle += 1
         return self._sorted[middle][0] / own if own else 1.0
 
@@ -95,7 +96,7 @@ class Stragglers:
         """Describe the current stragglers in a sentence.
 
         Args:
-            name: returns the display name of a worker.
+            name: function that returns the display name of a worker.
         """
         slow = sorted(self.named)
         if not slow:

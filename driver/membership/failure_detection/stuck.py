@@ -1,11 +1,11 @@
-"""Detect workers that all other workers wait for, and decide whether to ignore, log or fence each of them.
+"""Detection of workers that all other workers wait for, and the decision to ignore, log or fence each of them.
 
-Deterministic. Members report when they have been inside a collective for one second. While some members are inside a
-collective, ready, or have returned, the remaining members are suspects and their processes are probed. `suspicion`
+Deterministic. A member sends a report when it has been inside a collective for one second. While some members are
+inside a collective, ready, or have returned, the other members are suspects and their processes are probed. `suspicion`
 judges the results. If all members are inside collectives, but not the same one, the script is at fault: no worker is
 fenced, and the log shows where each worker waits.
 
-`unresponsive_hosts` checks much sooner whether the hosts of suspects respond at all.
+`unresponsive_hosts` checks earlier whether the hosts of the suspects respond.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import COPY, GRADIENTS, SHARDS_COMMIT, Launches, Worker
 
 SOON_S = 0.001
-# Seconds that all remaining members must have waited before the cause is examined.
+# Seconds that all members must have waited for each other before the cause is examined.
 ALL_INSIDE_S = 30.0
-SILENT_S = 15.0  # three times the interval at which a waiting worker repeats its report, in seconds
+SILENT_S = 15.0  # seconds; three times the interval at which a waiting worker repeats its report
 OUTSIDE = "elastic.run has not begun yet: until it begins, a lost worker can end the job"
-NAMED = 4  # maximum number of workers with a separate log line per check
+NAMED = 4  # maximum number of workers that get a log line of their own in one check
 
 
 class Stuck(Part):
-    """Monitor of members that hold up other members."""
+    """Monitor of members that other members wait for."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -55,27 +55,27 @@ class Stuck(Part):
         self._silence = UnresponsiveHosts(self.settings.silence_s)
         self._probe_s = probe_every_s(self.settings)
         self._look_at: float | None = None  # time of the next check, or None if no worker waits
-        self._repeated_at = 0.0  # time of the last repeated report of a wait
-        self._watched = 0  # generation of the collected data
+        self._repeated_at = 0.0  # time of the last repeated report from a waiting worker
+        self._watched = 0  # generation to which the collected data belongs
         self._where = ""  # collective or script line at which the other workers wait
-        self._lines = NAMED  # remaining number of log lines until the next check
+        self._lines = NAMED  # number of log lines that may still be written before the next check
         self._unnamed = 0  # number of suspects without a log line
         self._all_inside_said = ""
         self._idle = IdleWorld()
-        # whether any progress was reported; a missing elastic.run has then been logged
+        # whether the check for a missing elastic.run was made, at the first report of collectives
         self._warned_outside = False
-        # Last time at which other members waited for a suspect.
+        # Latest time at which other members waited for a suspect.
         self._stalled_at: float | None = None
 
     @property
     def stragglers(self) -> frozenset[Worker]:
-        """Return the stragglers: workers that slow down the others but make progress."""
+        """Workers that make progress but are slower than the others."""
         return self._stragglers.named
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Handle a report about a worker's progress or process. Return False for other events."""
+        """Handle an event about a worker's progress or its process. Return False for other events."""
         match event:
             case events.WorkerProgressed():
                 self.progressed(event)
@@ -123,7 +123,7 @@ class Stuck(Part):
             self.actions.add(events.TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _record_gpu(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
-        """Record a worker's GPU progress. The time without change is valid only within one wait."""
+        """Record a worker's GPU progress. The time since its last change is valid only within one wait."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):
             record.gpu_since = self.actions.now
@@ -142,7 +142,7 @@ class Stuck(Part):
         suspicion = self._suspicions.get(event.worker)
         since = self.actions.now - event.over_s
         if event.collectives and suspicion is not None and since >= suspicion.since:
-            # The others wait in a collective of a group that does not contain this worker.
+            # The other workers wait in a collective of a process group that does not contain this worker.
             record.moved_at = max(since, record.moved_at)
             self._record_progress(record)
         if steps := max(event.collectives, event.commits):
@@ -150,7 +150,7 @@ class Stuck(Part):
             if idle_s is not None:
                 self.actions.log("info", f"training continued after {idle_s:.0f} s without a step")
         if self._stalled_at is not None and since < self._stalled_at:
-            return  # The detected stall already explains this wait.
+            return  # The stall that was already detected explains this wait.
         if self._stragglers.size == 0:
             self._stragglers.size = len(self.worlds.members)
         if record.phase:
@@ -205,7 +205,7 @@ class Stuck(Part):
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
-        """Check the members that have held up other members for some time."""
+        """Check the members that others have waited for longer than the limit. Must be called after every event."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers(factor=self.settings.straggler_factor)
@@ -229,7 +229,7 @@ class Stuck(Part):
             self._look_at = since + self._probe_s
         if self._look_at <= self.actions.now:
             self._look()
-            if not self._must_watch():  # The world has failed in the meantime.
+            if not self._must_watch():  # _look() has ended the world.
                 self._forget()
 
     def _still(self, suspicion: Suspicion) -> WorkerRecord | None:
@@ -268,7 +268,7 @@ class Stuck(Part):
             self.actions.log("warning", self._idle.sentence(sorted(lines), now))
 
     def _ask_hosts(self) -> None:
-        """Query the hosts on which all workers are suspects. A host whose agent does not respond is treated as lost."""
+        """Query each host on which all workers are suspects. A host whose agent does not respond is treated as lost."""
         if not self.settings.silence_s:
             return
         if self.worlds.phase is Phase.ENDING or not self._any_waiting():
@@ -342,7 +342,8 @@ class Stuck(Part):
             return
         self._where = self._place_of_wait(first)
         busy_too = self.worlds.phase is not Phase.ENDING or bool(self.roster.inside)
-        # In a world of init(), a fence would end the job, and the script may still be preparing its data.
+        # In a world formed by init(), before elastic.run, a fence would end the job, and the script may still be
+        # preparing its data.
         patient = self.settings.elastic and not self.worlds.world.running
         patient = patient and self.worlds.phase is not Phase.GATHERING
         new = [
@@ -381,7 +382,7 @@ class Stuck(Part):
             if record.stage is WorkerStage.READY:
                 waiters.append(record)
             elif gathering:
-                # Members inside a collective will leave it when it is aborted, at the latest after elastic_timeout_s.
+                # Members inside a collective leave it when it is aborted, after elastic_timeout_s at the latest.
                 if not record.inside and self.worlds.awaited(record):
                     suspects.append(record)
             elif record.inside or record.stage is WorkerStage.RETURNED:
@@ -445,7 +446,7 @@ class Stuck(Part):
             return
         inside = [s for s in waiters if s.inside]
         if not inside or any(s.killed_for for s in self.worlds.live()):
-            return  # A member is already being killed, which will end the wait.
+            return  # A member is already being killed. Its exit will end the wait.
         due = max(s.waits_since for s in waiters) + limit_s
         if self.actions.now < due:
             self._look_at = min(self.actions.now + self._probe_s, due)
@@ -528,7 +529,7 @@ class Stuck(Part):
         found = (
             judge(each, self.settings, self.worlds.give_up.worlds_hung) for each in groups.values()
         )
-        # Prefer findings that identify a culprit.
+        # Prefer findings that blame specific workers.
         yield from sorted((each for each in found if each is not None), key=lambda f: not f.blamed)
 
     def _hung(self, finding: HangFinding) -> None:
@@ -560,9 +561,7 @@ class Stuck(Part):
 
 
 def _at(waiters: Iterable[WorkerRecord], before: str = " ") -> str:
-    """Return the script lines at which the workers wait, preceded by ``before``. Lines that were not reported are
-    omitted.
-    """
+    """Return the script lines at which the workers wait, as text after ``before``. Unknown lines are omitted."""
     lines = sorted({record.line for record in waiters} - {""})
     more = [f"{len(lines) - NAMED} more lines"] if len(lines) > NAMED else []
     listed = " and ".join([", ".join(lines[:NAMED]), *more])

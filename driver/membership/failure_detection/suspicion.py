@@ -1,4 +1,4 @@
-"""Classify workers that hold up others as stuck, slow or excused. Pure. `stuck` determines the waits.
+"""Classification of workers that others wait for as stuck, slow or excused. Pure. `stuck` detects the waits.
 
                      no worker waits for it any more, or it made progress: forgotten
                         ^
@@ -25,15 +25,15 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-PROBE_S = 5.0  # Seconds between two probes. If a sixth of the shortest limit is less, that is used.
-# A process that uses a smaller fraction of one CPU, and transfers fewer bytes than BUSY_IO, is idle.
+PROBE_S = 5.0  # maximum interval between two probes, in seconds
+# A process is idle if it uses less than this fraction of one CPU and transfers less than BUSY_IO.
 BUSY_CPU = 0.1
-BUSY_IO = 64 * 1024  # bytes transferred per second
-TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # states of a process in /proc/PID/stat
+BUSY_IO = 64 * 1024  # bytes per second
+TRACED, ON_DISK, RUNNABLE = "t", "D", "R"  # process states in /proc/PID/stat
 
 
 def probe_every_s(settings: Settings) -> float:
-    """Return the seconds between two probes of a suspected worker, and before the first probe."""
+    """Return the interval between two probes of a suspected worker, in seconds. It also delays the first probe."""
     limits = [limit / 6 for limit in (settings.idle_s, settings.busy_s) if limit > 0]
     limits += [settings.gpu_hang_s / 2] if settings.gpu_hang_s > 0 else []
     return max(0.1, min([PROBE_S, *limits]))
@@ -50,14 +50,15 @@ class Next(enum.Enum):
     """Decision about a suspect."""
 
     NOTHING = "nothing"
-    NAME = "name"  # log a warning that names the worker
+    NAME = "name"  # log a warning about the worker
     CONDEMN = "condemn"  # request the stacks of the worker, then fence it
 
 
 @dataclass
 class Suspicion:
-    """State of a suspected worker that others wait for. ``_at`` and ``since`` are times in seconds on the caller's
-    clock.
+    """State of a suspected worker that others wait for.
+
+    Fields that end in ``_at`` or ``since`` are times in seconds on the caller's clock.
     """
 
     worker: Worker
@@ -70,14 +71,16 @@ class Suspicion:
     traced: bool = False
     cpu: float = 0.0  # fraction of one CPU that the worker used between the last two probes
     io: float = 0.0  # bytes per second that the worker transferred between the last two probes
-    fence_at: float | None = None  # time of the fence, set once the worker is condemned
+    fence_at: float | None = None  # time at which the worker is fenced; set when it is condemned
     _probe: WorkerProbed | None = None
     _probed_at: float = 0.0
-    # Length of the other workers' wait at the last log line about each verdict, in seconds.
+    # For each verdict, the seconds that the other workers had waited when it was last logged.
     _named: dict[Verdict, float] | None = None
 
     def wait_since(self, since: float) -> None:
-        """Restart the wait at ``since``, because workers that waited earlier may have made progress."""
+        """Move the start of the wait to ``since`` if that is later, because the first waiting workers may have made
+        progress.
+        """
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)
 
@@ -92,9 +95,9 @@ class Suspicion:
             return
         self.cpu = (event.cpu_s - before.cpu_s) / seconds
         self.io = (event.io_bytes - before.io_bytes) / seconds
-        # The counter decreased because a child process exited, so its share is no longer included.
+        # A negative rate means that a child process exited and its share was removed from the counter.
         lively = self.cpu < 0 or self.io < 0 or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
-        # A process that is runnable at every check but has used no CPU time is waiting to be scheduled.
+        # A process that is runnable at both probes but has used no CPU time is waiting to be scheduled.
         starved = before.state == RUNNABLE == event.state
         if lively or starved or event.state == ON_DISK:
             self.verdict = Verdict.BUSY
@@ -104,7 +107,9 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """Return the time at which the worker is condemned if its state does not change, or None for never."""
+        """Return the time at which the worker is condemned if its state does not change, or None if it is never
+        condemned.
+        """
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (
@@ -117,11 +122,11 @@ class Suspicion:
         return None
 
     def judge(self, settings: Settings, now: float) -> Next:
-        """Return what to do about the worker at the time ``now``."""
+        """Return the decision about the worker at the time ``now``, in seconds."""
         due = self.fence_due(settings)
         if due is not None and due <= now:
             return Next.CONDEMN if self.fence_at is None else Next.NOTHING
-        self.fence_at = None  # The worker made progress after it was condemned.
+        self.fence_at = None  # Cancel a scheduled fence, because the worker has made progress.
         if self.verdict is Verdict.UNKNOWN:
             return Next.NOTHING
         waited = now - self.since
@@ -178,7 +183,7 @@ class Suspicions:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._all: dict[Worker, Suspicion] = {}
-        # condemned workers, in the order of their fences
+        # condemned workers, in the order of their fence times
         self._condemned: dict[Worker, Suspicion] = {}
 
     def get(self, worker: Worker) -> Suspicion | None:
@@ -188,7 +193,7 @@ class Suspicions:
         return len(self._all)
 
     def only(self, suspects: Iterable[Suspicion]) -> list[Suspicion]:
-        """Keep only the suspicions against these workers, and add missing ones."""
+        """Replace the set of suspects. Suspicions of workers that are still suspected keep their state."""
         known = self._all
         self._all = {}
         for new in suspects:
@@ -205,7 +210,7 @@ class Suspicions:
         return list(self._all.values())
 
     def drop(self, worker: Worker) -> bool:
-        """Remove a worker that made progress or has exited. Return whether it was condemned."""
+        """Remove the suspicion of a worker that made progress or exited. Return whether the worker was condemned."""
         self._all.pop(worker, None)
         return self._condemned.pop(worker, None) is not None
 
@@ -230,7 +235,7 @@ class Suspicions:
         return None if first is None else first.fence_at
 
     def to_fence(self, now: float) -> list[Suspicion]:
-        """Return the condemned workers whose time for writing their stacks is over."""
+        """Return the condemned workers to fence now, because their time for writing stacks is over."""
         due: list[Suspicion] = []
         for suspicion in self._condemned.values():
             if suspicion.fence_at is None or suspicion.fence_at > now:

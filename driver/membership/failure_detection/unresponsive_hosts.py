@@ -1,4 +1,4 @@
-"""Detect unresponsive hosts that hold up the other workers. Pure. `stuck` determines the waits.
+"""Detection of unresponsive hosts that other workers wait for. Pure. `stuck` detects the waits.
 
     others wait --half of silence_s--> asked --no answer for the other half, in two checks--> silent: given up
                                          |
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Delay of the last check after the deadline for answers, which may have arrived but not been read yet.
+# Delay of the last check after the deadline, in seconds, because an answer may have arrived but not been read yet.
 READ_S = 0.05
-# If a check is late by more than this, the driver itself was paused and may have missed answers.
+# If a check is late by more than this many seconds, the driver itself was paused and may have missed answers.
 LATE_S = 0.5
 
 
@@ -28,14 +28,15 @@ class UnresponsiveHosts:
     look_at: float | None = None  # time of the next check, or None if no worker waits
     _unanswered: set[str] = field(default_factory=set)
     _asked_at: float | None = None
-    _last_look: bool = False  # whether answers were due at the previous check
+    # whether the deadline for answers has passed, and only the last check remains
+    _last_look: bool = False
 
     def begin(self, since: float, now: float) -> None:
-        """Begin to observe a wait that started at ``since``."""
+        """Start tracking a wait that began at ``since``."""
         self.look_at = max(since + self.silence_s / 2, now)
 
     def end(self) -> None:
-        """End the wait, because no worker waits now."""
+        """Stop tracking, because no worker waits any longer."""
         if self.look_at is not None:
             self.look_at = self._asked_at = None
             self._last_look = False

@@ -1,4 +1,4 @@
-"""Ordered list of the actions for the current event, with the event's time. Makes no decisions."""
+"""Ordered list of the actions that the current event causes, and the time of the event. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from elastic.driver.reasons import Reason
 
 
 class ActionList:
-    """List of actions, shared by all parts of a membership.
+    """List of actions to which all parts of a membership append.
 
     Args:
         now: time of the event, in seconds on the caller's clock.

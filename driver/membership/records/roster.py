@@ -19,14 +19,15 @@ class WorkerStage(enum.Enum):
     """Stage of a live worker process, from its start to its exit."""
 
     STARTING = "starting"  # the process runs but has not called init() yet
-    # the worker called init() and gets the answer when the health check of its slot has passed
+    # the worker called init(), which returns when the health check of its slot has passed
     HELD = "held"
     CONNECTED = "connected"  # the worker is in init(), or in user code before elastic.run
     READY = "ready"  # the worker waits for a world
     MEMBER = "member"  # the worker is a member of the current world
-    # the function has returned; the worker keeps its sockets open until the functions of all members have returned
+    # the function passed to elastic.run has returned; the worker keeps its sockets open until it has returned on all
+    # members
     RETURNED = "returned"
-    # all functions have returned, and the worker was notified; user code after elastic.run may still run
+    # the worker was notified that the function has returned on all members; user code after elastic.run may still run
     FINISHED = "finished"
     # the worker was asked to leave or is about to exit; plans exclude it
     DISMISSED = "dismissed"
@@ -35,7 +36,7 @@ class WorkerStage(enum.Enum):
     __hash__ = object.__hash__
 
 
-# Stages in which other workers train with this worker, or are about to.
+# Stages in which other workers train with the worker, or wait for it.
 AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 
@@ -56,7 +57,7 @@ class WorkerRecord:
     held_until: float = 0.0
     check_by: float = 0.0  # time at which the health check times out, if the worker is HELD
     commit: Commit | None = None
-    kept: tuple[KeptCommit, ...] = ()  # older commits of which the worker keeps copies
+    kept: tuple[KeptCommit, ...] = ()  # older commits that the worker still holds
     # first world in which the worker trained; 0 if it has not trained yet
     first_generation: int = 0
     store: Address | None = None
@@ -68,18 +69,20 @@ class WorkerRecord:
     unlisted: bool = False  # the worker leaves because its host is no longer listed; not urgent
     # The worker must leave because its machine will be reclaimed, but there is still time.
     noticed: bool = False
-    exit_by: float | None = None  # time at which the driver kills the worker if it has not exited
+    # time at which the driver kills the worker if it has not exited by itself
+    exit_by: float | None = None
     exit_why: Reason | None = None  # reason for the kill at `exit_by`
     killed_for: Reason | None = None  # reason why the worker is being killed, or None
-    stands_by: bool = False  # the worker was notified that it has to wait for a place
-    rejected: str = ""  # for a rejected worker, the digest of the expected layout
-    readies: int = 0  # number in the worker's latest Ready message
+    # whether the worker was notified that it must wait because all places are taken
+    stands_by: bool = False
+    rejected: str = ""  # digest of the layout that a rejected worker should have had
+    readies: int = 0  # sequence number in the worker's latest Ready message
     frozen: str = ""  # reason why the agent reports the worker as frozen, or empty
     # name of the collective of the current generation in which the worker waits, or empty
     inside: str = ""
     # name of the last collective in which the worker waited, in any generation
     last_inside: str = ""
-    line: str = ""  # script line of the worker, as last reported
+    line: str = ""  # script line that the worker executes, as last reported
     said_at: float = 0.0  # time of the worker's last report
     # progress of the worker's GPU at the last report
     gpu: list[Launches] = field(default_factory=list)
@@ -113,16 +116,17 @@ class WorkerRecord:
         return self.leaving is not None and not self.patient
 
     def moved(self, now: float) -> None:
-        """Record that the worker made progress: clear its wait in a collective, and earlier suspicions."""
+        """Record that the worker made progress. This ends its wait in a collective and all earlier suspicions."""
         if self.inside:
             self.inside = ""
         self.moved_at = now
 
 
 class _Indexed:
-    """Field whose changes update the roster's indexes.
+    """Data descriptor for a field whose changes update the roster's indexes.
 
-    The value is in the record's dict. Without ``__get__``, reading it costs no more than reading another field.
+    The value is stored in the record's ``__dict__``. Without a ``__get__`` method, reading the field is as fast as
+    reading any other.
     """
 
     def __init__(self, name: str) -> None:
@@ -141,18 +145,18 @@ for _name in INDEXED:
 
 
 class Roster(dict[Worker, WorkerRecord]):
-    """Live worker processes, with indexes for frequent queries."""
+    """Collection of all live worker processes, with indexes for frequent queries."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version = 0  # incremented when a process is added or removed
         self.shifts = 0  # incremented when a worker changes in a way that may affect decisions
         self.leavers: dict[Worker, WorkerRecord] = {}
-        # Heap of exit deadlines. May contain outdated entries.
+        # Heap of exit deadlines. May contain outdated entries, which are skipped.
         self._exits: list[tuple[float, int, Worker]] = []
         self._filed_exits = 0
         self.inside: dict[Worker, WorkerRecord] = {}  # members that are waiting in a collective
-        # frozen workers that are ready or members, and not being killed
+        # frozen workers that are ready or members and are not being killed
         self.frozen: dict[Worker, WorkerRecord] = {}
         self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
         # An OrderedDict, because finding the first item of a plain dict is slow after many removals.
@@ -219,7 +223,7 @@ class Roster(dict[Worker, WorkerRecord]):
         return None
 
     def overdue(self, now: float) -> list[WorkerRecord]:
-        """Return the workers whose exit is overdue, longest overdue first, and clear their deadlines.
+        """Return the workers whose exit is overdue, earliest deadline first, and clear their deadlines.
 
         The caller may set new deadlines.
         """

@@ -1,8 +1,8 @@
 """Cooldown of failed slots. Pure: no I/O, no clock.
 
 The cooldown of a slot doubles after each failure of its worker. After a number of consecutive failures, the slot is no
-longer used. When a world that contains the slot makes progress, its failures are cleared, so the next cooldown is the
-shortest one. A whole host is given up only when ``host_attempts`` of its slots have been given up.
+longer used. When a world that contains the slot makes progress, the slot's failures are cleared, so its next cooldown
+has the initial length. A whole host is given up only when ``host_attempts`` of its slots have been given up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Slot = tuple[str, int]
 
 @dataclass
 class SlotRecord:
-    fruitless: int = 0  # number of consecutive incarnations whose worlds made no progress
+    fruitless: int = 0  # number of consecutive workers in the slot whose worlds made no progress
     ready_at: float = 0.0
     given_up: bool = False
 

@@ -1,8 +1,8 @@
 """Assignment of ranks. Pure: no I/O, no clock.
 
 Survivors keep their order, except that holders of the newest commit have the lowest ranks: rank 0 holds the commit, and
-the ranks that lack it are contiguous at the end. Two numbers therefore tell each member which ranks hold the commit,
-regardless of the size of the world.
+the ranks that lack it are contiguous at the end. Two numbers therefore suffice to tell each member which ranks hold the
+commit, regardless of the size of the world.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from elastic.protocol.messages import Commit, Place, Worker
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Order of the workers in a world. A worker's rank is its index in ``order``. The ranks below ``holders`` hold
-    ``commit``.
+    """Order of the workers in a world.
+
+    A worker's rank is its index in ``order``. The ranks below ``holders`` hold ``commit``.
     """
 
     order: list[Worker]
@@ -29,7 +30,7 @@ def arrange(
     newcomers: Sequence[Worker],
     commits: Mapping[Worker, Commit | None],
 ) -> RankOrder:
-    """Return the order of the workers of a world.
+    """Return the rank order for a new world.
 
     Args:
         survivors: workers of the last world, in their old order.
@@ -47,7 +48,10 @@ def arrange(
 
 
 def places(order: Sequence[Worker]) -> list[Place]:
-    """Return each worker's place. The local rank is the slot number, because survivors cannot switch to another GPU."""
+    """Return the place of each worker: its ranks and the sizes.
+
+    The local rank is the slot number, because survivors cannot switch to another GPU.
+    """
     on_host: dict[str, int] = {}
     hosts_of_slot: dict[int, list[str]] = {}
     for worker in order:

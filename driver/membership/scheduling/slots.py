@@ -1,8 +1,8 @@
 """Selection of the slots that get a worker. Pure: no I/O, no clock.
 
 A slot is free if all of these conditions hold: it is listed, has no live process, is not cooling down after a failure,
-was not vacated on request, and is not quarantined. In addition, its program has not ended successfully, and its machine
-is not about to be reclaimed.
+was not vacated on request, and is not quarantined; its program has not exited successfully; and its machine is not
+about to be reclaimed.
 """
 
 from __future__ import annotations
