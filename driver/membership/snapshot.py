@@ -1,13 +1,13 @@
-"""Serialization of a Membership's whole state to JSON, and its restoration.
+"""Serialization of the whole state of a Membership to JSON, and its restoration.
 
 Pure: no I/O, no clock. Makes no decisions.
 
 A snapshot is a table of objects, ``{"kinds": [[name, field, ...], ...], "objects": [[kind, part, ...], ...], "root":
-[n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or a float such as ``["inf"]``. Shared
-objects therefore stay shared, and dictionaries may have keys of any type. All fields of an object are written, whether
-its class declares them or not. A class or type that is not listed here raises an error when the snapshot is taken, so
-that a new field cannot be lost silently. The settings are not included: they are in the header of the journal, which
-contains the names of additional environment variables but never their values.
+[n]}``. A part is a plain value, ``[n]`` for the n-th object of the table, or a float such as ``["inf"]``. This
+preserves references to shared objects, and dictionaries may have keys of any type. All fields of an object are written,
+whether its class declares them or not. An instance of a class that is not listed here raises an error when the snapshot
+is taken, so that no new field is lost silently. The settings are not included, because the header of the journal
+contains them. Of additional environment variables, the header contains only the names.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from elastic.protocol.messages import (
     Worker,
 )
 
-# Instances are created empty and then filled, because they may form cycles. They are compared by identity.
+# Instances of these classes may form cycles, so they are created empty and filled later. They are compared by identity.
 OBJECTS: tuple[type, ...] = (
     *(
         Membership,
@@ -134,7 +134,7 @@ ENUMS: tuple[type[enum.Enum], ...] = (
     ExitCause,
     HealthOutcome,
 )
-# Values of these classes are created from their parts, as are enums and tuples.
+# Values of these classes are immutable and are created from their parts, as are enums and tuples.
 STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *(Worker, Commit, Address, Place, Launches, Times, Member, Notice, Reason, Called),
     *(KeptCommit, OlderCommits),
@@ -143,7 +143,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     *Action.__subclasses__(),
 )
 METHODS = {(Roster, "_file")}  # fields that hold bound methods
-# Fields that are reset at each event. The caller has already received their contents.
+# Fields that are reset at each event. Between two events, the caller has already received their contents.
 PASSING: dict[tuple[type, str], type] = {(ActionList, "decided"): list}
 
 _NAMED: dict[str, type] = {
@@ -157,7 +157,7 @@ Part = str | int | float | bool | list[Any] | None
 
 
 class SnapshotError(ElasticError, TypeError):
-    """Error raised when the state contains an object of an unknown type. The job continues without the snapshot."""
+    """Error raised when the state contains an object of an unknown type. The job continues without this snapshot."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -171,7 +171,7 @@ _decode = msgspec.json.Decoder(_Snapshot).decode
 
 
 def take_snapshot(membership: Membership) -> bytes:
-    """Return the whole state of a membership between two events.
+    """Return a snapshot of a membership's whole state. Must be called between two events.
 
     Raises:
         SnapshotError: the state contains an object of an unknown type.
@@ -181,7 +181,7 @@ def take_snapshot(membership: Membership) -> bytes:
 
 
 def restore_snapshot(data: bytes, settings: Settings) -> Membership:
-    """Restore a Membership that handles every event as the original would.
+    """Return a Membership restored from a snapshot. It handles every event exactly as the original would.
 
     Raises:
         Invalid: the data are not a snapshot, or were written by another version of this program.
@@ -271,7 +271,7 @@ class _Taking:
         place = self._places[id(value)] = [len(self._objects) - 1]
         return place
 
-    # An immutable object is created from its parts, so it must follow them in the table.
+    # Restoring creates an immutable object from its parts, so the object must follow them in the table.
 
     def _struct(self, value: Any) -> list[int]:
         if isinstance(value, Value) and (same := self._values.get(value)) is not None:
@@ -395,7 +395,7 @@ class _Making:
                     setattr(made, name, PASSING[kind, name]())
             del values[: len(names)]
         if isinstance(made, dict):
-            # Bypass `Roster`'s method, which would update the indexes a second time.
+            # Bypass the method of `Roster`, because the indexes are restored separately.
             put: Callable[..., None] = (dict if kind in OBJECTS else type(made)).__setitem__
             for key, item in zip(values[::2], values[1::2], strict=True):
                 put(made, key, item)
@@ -406,7 +406,7 @@ class _Making:
 
 
 def _have_the_same_fields(kinds: list[list[str]], settings: Settings) -> None:
-    """Raise Invalid if the classes in the snapshot have other fields than those of this version of the program."""
+    """Raise Invalid if the fields of the classes in the snapshot differ from those in this version of the program."""
     ours = _Taking(Membership(settings)).snapshot.kinds
     expected = {name: set(names) for name, *names in ours}
     for cls in (*OBJECTS, *STRUCTS):

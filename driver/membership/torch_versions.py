@@ -1,7 +1,6 @@
-"""Detect hosts with different versions of torch. Pure: no I/O, no clock.
+"""Detection of hosts with different versions of torch. Pure: no I/O, no clock.
 
-Training across versions usually works. The warning helps to explain differing results, or errors that occur on one host
-only.
+Training with mixed versions usually works. A warning helps to explain different results, or errors on a single host.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Worker
 
 # An event has the fields of its message, preceded by the worker. The messages Layout, StepInput, Result and Reported
-# have no events.
+# are not converted to events.
 EVENTS: dict[type[messages.Message], type[events.Event]] = {
     messages.Reconnected: events.WorkerReconnected,
     messages.Ready: events.WorkerReady,

@@ -1,7 +1,7 @@
-"""Handle the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
+"""Handling of the states that workers report: connected, ready, resumed, leaving or returned. Deterministic.
 
-Every event about a world carries its generation. Each handler starts by dropping events of older generations. Failures
-are handled in `failures`, and workers without progress in `failure_detection`.
+Every event about a world carries its generation number. Each handler drops events of older generations. Failures are
+handled in `failures`, and workers without progress in `failure_detection`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEFORE = "model before the gradients became infinite or NaN"
 
 
 class IllegalEvent(AssertionError):
-    """Error raised for a current event that is impossible in the current state. It indicates a bug.
+    """Error raised for an event that is impossible in the current state, which indicates a bug.
 
     The message lists the preceding events.
     """
@@ -68,7 +68,7 @@ class WorkerReports(Part):
     def connected(self, event: events.WorkerConnected) -> None:
         record = self.roster.get(event.worker)
         if record is None or record.stage is not WorkerStage.STARTING:
-            return  # The connection has outlived the worker's process.
+            return  # The worker has exited, was dismissed, or has already connected.
         record.pid = event.pid
         self.frozen.speaks(record)
         self.worlds.welcome(record)
@@ -77,16 +77,15 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
-                # The driver stopped waiting for the worker because the kill did not reach it, but the worker is running
-                # again.
+                # The worker is alive. The driver had stopped waiting for its exit, because the kill could not reach it.
                 self.staff.part_again(record)
             return
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
-            return  # The message with the new world has not reached the worker yet.
+            return  # The worker has not received the message about the new world yet.
         if 0 < event.number < record.readies:
             return  # This message belongs to a wait that has already ended.
         record.readies = event.number
-        # Repeat the notification, because the earlier message may have been lost.
+        # The worker must be notified again, because the earlier message may have been lost.
         record.stands_by = False
         self.frozen.speaks(record)
         if record.stage is WorkerStage.STARTING:
@@ -110,7 +109,8 @@ class WorkerReports(Part):
                 fell_out = because(ReasonKind.FELL_OUT, worker=str(event.worker))
                 self.worlds.break_up(fell_out, failure=False)
             else:
-                # The first worker to return from user code outside elastic.run. The other workers are not interrupted.
+                # This is the first worker that has finished its user code outside elastic.run. The others are not
+                # interrupted.
                 why = ReasonKind.ENTERING if event.running else ReasonKind.INIT_AGAIN
                 self.worlds.gather(Kind.START, because(why))
 
@@ -135,7 +135,7 @@ class WorkerReports(Part):
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)
-        # The preemption notice of the machine determines when this worker leaves.
+        # The preemption notice for the machine already determines when this worker leaves.
         if record is not None and not record.noticed:
             self.staff.leave(record, as_sentence(event.reason), self.worlds.world.places)
 
@@ -171,7 +171,7 @@ class WorkerReports(Part):
             self.staff.fence(record, damaged)
 
     def spoilt(self, event: events.ReplicasSpoilt) -> None:
-        """Replace all workers and resume from the newest checkpoint, because any copy of the state may be corrupted."""
+        """Replace all workers and resume from the newest checkpoint, because every worker's state may be corrupted."""
         here = [s for s in self.worlds.live() if s.stage in AT_STAKE]
         if event.generation != self.worlds.generation or not here:
             return
@@ -180,7 +180,7 @@ class WorkerReports(Part):
         reason = because(ReasonKind.SPOILT, commit=event.commit.dotted)
         for record in here:
             if record.killed_for:
-                record.stage = WorkerStage.DISMISSED  # The worker's fault was already logged.
+                record.stage = WorkerStage.DISMISSED  # The fault of this worker was already logged.
             else:
                 self.staff.discard(record, reason)
         self.worlds.lose(here[0], reason)
@@ -229,8 +229,8 @@ class WorkerReports(Part):
         if self.worlds.phase is Phase.STOPPING and any(
             s.stage is WorkerStage.READY for s in self.worlds.live()
         ):
-            # The worker returned while the other members stopped for a planned change. Only a new world can include all
-            # of them.
+            # The worker returned while the other members stopped for a planned change. They can only continue together
+            # in a new world.
             returned = because(ReasonKind.RETURNED_MEANWHILE, worker=str(event.worker))
             self.worlds.break_up(returned, failure=False)
             return

@@ -1,4 +1,4 @@
-"""Time that planned world changes wait for the next commit, at which workers join and leave.
+"""Measurement of the time that planned changes wait for the next commit, at which workers join and leave.
 
 Pure: no I/O, no clock.
 
@@ -20,17 +20,17 @@ from elastic.driver.monitoring.job_view import JobView, Stage, ViewReader, Worke
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-WAIT_S = 10.0  # Shorter waits are not recorded, because an occasional step may be slow.
-KEPT = 200  # number of past waits that are stored individually
+WAIT_S = 10.0  # Shorter waits are not recorded, because a single step may be slow.
+KEPT = 200  # maximum number of past waits that are stored
 NAMED = 8  # maximum number of joining workers that are listed
 
 
 @dataclass(frozen=True)
 class ChangeWait:
-    """Period in which one planned change waits for a commit.
+    """Wait of one planned change for a commit.
 
     Args:
-        until: end of the wait, or the time of the query if the wait is in progress.
+        until: end of the wait, or the current time if the wait is in progress.
         reached: whether a member reached a commit. None while the wait is in progress.
     """
 
@@ -57,7 +57,7 @@ class ChangeWait:
 
 
 class ChangeWaits(ViewReader):
-    """Record of a job's planned changes that waited at least WAIT_S seconds for a commit.
+    """Record of the waits of a job's planned changes for a commit that took at least WAIT_S seconds.
 
     Attributes:
         count: number of waits that have ended.
@@ -87,8 +87,8 @@ class ChangeWaits(ViewReader):
             return
         if isinstance(event, events.WorkerReady):
             if event.worker in self.view.ranks:
-                # Other members may still not reach a commit. `Stalls` detects that, so the wait for the change ends
-                # here.
+                # A member has reached a commit, so this wait is over. If other members do not reach it, `Stalls`
+                # detects that.
                 self._over(now, reached=True)
             else:
                 self._add(self.view.workers.get(event.worker))

@@ -1,4 +1,4 @@
-"""Commits per second of a job. The rate decays while no commits are made.
+"""Commit rate of a job, in commits per second. The rate decays while no commits are made.
 
 Pure: no I/O, no clock.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from elastic.driver.monitoring.stalls import STALL_S, Stalls
 
-MEASURED_S = 2.0  # minimum interval between two measurements
-HEARD_S = 11.0  # Twice the interval (about 5 s) at which rank 0 reports its newest commit.
+MEASURED_S = 2.0  # minimum interval between two measurements, in seconds
+HEARD_S = 11.0  # seconds; twice the interval (about 5 s) at which rank 0 reports its newest commit
 
 
 class CommitRate:
@@ -25,8 +25,8 @@ class CommitRate:
         """Record that the job has now made ``total`` commits.
 
         Returns:
-            If a measurement ends with this commit, the start of the measured interval and the commits per second in it.
-            Otherwise None. An interval begins after the last stall at the earliest.
+            If this commit ends a measurement, the start of the measured interval and the commits per second in it.
+            Otherwise None. An interval never begins before the end of the last stall.
         """
         self._newest_at = now
         if self._since is None:

@@ -21,9 +21,9 @@ class Slots:
 
     def __init__(self, settings: Settings) -> None:
         self.known = False  # whether discovery has yielded a list yet
-        self.fixed = False  # whether discovery can list no more hosts or slots
+        self.fixed = False  # whether discovery cannot add hosts or slots later
         self.queued = 0  # number of hosts waiting for admission by the cluster's queue
-        self.version = 0  # counter, incremented when a slot may have become usable
+        self.version = 0  # incremented when a slot may have become usable
         # Slots whose program exited with code 0 outside elastic.run.
         self.completed: set[Slot] = set()
         self.cooldown = Cooldown(
@@ -41,18 +41,18 @@ class Slots:
         self._order: dict[str, int] = {}
         self._incarnations: dict[Slot, int] = {}
         self._left: set[Slot] = set()  # slots whose worker left on request
-        # number of consecutive exits with a nonzero code, by slot
+        # for each slot, the number of consecutive exits with a positive exit code
         self._failures: dict[Slot, int] = {}
         # For each host that will be reclaimed, the time before which no worker is started there.
         self._closed: dict[str, float] = {}
         self._drained: set[str] = set()  # hosts drained by an operator
 
     def announce(self, hosts: dict[str, int], *, fixed: bool = False) -> None:
-        """Apply a new list from discovery, in order of preference.
+        """Replace the list of hosts with a new one from discovery.
 
         Args:
-            hosts: number of slots of each host.
-            fixed: whether discovery can list no more hosts or slots later.
+            hosts: number of slots of each host, in order of preference.
+            fixed: whether discovery cannot add hosts or slots later.
         """
         for host in self._hosts.keys() - hosts.keys():
             self.cooldown.forget_host(host)
@@ -92,14 +92,14 @@ class Slots:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the last worker of every slot failed. If there is only one slot, its last two workers must
-        have failed.
+        """Return whether the latest worker of every used slot exited with an error, and at least two such exits
+        occurred.
         """
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
 
     def any_failed(self) -> bool:
-        """Return whether the last worker of any slot exited with a nonzero code."""
+        """Return whether the latest worker of any slot exited with an error."""
         return bool(self._failures)
 
     def start(self, slot: Slot) -> Worker:
@@ -109,12 +109,14 @@ class Slots:
         return Worker(*slot, self._incarnations[slot])
 
     def leave(self, slot: Slot) -> None:
-        """Record that the worker of a slot was asked to leave. It stays empty unless there are too few workers."""
+        """Record that the worker of a slot was asked to leave. The slot then stays empty unless there are too few
+        workers.
+        """
         self._left.add(slot)
         self.version += 1
 
     def close(self, host: str, until: float) -> None:
-        """Mark a host as about to be reclaimed, so no worker is started there before the time ``until``."""
+        """Mark a host as about to be reclaimed. No worker is started there before the time ``until``."""
         self._closed[host] = until
         self.version += 1
 
@@ -128,7 +130,7 @@ class Slots:
         return now < self._closed.get(host, now)
 
     def drain(self, host: str) -> None:
-        """Drain a host: no workers start on it until `refill`, or until the host leaves the list."""
+        """Drain a host: no workers start on it until `refill` is called or the host leaves the list."""
         self._drained.add(host)
         self.version += 1
 
@@ -166,7 +168,7 @@ class Slots:
         return [*self._hosts]
 
     def open(self, now: float, *, without: str = "") -> int:
-        """Return the number of slots on hosts that will not be reclaimed, not counting the host ``without``."""
+        """Return the number of slots on hosts that will not be reclaimed, excluding the host ``without``."""
         return sum(
             not self.kept_out(slot)
             for slot in rank_order.slots(self._hosts)
@@ -174,7 +176,7 @@ class Slots:
         )
 
     def complete(self, slot: Slot) -> None:
-        """Record that a slot's program ended successfully."""
+        """Record that the program in a slot exited with code 0, so the slot gets no further worker."""
         self.completed.add(slot)
         self.version += 1
 
@@ -205,7 +207,7 @@ class Slots:
         Args:
             live: the live processes, by host.
             now: current time, in seconds.
-            short: whether there are too few workers, so that vacated slots may be used too.
+            short: whether there are too few workers, in which case vacated slots may be used as well.
         """
         return [
             slot
@@ -237,7 +239,7 @@ class Slots:
             yield slot, max(ready_at, self._closed.get(slot[0], ready_at))
 
     def spent(self) -> bool:
-        """Return whether no listed slot can ever be used again. An empty list may still grow."""
+        """Return whether no listed slot can ever be used again. False for an empty list, which may still grow."""
         listed = list(rank_order.slots(self._hosts))
         return bool(listed) and all(
             slot in self.completed or self.cooldown.given_up(slot) for slot in listed

@@ -1,7 +1,7 @@
-"""Decisions about worker processes: when to start, release, or kill them at their deadlines.
+"""Decisions about worker processes: when to start, release or kill them.
 
-Pure: no I/O, no clock. The pool knows the current members, but no phases or worlds. `membership` decides when workers
-may start and which must leave. The pool carries this out and sets the deadlines.
+Pure: no I/O, no clock. The pool has no notion of phases or worlds. `membership` decides when workers may start and
+which must leave. The pool carries out these decisions and sets deadlines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from elastic.driver.settings import Settings
 from elastic.driver.tracebacks import exception_line
 from elastic.protocol.messages import Worker
 
-HELD_S = 5.0  # seconds that the first world waits for a worker's health check after its init()
-# seconds for the result of a health check to arrive after the check's time limit
+# seconds that the first world waits for a worker's health check after the worker has called init()
+HELD_S = 5.0
+# extra seconds for the result of a health check to arrive, beyond the time limit of the check
 CHECK_SLACK_S = 10.0
 
 
@@ -35,9 +36,10 @@ class WorkerPool:
         self.last_output = ""
         self.spare = 0  # number of standbys to start
         self.asked: int | None = None  # size requested by an operator, which replaces workers_max
-        # Time since which a worker may have been waiting for other workers to start.
+        # Time at which the first worker was ready, and the timeout for starting workers began.
         self._first_ready_at: float | None = None
-        # State at the last check of the slots, and the earliest time at which it can change.
+        # State at the last check for free slots, and the earliest time at which a slot can become free without a change
+        # of it.
         self._looked_at: tuple[int, ...] | None = None
         self._look_again_at = 0.0
         self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)
@@ -64,18 +66,18 @@ class WorkerPool:
         if members and self.settings.starting_max is not None and not self._short():
             room = self.settings.starting_max - self.roster.count(WorkerStage.STARTING)
             if room <= 0:
-                # The slots are checked again when a starting worker calls init() or exits.
+                # The next check takes place when a starting worker calls init() or exits.
                 return
-        # Checking every slot after each event would take too long. A check that finds a free slot starts a worker
-        # there, which changes the roster's version. If the versions are unchanged, no slot is free.
+        # Checking every slot after each event would take too long. If the state has not changed since the last check,
+        # no slot is free: had that check found one, it would have started a worker, which changes the roster's version.
         state = (self.roster.version, self.slots.version, self._short())
         if state == self._looked_at and self.actions.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
         free = self.slots.free(self.roster.hosts, self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
-        needed = max(0, wanted - self.spare)  # All workers beyond this number are standbys.
-        # The new worker never gets rank 0, because the members are already training.
+        needed = max(0, wanted - self.spare)  # further workers are standbys
+        # New workers never get rank 0 while members are training.
         order = [*members, *started]
         if not members:
             order = sorted([*self.roster, *started], key=self.slots.order)
@@ -109,7 +111,7 @@ class WorkerPool:
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 
     def has_waiting_starts(self) -> None:
-        """Start the timeout for all starting workers to call init(), because one worker is waiting there."""
+        """Start the timeout for starting workers to become ready, because one worker is ready and waits for them."""
         if self._first_ready_at is None:
             self._first_ready_at = self.actions.now
 
@@ -147,7 +149,8 @@ class WorkerPool:
     ) -> None:
         """Apply a new list from discovery.
 
-        Ask workers on hosts that are no longer listed to leave. Workers on listed hosts may stay.
+        Workers on hosts that are no longer listed are asked to leave. Such a request is withdrawn if the host is listed
+        again.
         """
         self.slots.announce(hosts, fixed=fixed)
         for record in self.roster.values():
@@ -175,7 +178,7 @@ class WorkerPool:
             self.dismiss(record, reason, self.settings.leave_s)
             self.kill(record, reason)
         elif record.worker not in members:
-            # A member is released when the planned change takes place.
+            # Members are released later, when the planned change takes place.
             self.release(record, reason)
 
     def release(self, record: WorkerRecord, reason: Reason) -> None:
@@ -186,7 +189,7 @@ class WorkerPool:
             self.actions.add(LetGo(record.worker, reason))
 
     def release_all(self, reason: Reason) -> None:
-        """Release all workers except those that have finished, which exit without a request."""
+        """Ask all workers to exit, except those that have finished."""
         for record in [*self.roster.in_plans()]:
             if record.stage in (WorkerStage.STARTING, WorkerStage.HELD):
                 self.kill(record, reason)
@@ -194,7 +197,7 @@ class WorkerPool:
                 self.release(record, reason)
 
     def part_again(self, record: WorkerRecord) -> None:
-        """Repeat the request to leave, or the kill, because a worker that should have exited still sends messages."""
+        """Repeat the request to leave, or the kill, for a worker that should have exited but still sends messages."""
         worker = record.worker
         if record.killed_for:
             self.actions.add(KillWorker(worker, record.killed_for))
@@ -309,7 +312,7 @@ class WorkerPool:
         self.actions.log("error", str(given_up), given_up)
 
     def all_fail(self) -> bool:
-        """Return whether all workers fail before training. The script is then at fault, and retries are pointless."""
+        """Return whether all workers fail before training. If so, the script is at fault and retries are pointless."""
         hopeful = any(each.stage is not WorkerStage.STARTING for each in self.roster.in_plans())
         return self.slots.all_fail() and not hopeful
 
@@ -320,7 +323,7 @@ class WorkerPool:
 
         Args:
             starting: whether workers may be started now.
-            first: whether the first world has not formed and connected workers are waiting for it.
+            first: whether the first world has not been formed yet and connected workers wait for it.
         """
         exit_by = self.roster.first_exit_by()
         if exit_by is not None:
@@ -347,7 +350,7 @@ class WorkerPool:
     def some_return(self) -> bool:
         """Return whether an empty slot will soon run a worker again.
 
-        Slots of machines that will be reclaimed do not count.
+        Slots on machines that will be reclaimed are not considered.
         """
         at, soon = self.next_slot_at(), self.actions.now + self.settings.cooldown_max_s
         later = self.roster.any_at(WorkerStage.DISMISSED) or (at is not None and at <= soon)
@@ -367,7 +370,7 @@ class WorkerPool:
         """Kill the workers that have missed a deadline. Return those that cannot be killed."""
         for record in self.roster.first_at(WorkerStage.STARTING):
             if not self.actions.expired(self._start_by(record)):
-                break  # The remaining workers were started later.
+                break  # Workers are sorted by start time, so all others were started later.
             if not record.killed_for:
                 late = because(ReasonKind.NO_INIT, within_s=self.settings.start_timeout_s)
                 self.fence(record, late)

@@ -1,10 +1,10 @@
-"""Composition of the next world, and selection of the workers that may leave before it. Pure: no I/O, no clock.
+"""Composition of the next world, and selection of the workers that may leave when it forms. Pure: no I/O, no clock.
 
 The state must survive departures, so the last holder of the newest commit stays until another remaining worker holds
 the commit. A worker on a host that is no longer listed leaves only if enough other workers stay, so that an empty host
-list does not end training. The same rule applies to a worker on a machine that will be reclaimed, until shortly before
-its end. A worker that received SIGTERM leaves even if too few workers stay. No worker leaves before the last checkpoint
-of a stopping job.
+list does not end training. The same applies to a worker on a machine that will be reclaimed, until shortly before this
+happens. A worker that received SIGTERM leaves even if too few workers stay. While a stopping job waits for its last
+checkpoint, no worker leaves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass(frozen=True)
 class Composition:
-    """Possible next world. ``arrangement`` contains its workers. Workers in none of the lists wait as standbys."""
+    """Proposed next world.
+
+    ``arrangement`` contains its workers in rank order. Workers in none of the fields wait as standbys.
+    """
 
     arrangement: RankOrder
     joining: list[WorkerRecord] = field(default_factory=list)
     leaving: list[WorkerRecord] = field(default_factory=list)  # workers that may leave now
-    # Workers whose state layout differs from that of the world.
+    # workers whose state layout differs from that of the world
     rejected: list[WorkerRecord] = field(default_factory=list)
     layout: str = ""
 
@@ -47,7 +50,7 @@ def compose(
         commits: newest commit of each worker.
         workers_min: smallest size of a world.
         workers_max: largest size of a world.
-        layout: layout of the state in the last world. The layout of a holder of the newest commit takes precedence.
+        layout: state layout of the last world. If a worker holds the newest commit, its layout is used instead.
         all_stay: whether all workers must stay.
     """
     newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)
@@ -74,7 +77,8 @@ def compose(
 
     room = max(0, workers_max - len(kept))
     if keeper and not staying:
-        # Another worker must receive the state first, even if the world has room for only one more worker.
+        # Only a leaving worker holds the state, so another worker must join to receive it, even if the world has no
+        # room.
         room = max(1, room)
     joining = willing[:room]
     arrangement = arrange([s.worker for s in kept], [s.worker for s in joining], commits)

@@ -1,4 +1,4 @@
-"""Handling of expired deadlines: answers, stops, returns, and the formation of the next world.
+"""Handling of expired deadlines: for answers, stops and returns, and for the formation of the next world.
 
 Pure: no I/O, no clock.
 """
@@ -12,13 +12,13 @@ from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
 from elastic.driver.reasons import ReasonKind, because
 
-# Large libraries on a busy machine take more than a minute to import. Workers younger than this, in seconds, are not
-# expected to have called init().
+# Seconds after its start during which a worker is not expected to have called init(). On a busy machine, importing
+# large libraries can take more than a minute.
 IMPORTS_S = 120.0
 
 
 class Deadlines(Part):
-    """Deadlines of the current phase, and of processes that are starting or exiting."""
+    """Collection of the deadlines of the current phase, and of processes that are starting or exiting."""
 
     def all(self) -> Iterator[float]:
         """Yield all deadlines."""
@@ -107,9 +107,9 @@ class Deadlines(Part):
                 )
 
     def _init_remind_at(self) -> float | None:
-        """Return the time at which to log that workers have not called init(), or None.
+        """Return the time at which to log that workers have not called init(), or None for never.
 
-        The result is None in a fixed-size job, because such a job may run programs that never call init().
+        The result is None in a fixed-size job, which may run programs that never call init().
         """
         first = next(self.roster.first_at(WorkerStage.STARTING), None)
         if first is None or self.worlds.members or not self.settings.elastic:
@@ -148,7 +148,7 @@ class Deadlines(Part):
             for_s=now - change.began_at,
             within_s=change.by - now,
         )
-        # If a member has reached a commit, the other members hold it up. Such waits are logged elsewhere.
+        # A member that has reached a commit waits for the others. `Stuck` logs such waits.
         none_there = all(s.stage is not WorkerStage.READY for s in self.worlds.live())
         if none_there and (about.facts["joining"] or about.facts["leaving"]):
             self.actions.log("warning", str(about), about)

@@ -1,10 +1,11 @@
-"""Decisions about a gathering: which workers are awaited, for how long, and which workers can form a world.
+"""Decisions about a gathering, the phase between two worlds: which workers are awaited, for how long, and which workers
+can form a world.
 
 Pure: no I/O, no clock.
 
-A world of ``init()`` contains workers outside elastic.run; every other world belongs to elastic.run. A gathering waits
-for every old member, because each of them eventually becomes ready or exits. It does not wait for new workers, which
-can join later.
+A world of ``init()`` consists of workers outside elastic.run. Every other world consists of workers inside it. A
+gathering waits for every old member, because each of them eventually becomes ready or exits. It does not wait for new
+workers, which can join later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from elastic.protocol.messages import Worker
 
 NAMED = 8  # maximum number of lost workers named in the reason
 REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
-# Reminder delay if workers are starting. It is longer, because a script may import modules or build a model before it
+# The same for a gathering of kind START. It is longer, because a script may import modules or build a model before it
 # enters elastic.run.
 START_REMIND_S = 30.0
 
@@ -34,7 +35,7 @@ class Kind(enum.Enum):
 
 @dataclass
 class Gathering:
-    """Phase between two worlds. Fields ending in ``_by`` and ``_at`` are times on the caller's clock, in seconds."""
+    """Phase between two worlds. Fields ending in ``_by`` or ``_at`` are times in seconds on the caller's clock."""
 
     kind: Kind
     reason: Reason
@@ -43,23 +44,23 @@ class Gathering:
     had_loss: bool = False
     # Whether ``late_at`` has passed. Members of the last world that are outside elastic.run are then no longer awaited.
     late: bool = False
-    # No worker holds a commit, so all start from a checkpoint or from the beginning, and every starting worker is
-    # awaited.
+    # No worker holds a commit, so all workers begin from a checkpoint or from the initial state, and every starting
+    # worker is awaited.
     anew: bool = False
-    # Outside elastic.run the job restarts from the beginning. Missing workers are also awaited, because they cannot
+    # The whole job restarts outside elastic.run. Workers that are not running yet are also awaited, because they cannot
     # join later.
     whole: bool = False
-    # deadline for enough workers to become ready, set while too few are ready and none is awaited
+    # Deadline for enough workers to become ready. Set while too few are ready and no worker is awaited.
     short_by: float | None = None
-    # last logged shortage: numbers of ready workers, needed workers and queued hosts
+    # shortage that was last logged: numbers of ready workers, needed workers and queued hosts
     said: tuple[int, int, int] | None = None
-    _more: int = 0  # number of lost workers not named in the reason
+    _more: int = 0  # number of lost workers that are not named in the reason
     # seconds after began_at at which the awaited workers are logged again; 0 means the default for the kind of
     # gathering
     remind_after_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.remind_after_s:  # otherwise, the gathering was restored from a snapshot
+        if not self.remind_after_s:  # not restored from a snapshot
             self._remind_as_first()
 
     @property
@@ -94,7 +95,7 @@ class Gathering:
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:
-        """Restart the deadline from now, because no worker could become ready earlier."""
+        """Restart all deadlines at ``now``, because no worker could become ready before."""
         if self.short_by is not None:
             self.short_by += now - self.began_at
         self.began_at = now
@@ -104,7 +105,7 @@ class Gathering:
         self.remind_after_s = START_REMIND_S if self.kind is Kind.START else REMIND_S
 
     def lost(self, reason: Reason) -> None:
-        """Record that a worker was lost. As the reason, it replaces earlier reports of failed collectives."""
+        """Record that a worker was lost. The loss replaces earlier reports of failed collectives as the reason."""
         if not self.had_loss:
             self.had_loss, self.reason = True, reason
             return
@@ -118,7 +119,7 @@ class Gathering:
         self.reason = because(ReasonKind.SEVERAL, causes=causes, more=self._more)
 
     def awaited(self, roster: Roster) -> Iterator[WorkerRecord]:
-        """Yield the workers that prevent the gathering from ending."""
+        """Yield the workers for which the gathering must wait."""
         for record in self.missing(roster):
             if record.running or not self.late:
                 yield record
@@ -143,7 +144,7 @@ def candidates(
     running = any(s.running for s in old or new)
     others = [s for s in ready if s.running is not running]
     if members and not running:
-        # A newcomer cannot join a world of init(). It waits until training enters elastic.run.
+        # A newcomer cannot join a world of init(). It waits until the members enter elastic.run.
         others, new = [*others, *new], []
     return (
         [s for s in old if s.running is running],

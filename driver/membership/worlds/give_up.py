@@ -26,24 +26,24 @@ class GiveUpRules:
         self._staff = staff
         self._actions = actions
         self._failures = 0  # number of failed worlds, not counting planned changes
-        # generations since the last new commit in which the driver fenced a stuck worker
+        # generations in which the driver fenced a stuck worker, since the last new commit
         self._stuck_in: set[int] = set()
-        # number of worlds with hung GPUs and no identified culprit
+        # generations with hung GPUs and no identified culprit, since the last new commit
         self._hung_in: set[int] = set()
         self._restarts = 0  # number of restarts from a checkpoint since the last new checkpoint
         self._barren = 0  # number of consecutive recoveries without a lost worker or a new commit
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """Return the minimum size of the next world. The result is 1 after some workers have finished."""
+        """Return the minimum size of the next world. After the first worker of an elastic job has finished, this is
+        1.
+        """
         if not self._settings.elastic:
             return self._settings.np
         return 1 if self._staff.roster.at(WorkerStage.FINISHED) else self._settings.workers_min
 
     def failed_again(self, reason: Reason) -> Reason | None:
-        """Count a failed world. Return the reason to end the job if the limit of --reset-limit is reached, otherwise
-        None.
-        """
+        """Count a failed world. Return the reason to end the job if --reset-limit is exceeded, otherwise None."""
         self._failures += 1
         limit = self._settings.reset_limit
         reached = limit is not None and self._failures > limit
@@ -91,7 +91,7 @@ class GiveUpRules:
         return None
 
     def checkpoint_made(self) -> None:
-        """Record that a new checkpoint is durable, which counts as progress."""
+        """Record that a new checkpoint is durable. This counts as progress."""
         self._restarts = 0
 
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
@@ -113,9 +113,9 @@ class GiveUpRules:
         )
 
     def shards_lost(self, world: World, text: str) -> Reason:
-        """Return the reason to end the job because no worker holds some shards of the state.
+        """Return the reason to end the job because some shards of the state are lost on all workers.
 
-        If a member was rejected, the reason is the difference in its state.
+        If a member was rejected when this world was formed, the reason is the difference in its state.
 
         Args:
             world: the last world.
@@ -132,7 +132,7 @@ class GiveUpRules:
         self._stuck_in.add(generation)
 
     def hung(self, generation: int) -> None:
-        """Record that the world failed because all ranks waited on their GPUs and no worker was blamed."""
+        """Record that a world failed because all ranks waited for their GPUs and no worker was blamed."""
         self._hung_in.add(generation)
 
     @property
@@ -147,7 +147,7 @@ class GiveUpRules:
 
         Args:
             world: the last world.
-            gathering: the phase that follows it.
+            gathering: the current gathering, which follows that world.
             commit: commit from which the next world begins.
         """
         if commit is not None and commit.generation == world.generation and commit.number > 0:
@@ -167,7 +167,7 @@ class GiveUpRules:
         return None
 
     def short(self, gathering: Gathering, have: int) -> Reason | None:
-        """Record a shortage of workers. It is logged once for each number of ready workers.
+        """Handle a shortage of workers. It is logged whenever the number of ready workers has changed.
 
         Returns:
             The reason to end the job, or None.
@@ -221,7 +221,7 @@ class GiveUpRules:
         )
 
     def too_few(self) -> Reason:
-        """Return the reason to end the job, namely that there were too few workers for too long."""
+        """Return the reason to end the job after too few workers were ready for too long."""
         ready = len(self._staff.roster.at(WorkerStage.READY))
         within_s = self._settings.elastic_timeout_s
         return self._of_healthy(
@@ -229,7 +229,7 @@ class GiveUpRules:
         )
 
     def spent(self) -> Reason:
-        """Return the reason to end the job because no slot can run a worker again."""
+        """Return the reason to end the job after all slots have become unusable."""
         attempts, wrote = self._settings.slot_attempts, self._staff.last_output
         return self._of_healthy(
             because(ReasonKind.SLOTS_SPENT, attempts=attempts, needed=self.needed(), wrote=wrote)
@@ -244,6 +244,6 @@ class GiveUpRules:
 
 
 def named_slots(slots: Sequence[tuple[str, int]]) -> str:
-    """Format a list of slots: the first names, then the number of remaining slots."""
+    """Format a list of slots: the names of the first slots and the number of further ones."""
     more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
     return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

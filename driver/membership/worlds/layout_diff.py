@@ -1,4 +1,4 @@
-"""Describe the differences between two layouts of a state. Pure: no I/O, no clock."""
+"""Description of the differences between two state layouts. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def difference(own: str, expected: str) -> str:
     """Describe the differences between a worker's layout and the world's.
 
     Returns:
-        At most SHOWN + 1 lines, about entries that only one of the layouts has. A layout has one line per tensor or
-        option, which begins with its name: ``model.0.weight float32 [10, 20]``.
+        At most SHOWN + 1 lines, which list the entries that only one of the layouts contains. A layout has one line per
+        tensor or option, such as ``model.0.weight float32 [10, 20]``.
     """
     only_own = _surplus(own, expected)
     only_expected = dict(_named(line) for line in _surplus(expected, own))

@@ -1,8 +1,7 @@
 """Liveness probes of standbys: only standbys that answer at the beginning of a gathering can join the next world.
 
 Pure: no I/O, no clock. A standby may wait for hours, and its agent checks only four times a second whether it can run.
-    Without a probe, the next world could include a standby that has just been stopped, and all members would wait for
-    it.
+Without a probe, the next world could include a standby that has just been stopped, and all members would wait for it.
 """
 
 from __future__ import annotations
@@ -12,25 +11,26 @@ from dataclasses import dataclass, field
 
 from elastic.protocol.messages import Worker
 
-ANSWER_S = 0.05  # seconds that standbys have for an answer after all other workers are ready
+ANSWER_S = 0.05  # time limit for answers after all other workers are ready, in seconds
 
 
 @dataclass
 class LivenessProbes:
-    """Liveness probes of one job. Times are in seconds on the caller's clock."""
+    """State of the liveness probes of one job. Times are in seconds on the caller's clock."""
 
     # standbys that were probed in this gathering and have not answered yet
     asked: set[Worker] = field(default_factory=set)
-    # standbys that missed the deadline and have not answered since
+    # standbys that missed the deadline and have not answered since then
     silent: set[Worker] = field(default_factory=set)
-    by: float | None = None  # not None iff all other workers are ready and an answer is pending
+    # deadline for answers; not None iff all other workers are ready and an answer is pending
+    by: float | None = None
 
     def ask(self, standbys: Sequence[Worker]) -> None:
-        """Begin to probe the standbys. Called at the beginning of a gathering."""
+        """Start probing the standbys. Called at the beginning of a gathering."""
         self.asked, self.by = set(standbys), None
 
     def wait_for_others(self) -> None:
-        """Restart the time limit for answers, because other workers are not ready any more."""
+        """Reset the deadline for answers, because another worker is no longer ready."""
         self.by = None
 
     def heard(self, worker: Worker) -> None:
@@ -39,7 +39,7 @@ class LivenessProbes:
         self.silent.discard(worker)
 
     def awaited(self, now: float) -> bool:
-        """Return whether the gathering must still wait for answers after all other workers are ready.
+        """Return whether the gathering must still wait for answers. Called when all other workers are ready.
 
         Standbys that have missed the deadline are marked as silent.
         """

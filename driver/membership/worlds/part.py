@@ -1,4 +1,4 @@
-"""Base class of the parts of a membership. It holds the objects that they share. Makes no decisions."""
+"""Base class of the parts of a membership, with the objects that they share. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elastic.driver.membership.worlds.worlds import Worlds
 
 
 class Part:
-    """Base class of a membership's parts. A part uses only the public names of the parts passed to it."""
+    """Base class of the parts of a membership. A part uses only public names of other parts."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds

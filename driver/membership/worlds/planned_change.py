@@ -1,4 +1,4 @@
-"""Start time of a planned change, and the safepoint at which all members stop for it. Pure: no I/O, no clock.
+"""Decisions about when a planned change starts, and at which safepoint all members stop for it. Pure: no I/O, no clock.
 
 Every member reports the number of safepoints that it has passed, and then waits at its next safepoint. All members
 continue to the safepoint after the largest reported number, which no member has passed, and stop there.
@@ -25,19 +25,18 @@ class PlannedChange:
 
     settings: Settings
     number: int = 0
-    by: float | None = None  # deadline for all members to answer, and then for all to stop
+    by: float | None = None  # deadline for the members' answers, or for all members to stop
     check: int = 0  # number of the safepoint at which all members stop
     not_before: float = 0.0
     silent: set[Worker] = field(default_factory=set)  # members that have not answered yet
     began_at: float = 0.0
-    # seconds after the start of the change at which it is logged next
+    # seconds after the start of the change at which the waiting workers are logged next
     remind_after_s: float = REMIND_S
     _answers: dict[Worker, int] = field(default_factory=dict)
     _settle_by: float | None = None
 
     def wanted(self, now: float, *, more_coming: bool) -> float | None:
-        """Return None if a change for a joining or leaving worker may start now, otherwise the time of the next
-        decision.
+        """Return None if a change may start now, otherwise the time at which to decide again.
 
         Args:
             now: current time, in seconds.
@@ -56,7 +55,7 @@ class PlannedChange:
         self._settle_by = None
 
     def prepare(self, now: float, members: Iterable[Worker]) -> None:
-        """Begin a change by asking each member how many safepoints it has passed."""
+        """Begin a change, for which each member is asked how many safepoints it has passed."""
         self.number += 1
         self.by = now + self.settings.prepare_s
         self.began_at, self.remind_after_s = now, REMIND_S
@@ -82,5 +81,5 @@ class PlannedChange:
         self.by = None
 
     def put_off(self, now: float) -> None:
-        """Postpone the next attempt after a failed one, to avoid interrupting the members too often."""
+        """Postpone the next change after an unsuccessful one, so that the members are not interrupted too often."""
         self.not_before = now + 2 * self.settings.prepare_s

@@ -1,14 +1,14 @@
-"""Attribute a failure to one worker or to the script. Pure: no I/O, no clock.
+"""Attribution of a failure to one worker or to the script. Pure: no I/O, no clock.
 
 `RootCauseSearch`: in a job that cannot recover, survivors may report a failure before the exit of the lost worker is
-known. The search therefore waits briefly for an exit, and the first worker that exits without having reported a failure
-is the cause.
+known. The search therefore waits briefly for an exit. The first worker that exits without having reported a failure is
+the cause.
 
-`Mismatches`: if ranks call different collectives, the world first resumes from the last commit, because a transient
-fault may be the reason. If the next world fails in the same calls, the script is at fault.
+`Mismatches`: if ranks call different collectives, the job first resumes from the last commit, because the cause may be
+a transient fault. If the next world fails in the same calls, the script is at fault.
 
-`Exceptions`: an exception that one worker raised affects that worker only, and the others continue. If it occurs again
-at the same commit, the script is at fault, and the exception would recur forever. Exceptions reported as caused by
+`Exceptions`: if one worker raises an exception, the others continue without it. If the exception occurs again at the
+same commit, the script is at fault, because the exception would recur forever. Exceptions reported as caused by
 hardware are excluded, because one interconnect fault can affect all GPUs of a host; their slots cool down as after any
 other loss.
 """
@@ -70,7 +70,9 @@ class RootCauseSearch:
         return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
-        """Return whether the search continues after the time ``by``, because a suspect may still exit."""
+        """Return whether the search continues after the time ``by``, because a suspect may still exit. If so, extend
+        ``by``.
+        """
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False
         self.by = self.latest
@@ -85,13 +87,13 @@ class RootCauseSearch:
 
 @dataclass
 class Mismatches:
-    """Mismatched calls of the last world's ranks, which made the world fail."""
+    """Record of the mismatched calls that made the latest world fail."""
 
     _generation: int = 0
     _calls: frozenset[tuple[str, str]] = frozenset()  # name and script line of each mismatched call
 
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
-        """Record the calls that made the world fail. Return whether the previous world failed in the same calls.
+        """Record the calls that made a world fail. Return whether the previous world failed in one of these calls.
 
         A rank may have reported only its own call, if it did not receive those of the other ranks.
         """
@@ -101,16 +103,15 @@ class Mismatches:
         return again
 
 
-_BEGINNING = Commit(
-    0, 0
-)  # key shared by all worlds without a commit that start from the same checkpoint or from none
-# Replace numbers, because addresses, indices and the like differ between ranks.
+# Stands for the state at the beginning, which is shared by all worlds that start from the same checkpoint or from none.
+_BEGINNING = Commit(0, 0)
+# Numbers in messages are replaced before a comparison, because values such as addresses and indices differ by rank.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass
 class Exceptions:
-    """Exceptions raised by user code of members. Commit 0 of a world is the state from which the world started."""
+    """Record of the exceptions raised by user code. Commit 0 of a world is the state from which the world started."""
 
     _raised: list[tuple[Worker, int, Commit | None, str]] = field(default_factory=list)
     _began_with: dict[int, Commit] = field(default_factory=dict)
@@ -122,8 +123,9 @@ class Exceptions:
             del self._began_with[old]
 
     def checkpoint_made(self) -> None:
-        """Record a new checkpoint. An earlier exception that occurs again after a restart from it does not count as
-        repeated.
+        """Record a new checkpoint, and discard the exceptions raised before the first commit.
+
+        If they occur again after a restart from this checkpoint, they do not count as repeated.
         """
         self._raised = [each for each in self._raised if each[2] != _BEGINNING]
 

@@ -18,7 +18,7 @@ from elastic.protocol.messages import Worker
 
 @dataclass
 class ScriptFailures:
-    """Script failures of one job.
+    """Record of the script failures of one job.
 
     Args:
         began: number of members of the first world.
@@ -27,12 +27,12 @@ class ScriptFailures:
     began: int = 0
     _of: dict[Slot, Reason] = field(
         default_factory=dict
-    )  # for each slot, the reason for its last worker's script failure
-    # for each slot, the exit code of its last worker
+    )  # for each slot, why the script failed in its last worker
+    # for each slot, the exit code of its last worker if that exit was unexplained
     _unexplained: dict[Slot, int] = field(default_factory=dict)
-    # Digests of the layouts of rejected members.
+    # For each slot, the last rejected member and the digest of its layout.
     _turned_away: dict[Slot, tuple[Worker, str]] = field(default_factory=dict)
-    # The last rejected member, with the generation in which it was a member.
+    # The last rejected member, and the generation in which it was a member.
     _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
@@ -70,7 +70,7 @@ class ScriptFailures:
     def lacking(self, returned: int) -> list[Reason]:
         """Return the script failures that explain why fewer workers returned than started.
 
-        Returns an empty result if no script failure explains it.
+        Returns an empty list if as many workers returned as started, or if no script failed.
 
         Args:
             returned: number of workers that returned.

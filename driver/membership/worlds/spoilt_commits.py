@@ -3,7 +3,7 @@
 A worker that computes wrong gradients may have done so since its first step. Every later commit may contain its
 gradients, unless all gradients are compared before they are used. Workers keep copies of older commits (see
 `elastic.exact.kept_commits`). The next world begins from the newest copy that precedes the worker's first step, or else
-from the oldest copy. Commits of later worlds come from the remaining workers and are trusted.
+from the oldest copy. Commits of later worlds are trusted, because the worker does not contribute to them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elastic.protocol.messages import Commit, KeptCommit, Worker
 
 @dataclass(frozen=True)
 class Beginning:
-    """Commits from which the next world may begin.
+    """Result of `SpoiltCommits.begin`: the commits from which the next world may begin.
 
     Attributes:
         commits: for each worker, the commit that it contributes, or None if it has no copy.
-        older: the commit, if it is older than the newest one; otherwise None.
-        whole: whether a commit older than the first doubtful step exists. If False, wrong gradients may remain.
+        older: the commit to begin from if it is not the newest one, otherwise None.
+        whole: False if all commits are doubtful, so that wrong gradients may remain.
     """
 
     commits: dict[Worker, Commit | None]
@@ -32,14 +32,14 @@ class Beginning:
 
 @dataclass
 class SpoiltCommits:
-    """Doubtful commits of a job: those after the commit ``after``, up to generation ``until``."""
+    """Range of the doubtful commits of a job: those after the commit ``after``, up to generation ``until``."""
 
     after: Commit | None = None
     until: int = 0
     culprit: str = ""  # the last worker that computed wrong gradients
 
     def found(self, record: WorkerRecord, generation: int) -> None:
-        """Mark all commits since the first step of a worker as doubtful. The worker was a member of ``generation``."""
+        """Mark all commits since the first step of a worker as doubtful, up to the given generation."""
         since = Commit(record.first_generation, 0)
         known = self.after is not None and self.until == generation
         self.after = min(self.after, since) if known and self.after is not None else since

@@ -1,7 +1,8 @@
 """Handling of requests to stop a job. Deterministic.
 
-A job that makes checkpoints first writes a last checkpoint, if the request allows time for it. Any other job ends
-immediately. Until the end, the world changes only when workers are lost. A second request ends the job immediately.
+A job that writes checkpoints first writes a last one, if the request allows time for it. Any other job ends
+immediately. While the job waits for this checkpoint, the world changes only when workers are lost. A second request
+ends the job immediately.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Stop(Part):
         self._newest: Commit | None = None  # newest commit with a durable checkpoint
 
     def heard(self, event: Event) -> None:
-        """Observe an event that another part handles."""
+        """Record the facts in an event that matter for a stop. Another part handles the event."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:
                 if self.worlds.members and worker == self.worlds.members[0]:
@@ -47,13 +48,13 @@ class Stop(Part):
                 if self._request is not None and self._is_last(commit):
                     self._end(made=True)
             case WorkerReconnected(worker) if worker in self.worlds.members[:1]:
-                # The previous driver may not have sent the checkpoint request.
+                # Request the checkpoint again: rank 0 may not have received the request before it lost its connection.
                 self._asked_in = None
             case _:
                 pass
 
     def requested(self, event: StopRequested) -> None:
-        """Handle a stop request: end the job, or first request a last checkpoint."""
+        """Handle a stop request: end the job immediately, or first request a last checkpoint."""
         waits = self.settings.durable and event.checkpoint_s > 0 and self._request is None
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, as_sentence(event.reason))
@@ -67,7 +68,7 @@ class Stop(Part):
             self.worlds.call_off(because(ReasonKind.TOLD, text=event.reason))
 
     def watch(self) -> None:
-        """Continue handling a stop request. Called after every event."""
+        """End the job or request the last checkpoint when this is due. Must be called after every event."""
         if self._request is None:
             return
         if self.actions.expired(self._by):
@@ -78,15 +79,15 @@ class Stop(Part):
             self.actions.add(HastenCheckpoint(self.worlds.generation, self.worlds.members[0]))
 
     def deadlines(self) -> Iterator[float]:
-        """Yield the time at which `watch` must be called next."""
+        """Yield the deadline at which `watch` must be called, if any."""
         if self._by is not None:
             yield self._by
 
     def _is_last(self, commit: Commit) -> bool:
-        """Return whether the checkpoint of a commit was written because of the stop request.
+        """Return whether a checkpoint was written because of the stop request, given its commit.
 
-        If the write began earlier, the checkpoint belongs to an earlier world or is older than the last report of rank
-        0.
+        If the write began before the request, the commit belongs to an earlier world or is older than the one last
+        reported by rank 0.
         """
         at = (commit.generation, commit.number)
         least = (0, 0) if self._least is None else (self._least.generation, self._least.number)

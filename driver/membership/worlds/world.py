@@ -1,4 +1,4 @@
-"""State of the last published world: its members' reports, and the comparison of their state digests.
+"""State of the last published world, including the reports of its members and their state digests.
 
 Pure: no I/O, no clock.
 """
@@ -21,19 +21,20 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit, Place, Worker, total_rows
 
-DIGESTS = 64  # maximum number of commits with stored digests
+DIGESTS = 64  # maximum number of commits for which a digest is stored
 
 
 @dataclass
 class World:
-    """The last published world.
+    """World that was published last.
 
     ``members`` are in rank order and include dead members. In generation 0, no world has been published yet.
     """
 
     generation: int = 0
     members: list[Worker] = field(default_factory=list)
-    running: bool = False  # whether this is a world of elastic.run; otherwise it is one of init()
+    # whether the members are inside elastic.run; otherwise, this is a world of init()
+    running: bool = False
     commit: Commit | None = None  # newest commit that a member held when the world began
     layout: str = ""
     kind: Kind = Kind.START
@@ -41,10 +42,10 @@ class World:
     cause_at: float = 0.0
     published_at: float = 0.0
     trained: bool = False  # whether a member has resumed in this or an earlier world
-    # first repeated step, if the world begins from an older commit
+    # number of the first repeated step, if the world begins from an older commit than the newest
     back_to: int | None = None
     places: dict[Worker, Place] = field(init=False)
-    # Reports of the members that resumed. None after all have resumed, to keep snapshots small.
+    # Reports of the members that resumed. The values are None after all have resumed, to keep snapshots small.
     _resumed: dict[Worker, WorkerResumed | None] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
 
@@ -55,7 +56,7 @@ class World:
         return [Member(worker, place) for worker, place in self.places.items()]
 
     def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
-        """Record that a member resumed. Return the report once all members have resumed, otherwise None."""
+        """Record that a member resumed. Return the recovery report if all members have now resumed, otherwise None."""
         self.trained = True
         if event.worker in self._resumed:
             return None
@@ -82,10 +83,10 @@ class World:
         )
 
     def digested(self, event: WorkerDigested, roster: Roster) -> tuple[Worker, Worker] | None:
-        """Compare a reported digest of a commit with the first digest reported for the same commit.
+        """Compare a state digest reported by a member with the first digest reported for the same commit.
 
         Returns:
-            If the digests differ, the worker considered wrong and the worker considered right. Otherwise None.
+            If the digests differ, the worker assumed to be wrong and the one assumed to be right. Otherwise None.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:
@@ -94,10 +95,10 @@ class World:
             return None
         other = roster.get(first[0])
         if other is None or other.killed_for or other.stage is WorkerStage.DISMISSED:
-            # The worker that first reported a digest is leaving, so it is not compared.
+            # The worker that reported the first digest is gone or leaving, so the new digest replaces it.
             self._digests[event.commit] = (event.worker, event.digest)
             return None
-        # The lower rank's state was sent to the other ranks, so it counts as right.
+        # Lower ranks send their state to higher ranks, so the lower of the two ranks counts as right.
         right, wrong = sorted((first[0], event.worker), key=lambda w: self.places[w].rank)
         return wrong, right
 

@@ -1,8 +1,10 @@
-"""Transitions between phases: worlds begin, are interrupted, fail or finish, and the job ends. Deterministic.
+"""Transitions between phases: beginning, interruption, failure and end of worlds, and the end of the job.
 
-`membership`, which has the diagram, maps events to these transitions. Larger decisions are in separate modules:
-`gathering` decides which workers to wait for, `composition` the next world, `planned_change` when and where to
-interrupt a healthy world, and `give_up` whether to end the job.
+Deterministic.
+
+`membership` maps events to these transitions, and its docstring contains the diagram. Larger decisions are in separate
+modules: `gathering` decides which workers to wait for, `composition` which workers form the next world,
+`planned_change` when and where to interrupt a healthy world, and `give_up` whether to end the job.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ NO_INIT = (
 
 
 class Phase(enum.Enum):
-    # waiting for the expected workers and for the minimum number; a world of init() may still be in use
+    # waiting until the expected workers, and enough of them, are ready; a world of init() may still be in use
     GATHERING = "gathering"
     TRAINING = "training"
     PREPARING = "preparing"  # planned change: waiting for each member's safepoint number
@@ -45,11 +47,13 @@ class Phase(enum.Enum):
 
 
 class JobFinished(Exception):
-    """Exception raised when the job's outcome is decided. `handle` catches it, so no action follows EndJob."""
+    """Exception raised when the outcome of the job is decided. `Membership.handle` catches it, so EndJob is the last
+    action.
+    """
 
 
 class Worlds:
-    """Sequence of the worlds of one job. Its methods append actions to the list of the current event."""
+    """Sequence of the worlds of one job. Its methods append to the list of actions of the current event."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -63,7 +67,7 @@ class Worlds:
         self._wished: tuple[tuple[int, int, int], tuple[Reason | None, bool]] | None = None
         self.gathering = Gathering(Kind.START, because(ReasonKind.FIRST_START), 0.0, settings)
         self.change = PlannedChange(settings)
-        # reason for the last change of the world, if any
+        # reason for the last planned change
         self.change_reason = because(ReasonKind.NOT_WANTED)
         self.exceptions = Exceptions()
         self.mismatches = Mismatches()
@@ -130,12 +134,14 @@ class Worlds:
                     self._try_to_finish()
 
     def welcome(self, record: WorkerRecord) -> None:
-        """Answer init() of a new worker, or postpone the answer until the health check of its slot has ended."""
+        """Answer the init() call of a new worker, or postpone the answer until the health check of its slot has
+        ended.
+        """
         if record.unchecked:
             self.staff.hold(record)
             return
         if self.members and not self.trained and not self.live():
-            # All members were lost before any entered elastic.run. If the worker joined the old world, it would train
+            # All members were lost before any of them entered elastic.run. In the old world, this worker would train
             # alone, so the next world is treated as the first one.
             self.world = World(self.generation)
         self.staff.welcome(record, self.members)
@@ -144,7 +150,7 @@ class Worlds:
         if not self.staff.slots.completed or next(self.roster.in_plans(), None) is not None:
             return
         if self.staff.next_slot_at() is not None:
-            return  # Restart a failed program.
+            return  # A failed program will be restarted.
         if self.staff.slots.any_given_up():
             self.end(1, self.give_up.spent())
         if self.staff.settings.elastic and not self.generation:
@@ -231,7 +237,7 @@ class Worlds:
         if gathering.kind is Kind.CHANGE and set(before.members) == set(arranged.order):
             # The interruption was unnecessary, so postpone the next attempt.
             self.change.put_off(self.now)
-        # A worker that missed this world joins a later one, from init() or when it enters elastic.run.
+        # Members that were not ready in time can join a later world, by calling init() again or entering elastic.run.
         for record in self.roster.at(WorkerStage.MEMBER, WorkerStage.RETURNED):
             record.stage = WorkerStage.CONNECTED
         for record in others:
@@ -252,10 +258,11 @@ class Worlds:
             holders=arranged.holders,
             commit=arranged.commit,
             reason=reason,
-            # The script may never reach another commit, because its data loader workers may not start in time.
+            # Request a checkpoint immediately, because the script may not reach another commit in time: data loader
+            # workers start slowly.
             checkpoint=(
                 self.settings.durable
-                # The same applies if the newest checkpoint contains steps that are now repeated.
+                # Also replace the newest checkpoint if it contains steps that are now repeated.
                 and (self.stopping or self.all_go or beginning.older is not None)
                 and arranged.commit is not None
             ),
@@ -281,7 +288,7 @@ class Worlds:
     def _consider_change(self) -> None:
         self.look_again_at = None
         if not self.settings.elastic or not self.world.running or self.stopping:
-            return  # A world of init() regroups when its workers enter elastic.run.
+            return  # A world of init() changes only when its workers enter elastic.run.
         wish, urgent = self._wish()
         if wish is None:
             self.change.unwanted()
@@ -326,7 +333,7 @@ class Worlds:
         joining = self.joining()
         if not joining and not any(w in self.world.places for w in self.roster.leavers):
             return None, False
-        # Checking all members after each answer would be slow, so the check is skipped if nothing has changed.
+        # Checking all members after each event would be slow, so the result is reused if nothing has changed.
         basis = (self.generation, self.roster.shifts, self.staff.slots.version)
         if self._wished is None or self._wished[0] != basis:
             self._wished = (basis, self._compose_wish(joining))
@@ -334,7 +341,7 @@ class Worlds:
 
     def _compose_wish(self, joining: list[WorkerRecord]) -> tuple[Reason | None, bool]:
         live = self.live()
-        # All members stop at the same safepoint and hold the same commit.
+        # All members would stop at the same safepoint, so they would hold the same commit.
         same = Commit(self.generation, 1)
         composition = self._compose(live, joining, {s.worker: same for s in live})
         joined = ", ".join(str(s.worker) for s in composition.joining)
@@ -376,7 +383,7 @@ class Worlds:
         """Release the workers that have returned, without waiting for other workers.
 
         Args:
-            because: logged reason, if not all workers returned.
+            because: reason to log if not all workers returned, otherwise empty.
         """
         returned = [s for s in self.live() if s.stage is WorkerStage.RETURNED]
         if because:
@@ -391,7 +398,7 @@ class Worlds:
         if self.phase in (Phase.PREPARING, Phase.STOPPING):
             self.call_off(returned)
         if self.phase is Phase.TRAINING or (
-            # The members that returned first were already released.
+            # Members that returned earlier were already released.
             self.phase is Phase.ENDING and self.ending_by is None
         ):
             self.phase = Phase.ENDING

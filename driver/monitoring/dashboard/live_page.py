@@ -1,6 +1,6 @@
-"""Live page of a running job: updates its model and optionally serves it. `page_model` contains the logic.
+"""Live page of a running job, which updates its model and optionally serves it. `page_model` contains the logic.
 
-Events are handled in the event loop's thread. Log lines may come from any thread.
+Events must be passed in the event loop's thread, log lines in any thread.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LivePage:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def whole(self) -> Patch:
-        """Return the whole state of the page as a patch."""
+        """Return the whole state of the page as one patch."""
         return self.model.full(time.time())
 
     def members(self) -> list[Worker]:

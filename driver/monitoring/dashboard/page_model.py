@@ -43,20 +43,25 @@ from elastic.driver.settings import StartCheckpoint
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
-LINES = 200  # maximum number of log lines kept per second
+LINES = 200  # maximum number of log lines per second; further lines are omitted
 LINE = 500  # maximum number of characters of a line
 NAMES = 8  # maximum number of reported names that are shown
 STACKS = 8  # maximum number of workers whose stacks are stored
 STACK_LIMIT = 16_000  # maximum number of characters of the stacks of one worker
-STACK_S = 5.0  # period after a request in which stderr may contain stacks, in seconds
+STACK_S = 5.0  # seconds after a request during which stderr lines count as part of the stacks
 SLOW_S = 1.0  # minimum interval between two updates of all workers, in seconds
-SLOW_EACH_S = 0.002  # seconds added to SLOW_S for each worker
-EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")  # fields of a wrong gradient
-REPORTED_S = 60.0  # seconds without a report after which the page shows the next rank's values
+SLOW_EACH_S = 0.002  # seconds added to SLOW_S per worker
+# evidence for a wrong gradient that the page shows
+EVIDENCE = ("step", "shard", "digest", "right", "witnesses", "agreed")
+# seconds without a report from a rank after which a higher rank's values are shown
+REPORTED_S = 60.0
 
 
 class PageModel(ViewReader):
-    """Model of one job's live page. A new driver of the job begins a new model. All times are in seconds since 1970."""
+    """Model of the live page of one job. After a driver failover, the new driver creates a new model.
+
+    All times are in seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -114,7 +119,7 @@ class PageModel(ViewReader):
         self._stalls_told = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # workers whose stacks an operator requested
-        # remaining number of log lines in the current second
+        # Current second, the number of log lines in it, and the number of lines omitted since the limit was reached.
         self._second, self._lines, self._left_out = -math.inf, 0, 0
         self._metric_at: dict[str, float] = {}
         self.view.follow(self)
@@ -134,7 +139,7 @@ class PageModel(ViewReader):
             return
         if any(isinstance(action, events.AnswerRequest) and action.done for action in actions):
             self._requested(event)
-        # affected workers by action and reason
+        # affected workers or hosts, by action and reason
         decided: dict[tuple[str, str], list[str]] = {}
         for action in actions:
             description = _describe_action(action)
@@ -146,14 +151,13 @@ class PageModel(ViewReader):
 
     def adopted(self, now: float) -> None:
         self._at(now)
-        self.state.set(
-            "begins", None
-        )  # After a driver failover, workers hold commits newer than the start checkpoint.
+        # After a driver failover, the job does not begin from a checkpoint: the workers hold newer commits.
+        self.state.set("begins", None)
         self._grid.show(now)
         self._published()
 
     def report(self, rank: int, metrics: Mapping[str, Any], now: float) -> None:
-        """Record values that a worker reported. Only numbers in the outermost dict are shown."""
+        """Record the values that a worker reported. Only top-level numbers are shown."""
         self._at(now)
         table = self.state.tables["reported"]
         for name, value in metrics.items():
@@ -193,7 +197,7 @@ class PageModel(ViewReader):
         self.state.add("log", [now, level, source, shown])
 
     def has_room(self, now: float) -> bool:
-        """Return whether the limit allows another log line in this second."""
+        """Return whether the limit of log lines per second allows another line."""
         if now - self._second < 1.0:
             return self._lines < LINES
         if self._left_out:
@@ -203,7 +207,7 @@ class PageModel(ViewReader):
         return True
 
     def leave_out(self, count: int) -> None:
-        """Record the number of log lines that were omitted because the limit of lines per second was reached."""
+        """Record that log lines were omitted because the limit of lines per second was reached."""
         self._left_out += count
 
     def expect_stack(self, worker: Worker, why: str, now: float, *, asked: bool = False) -> None:
@@ -223,11 +227,11 @@ class PageModel(ViewReader):
         self.state.row("stacks", slot_of(worker), {"at": now, "why": why, "text": ""})
 
     def expects_stack(self, worker: Worker) -> bool:
-        """Return whether a requested stack dump may currently arrive on a worker's stderr."""
+        """Return whether a requested stack dump is expected on a worker's stderr."""
         return worker in self._expects_stack
 
     def was_asked(self, worker: Worker) -> bool:
-        """Return whether an operator requested a worker's last stack dump."""
+        """Return whether an operator requested the latest stack dump of a worker."""
         return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
@@ -256,7 +260,7 @@ class PageModel(ViewReader):
         return self.state.tables["workers"]
 
     def go_on(self, now: float) -> None:
-        """Update the values that change with time alone."""
+        """Update the values that change over time without events."""
         self._look_at_all(now)
 
     def patch(self, now: float) -> Patch:
@@ -417,7 +421,10 @@ class PageModel(ViewReader):
             self._job(began=now)
 
     def _look_at_all(self, now: float) -> None:
-        """Update the values that depend on all workers. Called at intervals, because they change without events."""
+        """Update the values that depend on all workers, unless they were updated recently.
+
+        These values also change without events.
+        """
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
         if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:
@@ -484,7 +491,7 @@ class PageModel(ViewReader):
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
                 self.state.add(
                     "speed", [since, 0.0]
-                )  # The rate was 0 until the start of this interval.
+                )  # The rate stayed 0 until the start of the measured interval.
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
 

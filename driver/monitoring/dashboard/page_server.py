@@ -29,10 +29,12 @@ from elastic.errors import Invalid
 VIEWERS = 64
 VISITORS = 128  # maximum number of connections without a stream of events
 VISIT_S = 5.0
-FLUSH_S = 0.05  # minimum interval between two patches: simultaneous changes are sent together
-# interval between patches if nothing changes: updates displayed times and detects lost viewers
+# minimum interval between two patches, in seconds, so that simultaneous changes are sent together
+FLUSH_S = 0.05
+# interval between patches if nothing changes, in seconds; they update the displayed times and detect lost viewers
 IDLE_S = 1.0
-# Maximum pending bytes per viewer, excluding the kernel's buffer. The whole state of 8,000 workers has 2 MB.
+# Maximum pending bytes per viewer, excluding the kernel's buffer. The whole state of a job with 8,000 workers takes 2
+# MB.
 BACKLOG = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html")
 # folder of the .js and .css files embedded in the page
@@ -47,8 +49,8 @@ class PageServer:
     Args:
         model: the state to serve.
         listening: listening socket from `bound`. The server closes it.
-        guard: decides which requests are answered.
-        clock: returns seconds since 1970.
+        guard: object that decides which requests are answered.
+        clock: function that returns the current time in seconds since 1970.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class PageServer:
         self._wake(IDLE_S)
 
     def changed(self) -> None:
-        """Schedule sending a patch. Call this after the model may have changed."""
+        """Schedule sending a patch to the viewers. Must be called when the model may have changed."""
         if self._loop is not None and self._viewers and self.model.changed:
             self._wake(max(0.0, self._flushed_at + FLUSH_S - self._loop.time()))
 
@@ -100,7 +102,7 @@ class PageServer:
 
     def came(self, visit: PageVisit) -> None:
         if len(self._visitors) >= VISITORS:
-            # This is the oldest connection without a complete request.
+            # Close the oldest connection that is not an event stream.
             next(iter(self._visitors)).abort()
         self._visitors[visit] = None
 
@@ -154,7 +156,7 @@ class PageServer:
 
 
 class PageVisit(asyncio.Protocol):
-    """HTTP connection of a viewer, from accept to close."""
+    """HTTP connection of one client, from accept to close."""
 
     def __init__(self, server: PageServer) -> None:
         self._server = server
@@ -165,7 +167,7 @@ class PageVisit(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The transports of uvloop do not derive from asyncio.Transport, so their type cannot be checked.
+        # uvloop's transports are not subclasses of asyncio.Transport, so the type is cast instead of checked.
         self._transport = cast(asyncio.Transport, transport)
         self._deadline = asyncio.get_running_loop().call_later(VISIT_S, self.abort)
         self._server.came(self)
@@ -189,14 +191,14 @@ class PageVisit(asyncio.Protocol):
         self.end()
 
     def begin_events(self) -> None:
-        """Begin a response that streams events. It has no deadline."""
+        """Begin a response that streams events, which has no time limit."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._transport.set_write_buffer_limits(high=BACKLOG)
         self._transport.write(_head("200 OK", "text/event-stream", "default-src 'none'"))
 
     def send(self, data: bytes) -> None:
-        """Send data to a viewer, or disconnect the viewer if too many bytes are pending for it."""
+        """Send data to the viewer, or disconnect it if more than BACKLOG bytes are pending."""
         if self._over or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > BACKLOG:
@@ -207,7 +209,7 @@ class PageVisit(asyncio.Protocol):
     def end(self) -> None:
         """Close the connection after all pending data have been sent."""
         if self._deadline is None or self._deadline.cancelled():
-            # A client has VISIT_S seconds to read the remaining data, also at the end of a job.
+            # The client has VISIT_S seconds to read the remaining data. Otherwise it could delay the end of the job.
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(VISIT_S, self.abort)
         with contextlib.suppress(OSError):
@@ -229,7 +231,7 @@ class PageVisit(asyncio.Protocol):
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Connections wait until `PageServer.open` is called.
+    """Return a socket that listens at the address. Connections are accepted once `PageServer.open` is called.
 
     Args:
         address: host name or IP address. Empty means all interfaces.
@@ -261,8 +263,8 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def _page() -> tuple[bytes, str]:
-    """Return the page's HTML and its Content-Security-Policy header, which allows only the page's own script and
-    connections to this server.
+    """Return the page's HTML and its Content-Security-Policy, which allows only the page's script and connections to
+    this server.
     """
     body = PAGE.read_bytes()
     for mark, kind in ((b"// charts.js\n", ".js"), (b"/* charts.css */\n", ".css")):

@@ -61,7 +61,7 @@ Patch = dict[str, Any]
 TAILS = {
     "world": 1000,
     "speed": 1000,
-    "metrics": 8000,  # maximum number of stored points of all reported names together
+    "metrics": 8000,  # maximum number of stored points, for all reported names together
     "stalls": 200,
     "recoveries": 200,
     "decisions": 200,
@@ -71,7 +71,7 @@ TAILS = {
 
 @dataclass
 class Pending:
-    """Changes of a page since the last patch was created."""
+    """Changes of a page that the next patch will contain."""
 
     values: set[str] = field(default_factory=set)
     rows: dict[str, set[str]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class PageState:
         self._pending.values.add(name)
 
     def row(self, table: str, key: str, row: Any) -> None:
-        """Set a row of a table. A row of None is removed."""
+        """Set a row of a table, or remove it if ``row`` is None."""
         if row is None:
             self.tables[table].pop(key, None)
         else:
@@ -123,11 +123,13 @@ class PageState:
         items.append(item)
         if (
             len(items) > 2 * TAILS[name]
-        ):  # This limits the memory if no patch is requested for a long time.
+        ):  # Limits the memory if no patch is requested for a long time.
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:
-        """Return the number of a series' last item, and its stored items with numbers above ``after``."""
+        """Return the sequence number of the last item of a series, and its stored items with numbers above
+        ``after``.
+        """
         last = self.counts[name]
         wanted = max(0, last - max(0, after))
         return last, list(self.series[name])[-wanted:] if wanted else []

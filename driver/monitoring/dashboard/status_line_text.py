@@ -15,8 +15,8 @@ PACE_S = 60.0
 def one_line(state: PageState) -> str:
     """Return the state of a job as one line.
 
-    For example ``bert: 4 workers, generation 5 | step 960 of 2000, 15.9 commits/s, 2 min left, loss 0.02 | recovered
-    in 24 ms: lost h:1#1``. The line includes the total number of steps if the script reports ``steps``.
+    For example ``bert: 4 workers, generation 5 | step 960 of 2000, 15.9 commits/s, 2 min left, loss 0.02 | recovered in
+    24 ms: lost h:1#1``. The line includes the total number of steps if the script reports it as ``steps``.
     """
     job, reported = state.values["job"], state.tables["reported"]
     if not job["generation"]:
@@ -27,7 +27,7 @@ def one_line(state: PageState) -> str:
     far = []
     step, steps = (_value(reported, name) for name in ("step", "steps"))
     if step is not None and steps is not None and steps < step:
-        # The script uses this name for another quantity, for example environment steps.
+        # The script reports another quantity under this name, for example environment steps.
         steps = None
     commit = state.values["commit"]
     if step is not None:

@@ -1,4 +1,6 @@
-"""Grid of the hosts and workers on a live page. A cell is a slot and its latest worker. Pure: no I/O, no clock."""
+"""Grid of the hosts and workers on a live page. Each cell shows a slot and its latest worker. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Worker
 
 STATES = (
-    "starting",  # the driver ordered the process, but it has not called init()
+    "starting",  # the driver has started the worker, which has not called init() yet
     # the worker called init() and waits for a world, or is in a world but has not entered elastic.run
     "joining",
     "training",
-    "waiting",  # the worker has been inside a collective for a second or longer
+    "waiting",  # the worker has been inside a collective for at least one second
     "stalled",  # other workers are waiting for this worker; see `stalls`
     "recovering",  # the worker's world failed
     "frozen",
@@ -44,8 +46,8 @@ _STATES = {
 }
 NOTE = 500  # maximum number of characters of a note
 HELD_UP = 8  # maximum number of entries in `held_up`
-AWAITED = 4  # maximum number of culprit ranks listed for each waiting worker
-# Minimum difference between a worker's waiting share and that of the others for it to be listed.
+AWAITED = 4  # maximum number of awaited ranks listed for each waiting worker
+# A worker is listed if the fraction of time that it waits is lower than that of the others by at least this much.
 MUCH = 0.05
 
 
