@@ -1,4 +1,4 @@
-"""Timer that fires after a period without events, used to combine related log lines."""
+"""Timer that fires after a period without events. It is used to combine related log lines."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Callable
 
 QUIET_S = 1.0
-MOST_S = 5.0  # maximum delay after the first event, regardless of later events
-HELD_S = 20.0  # maximum delay in seconds while more events are expected
+MOST_S = 5.0  # maximum delay after the first event, in seconds, regardless of later events
+HELD_S = 20.0  # the same while ``held()`` is True
 
 
 class DebounceTimer:
     """Timer that calls ``then`` in the event loop's thread QUIET_S seconds after the last `touch`.
 
-    It does not fire while ``held()`` is True.
+    While ``held()`` is True, it fires only HELD_S seconds after the first `touch`.
     """
 
     def __init__(self, then: Callable[[], None], held: Callable[[], bool] = lambda: False) -> None:
         self._then = then
         self._held = held
         self._handle: asyncio.TimerHandle | None = None
-        self._latest = 0.0  # latest time at which the timer fires, unless ``held()`` is True
+        self._latest = 0.0  # time at which the timer fires at the latest, unless ``held()`` is True
         self._held_to = 0.0
 
     def touch(self) -> None:

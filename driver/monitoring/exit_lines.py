@@ -1,6 +1,6 @@
 """Log lines about the exits of workers.
 
-The first line is logged immediately. Lines that follow shortly are combined in one summary.
+The first exit is logged immediately. Exits that follow shortly are combined into one summary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elastic.driver.sinks import Log
 
 
 class ExitLines:
-    """Logger of worker exits in one job. While ``held()`` is True, later lines are combined into one summary.
+    """Logger of worker exits in one job. ``held`` returns True while more exits are expected, which delays the summary.
 
     Must be called in the event loop's thread.
     """
@@ -22,19 +22,21 @@ class ExitLines:
         self._log = log
         # exit reasons to summarize, or None if no summary is pending
         self._more: list[Reason] | None = None
-        # exit reason in the deferred first line, or None if that line was logged immediately
+        # exit reason in the first line if that line is deferred, otherwise None
         self._first: Reason | None = None
         self._timer = DebounceTimer(self.say, held)
 
     def shares(self, level: str, about: Reason | None, *, starting: bool = False) -> bool:
-        """Return whether a log line about an exit is deferred until the summary.
+        """Return whether a log line is deferred and becomes part of the summary.
 
-        Before other lines, except those at debug level, the summary is logged: an exit may be their cause.
+        Only lines about exits are deferred. Before any other line above debug level, the summary is logged, because an
+        exit may be the cause of that line.
 
         Args:
             level: level of the line.
-            about: exit reason, or the reason in another line.
-            starting: whether no world has formed yet, in which case more exits may fail the job.
+            about: reason in the line, or None.
+            starting: whether no world has formed yet. The first line is then deferred as well, because further exits
+                may fail the job.
         """
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             if level != "debug":
@@ -49,7 +51,7 @@ class ExitLines:
         return starting
 
     def job_failed(self) -> None:
-        """Log the deferred lines at debug level after a failed startup.
+        """Log the deferred exits at debug level, because the job has failed at startup.
 
         Slot cooldowns are omitted, because the job starts no more workers.
         """

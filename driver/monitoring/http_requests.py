@@ -1,4 +1,4 @@
-"""Access control of the live page, based on the head of each HTTP request. Pure: no I/O, no clock.
+"""Access control for the live page, based on the head of each HTTP request. Pure: no I/O, no clock.
 
 A connection to the page's port is not trusted: it may come from a browser that another site redirected, from a scanner,
 or from another user of this machine. Requests are refused as follows:
@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 HEAD_LIMIT = 8 * 1024  # maximum size of a request's head, in bytes
-# Accepted values of Sec-Fetch-Site. Older browsers do not send this header.
+# Accepted values of Sec-Fetch-Site. The empty value stands for a missing header, as in older browsers.
 SAME_SITE = ("same-origin", "")
 
 
@@ -39,7 +39,7 @@ class PageRefusal:
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """Access control of the live page's HTTP requests.
+    """Access control for HTTP requests to the live page.
 
     Args:
         token: access token, never empty.
@@ -53,7 +53,7 @@ class RequestGuard:
         """Decide how to answer a request: ``page``, ``events``, or a refusal.
 
         Args:
-            head: the head of the request, up to the empty line.
+            head: the request line and headers, without the empty line that ends them.
         """
         try:
             first, *lines = head.decode("ascii").split("\r\n")
@@ -75,7 +75,7 @@ class RequestGuard:
             return PageRefusal("405 Method Not Allowed", "this page is read-only")
         match target:
             case "/":
-                # The page itself is also served if the user followed a link from another site.
+                # The page itself contains no data, so it is also served to users who followed a link from another site.
                 return "page"
             case "/events" if _foreign(headers):
                 return PageRefusal("403 Forbidden", "the request came from another site")
@@ -90,7 +90,7 @@ class RequestGuard:
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:
-    """Return whether the Host of a request belongs to this machine.
+    """Return whether the Host header of a request names this machine.
 
     IP addresses are always accepted. A host name must be one of ``names``, because DNS rebinding can make any name
     resolve to this machine.

@@ -19,7 +19,7 @@ class JobRates(ViewReader):
         self.commits = CommitRate(spent.stalls)
         self.steps = StepRate(spent.stalls)  # computed from the reports of rank 0
         self.step: int | None = None  # step counter of the state at the newest commit of rank 0
-        # Last measurement of the commit rate: beginning of its interval, and commits per second.
+        # Last measurement of the commit rate: start of its interval, and commits per second.
         self.measured: tuple[float, float] | None = None
         self._view = spent.view
         self._counted: Commit | None = None

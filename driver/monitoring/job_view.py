@@ -1,4 +1,4 @@
-"""State of a job, derived from its events and decisions: workers, stages, ranks, world, commits, end.
+"""State of a job, derived from its events and decisions: workers and their stages, ranks, world, commits, and outcome.
 
 Pure: no I/O, no clock.
 
@@ -10,9 +10,9 @@ view:
     page = PageModel(TimeSpent(view), name="bert", command=[], least=2, most=4)    # follows the view
     view.note(event, actions, now)
 
-A reader is called after the view has been updated with an event, and again after each of its actions, so it can tell
-apart the changes made by the event and by each action. The invariant checker in ``chaos/invariants`` does not use the
-view, so that it can detect errors in it.
+A reader is called after the view has been updated with an event, and again after each of the resulting actions, so it
+can distinguish the changes due to the event from those due to each action. The invariant checker in
+``chaos/invariants`` does not use the view, so that it can detect errors in it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from elastic.driver.monitoring.late_islands import LateIslands
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Commit, Worker
 
-STEPS = 64  # number of latest commits whose steps are kept
-# Reasons for which workers are killed without having failed: no init() yet, or no exit after their release.
+STEPS = 64  # number of latest commits for which step counters are stored
+# Reasons for which workers are killed without having failed: they had not called init(), or did not exit when released.
 REMOVALS = frozenset(
     {
         ReasonKind.TOLD,  # the worker received SIGTERM
@@ -47,18 +47,18 @@ REMOVALS = frozenset(
 class Stage(enum.Enum):
     """Stage of a running worker process. The values are labels of a metric."""
 
-    STARTING = "starting"  # start was ordered; init() not called yet
-    # After init(). In an elastic job, members of a world outside elastic.run stay in this stage.
+    STARTING = "starting"  # the driver ordered the start; the worker has not called init() yet
+    # The worker called init(). In an elastic job, members of a world outside elastic.run stay in this stage.
     CONNECTED = "connected"
-    READY = "ready"  # waiting for a world; members of the previous world wait for the next one
+    READY = "ready"  # the worker waits for a world, possibly as a member of the previous one
     STANDBY = "standby"
-    # Computing in the newest world; or, in an earlier world, about to exit.
+    # The worker trains in the newest world, or was a member of an earlier world and is about to exit.
     IN_WORLD = "training"
     RETURNED = "returned"  # the worker's training function returned
     LEAVING = "leaving"  # the worker was asked to leave; later reports do not change this stage
     KILLED = "killed"  # the driver ordered the kill of the worker; this stage is final
 
-    __hash__ = object.__hash__  # An enum's default hash is computed in Python, which is slow.
+    __hash__ = object.__hash__  # The default hash of an enum is computed in Python, which is slow.
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,19 @@ class Failure:
 
 @dataclass(eq=False, slots=True)
 class WorkerView:
-    """One worker process, from the order to start it until its exit."""
+    """State of one worker process, from the decision to start it until its exit."""
 
     worker: Worker
     stage: Stage = Stage.STARTING
     pid: int = 0  # process ID, or 0 if unknown
     connected_at: float | None = None  # time of init(), or None if init() was not observed
-    # whether the worker is in `JobView.ranks`; true for IN_WORLD until the worker announces its exit
+    # whether the worker is in `JobView.ranks`; in stage IN_WORLD, True until the worker announces its exit
     member: bool = False
     rank: int | None = None  # rank in the worker's last world, or None if it was in no world
     # whether the worker's world failed and no newer world was published; implies `member`
     recovering: bool = False
-    running: bool = False  # whether the worker was in elastic.run at its last Ready
-    # reason why the worker cannot run: empty if unknown, None if it can run
+    running: bool = False  # whether the worker was in elastic.run when it last reported ready
+    # reason why the worker is frozen: empty if unknown, None if it is not frozen
     frozen: str | None = None
     why: Reason | None = None  # reason for the stage LEAVING or KILLED; None in other stages
     # whether the worker is no longer needed although it did not fail, so its exit or kill does not count as a loss
@@ -98,29 +98,29 @@ class ViewReader:
     """Base class of the readers of a `JobView`."""
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
-        """Handle an event, after the view was updated with it but not with the resulting ``actions``."""
+        """Handle an event. The view already reflects the event, but not the resulting ``actions``."""
 
     def decided(self, action: events.Action, now: float) -> None:
-        """Handle an action, after the view was updated with it."""
+        """Handle an action. The view already reflects it."""
 
     def adopted(self, now: float) -> None:
-        """Handle the takeover of a previous driver's workers, after the view was updated with them."""
+        """Handle the takeover of a running job from a previous driver. The view already contains its workers."""
 
 
 class JobView:
-    """State of one job. Times are seconds on one clock, chosen by the caller."""
+    """State of one job. Times are in seconds on a clock chosen by the caller."""
 
     def __init__(self) -> None:
-        # Workers whose start was ordered and whose exit is unknown, in the order in which they were first mentioned.
+        # Workers that the driver has started and that have not exited, in the order in which they were first mentioned.
         self.workers: dict[Worker, WorkerView] = {}
-        self._on_host: dict[str, dict[Worker, None]] = {}  # workers of `workers`, by host
-        # Processes that ended with the current event. They were removed from `workers`.
+        self._on_host: dict[str, dict[Worker, None]] = {}  # the workers in `workers`, by host
+        # Processes whose exit the current event reported. They were removed from `workers`.
         self.exited: dict[Worker, WorkerView] = {}
         # Running processes that may have changed with the last event or action.
         self.touched: list[WorkerView] = []
-        self.started = 0  # number of processes whose start was ordered
-        # Members of the newest world in rank order. Exited members are included, unless they exited under a previous
-        # driver. The mapping is replaced, never modified.
+        self.started = 0  # number of processes that the driver has started
+        # Ranks of the members of the newest world, in rank order. Includes exited members, unless they exited under a
+        # previous driver. The mapping is replaced, never modified.
         self.ranks: Mapping[Worker, int] = {}
         self.before: Mapping[Worker, int] = {}  # rank of each member of the previous world
         self.generation = 0  # generation of the newest world, or 0 if there was none
@@ -134,9 +134,9 @@ class JobView:
         self.commits = 0  # number of commits in all generations
         self.mistakes: dict[str, str] = {}  # mistakes found by the script checks, by kind
         self.islands = LateIslands()  # late islands of elastic.DiLoCo
-        # whether a previous driver led the job, which may have received reports of more commits
+        # Whether this driver took over the job. The previous driver may have received reports of further commits.
         self._adopted = False
-        # Step counters of the state at the latest reported commits.
+        # Step counter of the state at each of the latest reported commits.
         self._steps: dict[Commit, int] = {}
         # for each generation with commits, the number of commits in all earlier generations
         self._earlier: dict[int, int] = {}
@@ -145,16 +145,16 @@ class JobView:
         self.checkpoints = 0
         # Time of the last checkpoint, or None if there was none.
         self.checkpoint_at: float | None = None
-        # Slots that failed their last health check, and the result.
+        # Slots that failed their last health check, and the result of that check.
         self.unhealthy: dict[tuple[str, int], events.WorkerHealthChecked] = {}
         # Number of failed health checks and the last failure, by slot.
         self.failed_checks: dict[tuple[str, int], tuple[int, events.WorkerHealthChecked]] = {}
         # Latest successful measurement of each listed host.
         self.bandwidth: dict[str, events.BandwidthMeasured] = {}
-        # Quarantined slots, and the reason for which their worker was fenced.
+        # Quarantined slots, and the reason why their worker was fenced.
         self.quarantined: dict[tuple[str, int], Reason] = {}
         self.end: events.EndJob | None = None  # the first decision that ended the job
-        # Incarnation of the last exited process of each slot. Its later reports are ignored.
+        # For each slot, the incarnation of the last exited process. Later reports of this process are ignored.
         self._last: dict[tuple[str, int], int] = {}
         self._of_events: list[Callable[[events.Event, Sequence[events.Action], float], None]] = []
         self._of_actions: list[Callable[[events.Action, float], None]] = []
@@ -198,7 +198,7 @@ class JobView:
         """Take over a job that is already running.
 
         Args:
-            workers: for each running process, its process ID (0 if unknown) and its rank (None outside the world).
+            workers: for each running worker, its process ID (0 if unknown) and its rank (None if it is not a member).
             generation: generation of the current world.
             now: current time, in seconds.
             prepares: whether this is a world of an elastic job outside elastic.run.
@@ -224,9 +224,9 @@ class JobView:
 
     @property
     def uncommitted(self) -> bool:
-        """Whether no commit was made in this job, so workers report only their initial state.
+        """Whether the job has made no commit, so that workers have reported only their initial state.
 
-        The initial state of a job that resumes is the checkpoint from which it began.
+        False if unknown, after a takeover from a previous driver, and if a checkpoint exists.
         """
         newest = self.newest
         unknown = self._adopted or newest is None or self.durable is not None
@@ -241,13 +241,13 @@ class JobView:
         return max(0, self.commits - earlier - self.durable.number)
 
     def step_of(self, commit: Commit | None) -> int | None:
-        """Return the step counter of the state at a commit, or None if the commit is not among the last STEPS reported
-        ones.
+        """Return the step counter of the state at a commit. Return None if unknown: only the latest STEPS commits are
+        stored.
         """
         return None if commit is None else self._steps.get(commit)
 
     def get(self, worker: Worker) -> WorkerView | None:
-        """Return the process of a worker, if it is running or has ended with the current event."""
+        """Return the state of a worker that is running or whose exit the current event reported, otherwise None."""
         return self.workers.get(worker) or self.exited.get(worker)
 
     # ---- private ---------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class JobView:
                 self._publish({each.worker: rank for rank, each in enumerate(members)}, generation)
                 self.world = action
                 if self.newest is None:
-                    # The commit was reported to a previous driver, and not to this one.
+                    # The commit was reported only to a previous driver.
                     self._knows(action.commit, now)
             case events.BreakWorld(_, members):
                 self.world, self.broken = None, True
@@ -336,7 +336,7 @@ class JobView:
                 self.world = None
             case events.WelcomeWorker(worker, elastic=elastic):
                 self.elastic = elastic
-                # The host's bandwidth was already low before.
+                # The worker was admitted, so a previous failure, such as low bandwidth, no longer applies.
                 self.unhealthy.pop((worker.host, worker.slot), None)
             case events.TellStandby(worker) if worker in self.workers:
                 self._move(self.workers[worker], Stage.STANDBY)
@@ -363,7 +363,7 @@ class JobView:
         slot = event.worker.host, event.worker.slot
         if event.outcome is events.HealthOutcome.PASSED:
             before = self.unhealthy.get(slot)
-            # The bandwidth of a host is measured after its health check.
+            # A passed health check does not clear low bandwidth, because the bandwidth is measured after it.
             if before is not None and before.outcome is not events.HealthOutcome.LOW_BANDWIDTH:
                 del self.unhealthy[slot]
             self.quarantined.pop(slot, None)

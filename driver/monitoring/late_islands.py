@@ -12,7 +12,7 @@ ISLANDS = 64  # maximum number of islands whose names are kept
 
 @dataclass
 class LateIsland:
-    """An island that was too late for some merges. Times are in seconds on the caller's clock."""
+    """Island that was late for at least one merge. Times are in seconds on the caller's clock."""
 
     merges: int  # number of merges that did not wait for the island
     first_at: float
@@ -21,7 +21,7 @@ class LateIsland:
 
 
 class LateIslands:
-    """Late islands of one job, from the reports of rank 0.
+    """Record of the late islands of one job, from the reports of rank 0.
 
     Rank 0 reports at most one merge per second, unless the set of late islands has changed. A merge that is not
     reported therefore has the same late islands as the previous report.
@@ -30,7 +30,7 @@ class LateIslands:
         names: islands of the last reported world.
         waited_s: seconds for which merges delayed the inner steps of rank 0.
         islands: the islands that were late for any merge, by name.
-        more: whether more islands were late than are kept.
+        more: whether further islands were late that are not stored.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,7 @@ class LateIslands:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each late island and each island of the last reported world.
 
-        A row contains the number of merges that did not wait for the island, and whether this applies to the last
-        merge.
+        A row contains the number of merges that did not wait for the island, and whether the last merge did not.
         """
         rows = []
         for name in dict.fromkeys([*self.names, *self.islands]):

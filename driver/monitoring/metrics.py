@@ -39,13 +39,13 @@ from elastic.protocol.report_values import Report
 
 VISITORS = 32  # maximum number of concurrent scrapes
 VISIT_S = 5.0
-PHASES = 64  # maximum number of phases in the recovery metrics, counted over all kinds of recovery
+PHASES = 64  # maximum number of phases in the recovery metrics, for all kinds of recovery together
 # Reported values are exported for ranks below RANKS, and for at most this many names per rank.
 RANKS, NAMES = 64, 64
 # upper bounds of the histograms' buckets, in seconds
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 LOW = events.HealthOutcome.LOW_BANDWIDTH.value
-# Kills that count as fences, with the value of the metric's label.
+# Reasons for a kill that count as fences, and the corresponding values of the metric's label.
 FENCES = {
     ReasonKind.FROZEN: "frozen",
     ReasonKind.IDLE: "stuck",
@@ -63,7 +63,7 @@ FENCES = {
 
 @dataclass
 class Waits:
-    """Number of collectives of one worker in the current world and the seconds spent in them, as reported by the
+    """Number of collectives of one worker in the current world, and the seconds spent in them, as reported by the
     worker.
     """
 
@@ -77,14 +77,14 @@ def _durations() -> Histogram:
 
 
 class JobMetrics(ViewReader):
-    """Metrics of one job. The times of ``spent`` and its view are in seconds since 1970."""
+    """Metrics of one job. The times of ``spent`` and of its view must be in seconds since 1970."""
 
     def __init__(self, spent: TimeSpent) -> None:
-        # durations of recoveries, by kind
+        # durations of recoveries, by kind of recovery
         self.recoveries: dict[str, Histogram] = defaultdict(_durations)
         # durations of phases, by kind of recovery and phase
         self.phases: dict[tuple[str, str], Histogram] = defaultdict(_durations)
-        # number of fences, by kind
+        # number of fences, by label value
         self.fenced: Counter[str] = Counter(dict.fromkeys(FENCES.values(), 0))
         self.health: Counter[str] = Counter({each.value: 0 for each in events.HealthOutcome})
         self.lost = 0
@@ -98,9 +98,9 @@ class JobMetrics(ViewReader):
         self.view.follow(self)
 
     def report(self, report: Report) -> None:
-        """Store the numbers in the outermost dict of a report.
+        """Store the top-level numbers of a report.
 
-        Ranks outside the world and ranks from RANKS on are ignored.
+        Reports are ignored if the rank is outside the world or is not below RANKS.
         """
         if report.rank >= min(RANKS, len(self.view.ranks)):
             return
@@ -151,7 +151,7 @@ class JobMetrics(ViewReader):
 
 
 def families(figures: JobMetrics, now: float = 0.0) -> Iterator[Metric]:
-    """Yield the metric families for Prometheus. ``now`` is in seconds since 1970."""
+    """Yield the metric families for Prometheus. ``now`` is the current time in seconds since 1970."""
     view, rates = figures.view, figures.rates
     stages = Counter(known.stage for known in view.workers.values())
     numbers = ((stage.value, stages[stage]) for stage in Stage)
@@ -376,7 +376,7 @@ def _counter(name: str, text: str, label: str, values: Iterable[tuple[str, float
 
 
 def bound_visitors(server: Any) -> None:
-    """Limit the connections to a server, because untrusted clients can reach it.
+    """Limit the connections to an HTTP server that untrusted clients can reach.
 
     At most VISITORS connections are served concurrently, with a timeout of VISIT_S seconds for each read and write.
     Further connections are closed immediately. Connection errors are not logged.
@@ -388,7 +388,7 @@ def bound_visitors(server: Any) -> None:
         timeout = VISIT_S  # timeout in seconds for each read and write
 
     def admit(request: Any, address: Any) -> None:
-        """Count connections in the order of arrival, before their threads start."""
+        """Accept a connection if fewer than VISITORS are open, before a thread is started for it."""
         if not inside.acquire(blocking=False):
             server.shutdown_request(request)
             return
@@ -410,16 +410,17 @@ def bound_visitors(server: Any) -> None:
 
 
 def refuse_other_names(server: Any, own: str) -> None:
-    """Refuse requests to a server on loopback if the Host header names another machine.
+    """Refuse requests to a loopback server if their Host header names another machine.
 
-    Such a request may come from a website that changed its DNS entry to this address (DNS rebinding).
+    Such a request may come from a website that changed its DNS entry to a loopback address (DNS rebinding).
     """
     names = {"localhost", own.lower(), socket.gethostname().lower()}
     app = server.get_app()
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST")
-        if host is None or is_ours(host, names):  # Browsers always send this header.
+        # Browsers always send Host, so a request without it is no DNS rebinding.
+        if host is None or is_ours(host, names):
             return app(environ, start_response)  # type: ignore[no-any-return]
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [
@@ -435,7 +436,7 @@ class MetricsServer(Collector):
     Args:
         address: address to listen on.
         port: port to listen on. 0 means any free port.
-        figures: metrics to serve.
+        figures: the metrics to serve.
         changing: lock that protects ``figures``. The driver's thread holds it while changing them, and scrapes hold it
             while reading.
 
@@ -468,7 +469,7 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
-            # This only extends the accounted time to the present.
+            # Extend the accounted time to the present. This changes nothing else.
             self._figures.spent.go_on(time.time())
             return [*families(self._figures, time.time())]
 

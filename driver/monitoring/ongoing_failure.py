@@ -1,9 +1,9 @@
-"""Detection of a failure that is still in progress, so that its log lines can be combined in one summary.
+"""Detection of a failure that is still in progress, so that its log lines can be combined into one summary.
 
 Pure: no I/O, no clock.
 
-On a busy machine, the exceptions and exits caused by one fault may be seconds apart, because an interpreter that has
-loaded torch takes seconds to exit, and ranks are scheduled at different times.
+On a busy machine, the exceptions and exits caused by one fault may be seconds apart, because a Python process that has
+loaded torch takes seconds to exit, and the processes are scheduled at different times.
 """
 
 from __future__ import annotations

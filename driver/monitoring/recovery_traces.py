@@ -27,12 +27,12 @@ INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 
 
 def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
-    """Return the phases of a recovery, each with its start and end in milliseconds since the cause was noticed.
+    """Return the phases of a recovery, each with its start and end in milliseconds since the cause was detected.
 
-    The phases up to the publication of the world are: gathered, raised (members abort their work), restored (they
-    restore their commit) and waited (they wait for the world). After it, members create their groups (formed) while the
-    state is copied (synced), and complete their first collective. The duration of a phase is that of the slowest
-    member. No phase ends after the recovery.
+    The phases before the world is published are: gathered, raised (members abort their work), restored (they restore
+    their commit) and waited (they wait for the world). Afterwards, members create their groups (formed) while the state
+    is copied (synced), and complete their first collective. The duration of a phase is that of the slowest member.
+    Phases are cut off at the end of the recovery.
     """
     total, phases = report.total_ms, report.phases_ms
     world = phases.get("gathered", 0.0)
@@ -52,7 +52,7 @@ def phases_of(report: ReportRecovery) -> list[tuple[str, float, float]]:
 
 
 class RecoveryTraces(ViewReader):
-    """OpenTelemetry traces of one job, on a clock of seconds since 1970.
+    """Exporter of the OpenTelemetry traces of one job. Times are in seconds since 1970.
 
     Args:
         processors: span processors (default: those configured by the environment variables).
@@ -66,7 +66,11 @@ class RecoveryTraces(ViewReader):
         *,
         processors: Sequence[SpanProcessor] | None = None,
     ) -> None:
-        """Create the tracer. Raises Invalid if the SDK or the exporter is not installed."""
+        """Create the tracer.
+
+        Raises:
+            Invalid: the SDK or the exporter is not installed.
+        """
         try:
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -161,7 +165,7 @@ def _processors(environ: Mapping[str, str]) -> list[SpanProcessor]:
             )
         try:
             found.append(BatchSpanProcessor(next(iter(exporters)).load()()))
-        # The SDK raises various types of exceptions, for example for an invalid variable or a missing certificate.
+        # The SDK raises exceptions of various types, for example for an invalid variable or a missing certificate.
         except Exception as error:
             raise Invalid(
                 f"the OpenTelemetry exporter {wanted} (--opentelemetry) can't be created: {error}. Check its OTEL_"

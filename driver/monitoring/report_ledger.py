@@ -1,8 +1,8 @@
-"""Record of workers' reports, which detects repeated reports and determines which acknowledgements to send.
+"""Record of the received reports of workers. It detects repetitions and determines which acknowledgements are due.
 
 Pure: no I/O, no clock.
 
-A worker numbers its reports, and repeats those that may have been lost. See `elastic.monitoring.report_queue`.
+A worker numbers its reports and repeats those that may have been lost. See `elastic.monitoring.report_queue`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from collections.abc import Container
 
 from elastic.protocol.messages import Reported, ReportsTaken, Worker
 
-# Number of pending bytes from which reports are acknowledged immediately. It is a quarter of a worker's send window.
+# Reports of a worker are acknowledged immediately once this many bytes are unacknowledged: a quarter of its send
+# window.
 PRESSING_BYTES = 32 * 1024
 OVERHEAD_BYTES = 100
 
 
 class ReportLedger:
-    """Reports that one driver has received and acknowledged."""
+    """Record of the reports that one driver has received and acknowledged."""
 
     def __init__(self) -> None:
         self._taken: dict[Worker, int] = {}  # number of the last accepted report of each worker
         # number of unacknowledged bytes of each worker
         self._unacknowledged: dict[Worker, int] = {}
-        # number of reports dropped by each worker since the last reset
+        # number of reports that each worker has dropped since this dict was last cleared
         self.dropped: dict[Worker, int] = {}
 
     def heard(self, worker: Worker, report: Reported) -> bool:
-        """Record a report. Return whether it is the next one of its worker and must be processed.
+        """Record a report. Return whether it is the worker's next report, which must be processed.
 
         A worker repeats an accepted report if the acknowledgement was lost. After a gap, the worker sends all missing
         reports again.

@@ -1,9 +1,9 @@
-"""Values that workers reported with `elastic.report`, for a page: numbers over time, and the latest texts.
+"""Values that workers reported with `elastic.report`, for the report page: numbers over time, and the latest texts.
 
 Pure: no I/O, no clock.
 
-For each name, only the values of the lowest reporting rank are kept, because the other ranks usually report the same.
-When a series exceeds POINTS, every second point is dropped.
+For each name, only the values of the lowest reporting rank are kept, because the other ranks usually report similar
+ones. When a series exceeds POINTS, every second point is dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ STEPS = "steps"  # name of the total number of steps, which is not plotted
 
 
 class Series:
-    """Values of one name over time."""
+    """Values reported under one name, over time."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        # time of each point, in seconds since 1970, and its value
+        # points: time in seconds since 1970, and value
         self.points: list[tuple[float, float]] = []
         self.first = math.nan
         self.last = math.nan
@@ -51,7 +51,7 @@ class ReportedSeries:
         self.series: dict[str, Series] = {}
         self.texts: dict[str, str] = {}
         self.steps = 0  # number of distinct steps that were reported
-        # number of steps that were repeated because the job returned to an earlier commit
+        # number of reported steps that were repeated because the job resumed from an earlier commit
         self.again = 0
         self._step: float | None = None
         self._highest = -math.inf
@@ -70,7 +70,7 @@ class ReportedSeries:
                 self._number(rank, name, float(value), at)
 
     def shown(self) -> dict[str, Series]:
-        """Return the series to plot. Step counters are omitted, because they only serve to count steps."""
+        """Return the series to plot, without step counters, which are used only to count steps."""
         counted = (STEP, STEPS) if self.steps else ()
         return {name: each for name, each in self.series.items() if name not in counted}
 
@@ -88,10 +88,10 @@ class ReportedSeries:
             self._stepped(value)
 
     def _stepped(self, step: float) -> None:
-        """Record the step that a worker reported, to count repeated steps.
+        """Record a reported step number, to count steps and repeated steps.
 
-        A script reports a step just before the commit. If only the last step is repeated, no committed work was lost,
-        so it is not counted.
+        A script reports a step just before it commits. A repetition of only the last reported step is not counted,
+        because no committed work was lost.
         """
         before, self._step = self._step, step
         if step > self._highest:

@@ -1,4 +1,4 @@
-"""Delivery of workers' reports to a callback, and acknowledgement of the reports. `report_ledger` detects repetitions.
+"""Delivery of workers' reports to a callback, and acknowledgement to the workers. `report_ledger` detects repetitions.
 
 The callback runs in the event loop's thread, so it blocks the driver while it runs.
 """
@@ -14,8 +14,8 @@ from elastic.driver.sinks import Log
 from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked
 
-ANSWER_S = 0.05  # maximum delay in seconds of acknowledgements
-DROPPED_SAID_S = 30.0  # interval between two log lines about dropped reports
+ANSWER_S = 0.05  # maximum delay of an acknowledgement, in seconds
+DROPPED_SAID_S = 30.0  # minimum interval between two log lines about dropped reports, in seconds
 SHOWN = 200  # maximum number of characters of a report that are logged
 
 Callback = Callable[[Report], object]
@@ -33,7 +33,8 @@ class Reports:
         self._last: dict[Worker, Report] = {}
         self._answering: asyncio.TimerHandle | None = None
         self._raised = False  # whether an exception raised by the callback was already logged
-        self._strange: set[str] = set()  # hosts from which an invalid report was received
+        # hosts from which an invalid report was received and logged
+        self._strange: set[str] = set()
         self._dropped_said_at = float("-inf")
 
     def serve(self, send_each: SendEach) -> None:
@@ -41,7 +42,7 @@ class Reports:
         self._send_each = send_each
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message of a worker. Return whether it was a report."""
+        """Handle a message from a worker. Return whether it was a report."""
         if not isinstance(message, Reported):
             return False
         if self._ledger.heard(worker, message):
@@ -61,7 +62,7 @@ class Reports:
             del self._last[worker]
 
     def close(self) -> None:
-        """Log the dropped reports that were not logged yet, because the job has ended."""
+        """Stop sending acknowledgements, and log the dropped reports that were not logged yet."""
         if self._answering is not None:
             self._answering.cancel()
             self._answering = None
@@ -105,7 +106,7 @@ class Reports:
         self._log_dropped()
 
     def _log_dropped(self, *, always: bool = False) -> None:
-        """Log dropped reports: the first one immediately, later ones combined in one line at intervals."""
+        """Log dropped reports: the first ones immediately, later ones combined into one line per interval."""
         dropped = self._ledger.dropped
         if not dropped:
             return

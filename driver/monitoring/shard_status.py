@@ -1,4 +1,4 @@
-"""Status of a sharded state: its division among workers, the sealed commit, and the sources of lost shards.
+"""Status of a sharded state: its partition among workers, the sealed commit, and the sources of lost shards.
 
 Pure: no I/O, no clock.
 """
@@ -26,11 +26,11 @@ _ORIGINS = {
 
 
 class ShardStatus:
-    """Latest reports about the sharded state of one job. If the state is not sharded, `facts` is None."""
+    """Latest status of the sharded state of one job. If the state is not sharded, `facts` is None."""
 
     def __init__(self) -> None:
         self._workers = 0
-        # Division of the state in the newest world in which all members have trained.
+        # Partition of the state in the newest world in which all members have trained.
         self._divided: ShardsDivided | None = None
         self._sealed: Commit | None = None
         self._step: int | None = None  # step counter of the state at the newest sealed commit
@@ -59,7 +59,7 @@ class ShardStatus:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """Return the values for `as_sentence`, or None until all workers of a world have reported."""
+        """Return the values for `as_sentence`, or None before all workers of a world have reported their shards."""
         if self._divided is None:
             return None
         return {
@@ -101,7 +101,7 @@ def recovery_facts(divided: ShardsDivided | None) -> dict[str, Any] | None:
 def source_sentence(facts: Facts | None) -> str:
     """Describe the sources of lost shards, for example ``shard 2 from another host, 1.3 MB sent``.
 
-    Empty if no shards were lost.
+    The description is empty if no shards were lost.
     """
     if facts is None:
         return ""

@@ -1,5 +1,4 @@
-"""Record of the stragglers of a job: the speed of each, and the duration and the end of its slow periods. Pure: no I/O,
-no clock.
+"""Record of the stragglers of a job, with their speeds and slow periods. Pure: no I/O, no clock.
 
 `failure_detection.stragglers` detects stragglers, and the driver logs each change of the list. ``explain``, the report
 and the metrics read the same `SlowWorkers`.
@@ -17,7 +16,7 @@ from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-KEPT = 200  # number of workers stored; further stragglers are only counted
+KEPT = 200  # maximum number of stored stragglers; further ones are only counted
 
 
 class SlowEnd(enum.Enum):
@@ -36,9 +35,9 @@ class SlowWorker:
 
     Args:
         since: beginning of the first period.
-        speed: lowest speed measured at the beginning of a period, as a fraction of the median of the other workers.
+        speed: lowest speed at the beginning of a period, as a fraction of the median speed of the other workers.
         seconds: total duration of the ended periods, in seconds.
-        waited_s: seconds that the other workers spent in collectives during the periods, from their reports.
+        waited_s: seconds that the other workers spent in collectives during the periods, as they reported.
         over_s: seconds that these reports cover.
         end: cause of the end of the last period, or None while it lasts.
     """
@@ -55,7 +54,7 @@ class SlowWorker:
     began: float = 0.0  # time at which the current period began
 
     def facts(self, now: float) -> dict[str, Any]:
-        """Return the fields of the worker as a dict that can be encoded as JSON."""
+        """Return the fields as JSON-serializable values."""
         lasting = now - self.began if self.end is None else 0.0
         return {
             "rank": self.rank,
@@ -70,7 +69,7 @@ class SlowWorker:
 
 
 class SlowWorkers(ViewReader):
-    """Stragglers of one job.
+    """Record of the stragglers of one job.
 
     Args:
         workers: all stragglers so far, at most KEPT, in the order of their first slow period.
@@ -110,7 +109,7 @@ class SlowWorkers(ViewReader):
                 pass
 
     def _named(self, about: Reason, now: float) -> None:
-        """Update the current stragglers from the driver's list."""
+        """Update the current stragglers from the list in the driver's log line."""
         names, speeds = str(about.facts["workers"]), str(about.facts["speeds"])
         listed = dict(zip(names.split(", "), speeds.split(", "), strict=True)) if names else {}
         found = {each: listed[str(each)] for each in self.view.ranks if str(each) in listed}

@@ -1,6 +1,6 @@
 """Extraction of the script's frames and the blocking call from the stacks of a worker. Pure: no I/O, no clock.
 
-Python's faulthandler writes the frames, and `header_of` the header line before them:
+Python's faulthandler writes the frames, and `header_of` returns the header line that precedes them:
 
     Training thread 4711 [python] (most recent call first):
       File ".../torch/autograd/graph.py", line 979 in _engine_run_backward
@@ -15,21 +15,21 @@ from elastic.protocol.uncaught.folded_traceback import SCRIPT, library_of
 from elastic.protocol.uncaught.sending import StackOf
 
 TRAINING = "Training thread"
-INNERMOST = 8  # maximum number of frames shown for a stack without a frame of the script
+INNERMOST = 8  # maximum number of frames shown if no frame belongs to the script
 STACK = "Stack (most recent call first):"  # header line if faulthandler writes a single thread
-# faulthandler output with all threads, from a handler that the script installed.
+# Also matches the headers that faulthandler writes for all threads, if the script installed a handler.
 _HEADER = re.compile(r"(Training thread|Current thread|Thread) (0x)?[0-9a-f]+ |" + re.escape(STACK))
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 def header_of(stack: StackOf) -> str:
-    """Return the header of a thread's stack."""
+    """Return the header line for the stack of a thread."""
     noun = TRAINING if stack.training else "Thread"
     return f"{noun} {stack.thread} [{stack.name}] (most recent call first):"
 
 
 def training_stack(text: str) -> str:
-    """Return the stack of the training thread as lines.
+    """Return the stack of the training thread, one frame per line, without its header.
 
     If no thread is marked as the training thread, return the last stack, which is that of the main thread.
     """

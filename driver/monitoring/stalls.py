@@ -1,4 +1,4 @@
-"""Detection of training stalls, and of the ranks that cause them.
+"""Detection of training stalls and of the ranks that cause them.
 
 Pure: no I/O, no clock.
 
@@ -26,13 +26,15 @@ from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.reasons import counted
 from elastic.protocol.messages import COPY, Worker
 
-# Minimum wait of the other members, approximately the time until the driver requests the script line.
+# Minimum wait before a stall is detected, in seconds. At about this time, the driver requests the culprit's script
+# line.
 STALL_S = 5.0
-# As in failure_detection.stuck: a large collective may take this long without a fault.
+# Minimum wait, in seconds, if all members wait: a large collective may take this long without a fault.
 ALL_WAIT_S = 30.0
 CULPRITS = 8  # maximum number of culprits that are listed
-KEPT = 200  # number of past stalls that are stored individually
-INTERVALS = 9  # number of reports that determine the usual interval between collectives
+KEPT = 200  # maximum number of past stalls that are stored
+# number of latest reports from which the usual interval between collectives is computed
+INTERVALS = 9
 
 
 class StallEnd(enum.Enum):
@@ -41,7 +43,7 @@ class StallEnd(enum.Enum):
     RESUMED = "resumed"
     KILLED = "killed"  # the driver killed a culprit
     LOST = "lost"  # a culprit exited without being killed by the driver, or its host was lost
-    BROKEN = "broken"  # the world failed for a reason other than the loss of a culprit
+    BROKEN = "broken"  # the world failed, but not because of the loss of a culprit
     JOB_ENDED = "job ended"
 
 
@@ -50,13 +52,13 @@ class Culprit:
     """Member that the other members wait for in a stall.
 
     Args:
-        line: line of the script that the member executes, as ``train.py:12``. Empty if unknown.
+        line: script line that the member executes, such as ``train.py:12``. Empty if unknown.
     """
 
     worker: Worker
     rank: int
     line: str = ""
-    # reason, reported by its agent, why the worker cannot run; empty if it can run
+    # reason why the worker is frozen, as reported by its agent; empty if it is not frozen
     frozen: str = ""
 
 
@@ -65,7 +67,7 @@ class Stall:
     """One stall of training. Times are in seconds.
 
     Args:
-        until: end of the stall. While it lasts (``end`` is None), the time of the query.
+        until: end of the stall, or the time of the query if the stall is in progress (``end`` is None).
     """
 
     since: float
@@ -82,10 +84,10 @@ class Stall:
         return self.until - self.since
 
     def facts(self, offset: float = 0.0) -> dict[str, Any]:
-        """Return the fields of the stall as a dict that can be encoded as JSON.
+        """Return the fields of the stall as JSON-serializable values.
 
         Args:
-            offset: seconds to add to each time, to convert it to another clock.
+            offset: seconds to add to each time, which converts it to another clock.
         """
         return {
             "since": self.since + offset,
@@ -114,14 +116,14 @@ class OpenWait:
 
 
 class Stalls(ViewReader):
-    """Stalls of one job.
+    """Stall detector of one job.
 
-    The cost of an event does not depend on the number of members, unless a world or a wait ends.
+    Handling an event takes constant time in the number of members, unless a world or a wait ends.
     """
 
     def __init__(self, view: JobView) -> None:
         self.view = view
-        self._ranks: Mapping[Worker, int] = {}  # generation of the world whose members are observed
+        self._ranks: Mapping[Worker, int] = {}  # ranks of the observed members
         self.past: deque[Stall] = deque(maxlen=KEPT)
         self.count = 0  # number of past stalls
         # whether the world has several members and is not known to have failed
@@ -131,8 +133,8 @@ class Stalls(ViewReader):
         self._late: dict[Worker, None] = {}  # members that neither wait nor have returned
         self._progressed_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # members in a phase that the script marks as long
-        # For each member, the script lines that it reported during the current wait, with counts: its last report alone
-        # may be outdated.
+        # For each member, how often it reported each script line during the current wait. The most frequent line is
+        # shown, because the last report alone may be misleading.
         self._lines: dict[Worker, Counter[str]] = {}
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         # Start times, end times and cumulative durations of past stalls, with overlapping stalls merged.
@@ -165,7 +167,7 @@ class Stalls(ViewReader):
                     self._leave(worker, now)
                     if view.trains:
                         self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
-                    # A worker whose script is still preparing is not a culprit.
+                    # A worker that waits in init() or has just entered elastic.run is not a culprit.
                     self._late.pop(worker, None)
             case events.WorkerReturned(worker):
                 self._leave(worker, now)
@@ -173,7 +175,7 @@ class Stalls(ViewReader):
             case events.WorkerRaised(worker) | events.WorkerQuit(worker):
                 self._gone(worker, now, StallEnd.LOST)
             case events.DriverRestarted():
-                self._forget()  # Workers repeat this report while they wait.
+                self._forget()  # Workers repeat the reports of their waits.
             case _:
                 pass
 
@@ -186,7 +188,7 @@ class Stalls(ViewReader):
             case events.CallOffChange():
                 self._complete(("", -1), now)
             case events.PublishWorld():
-                # The world ends because of a planned change, so the stall did not end with a failure.
+                # The world was replaced in a planned change, so the stall did not end with a failure.
                 self._over(now, StallEnd.RESUMED)
                 self._new_world()
             case events.FinishWorld():
@@ -214,7 +216,7 @@ class Stalls(ViewReader):
 
     def _paced(self, event: events.WorkerPaced, now: float) -> None:
         since = now - event.over_s
-        # The worker completed these collectives without the waiting members, possibly in another process set.
+        # The worker has completed collectives without the waiting members, possibly in another process set.
         self._progressed_at[event.worker] = max(since, self._progressed_at.get(event.worker, since))
         if (not self._ends or self._ends[-1] <= since) and self.current(now) is None:
             self._intervals.append(event.over_s / event.collectives)
@@ -225,7 +227,7 @@ class Stalls(ViewReader):
     def waits_since(self) -> float | None:
         """Return the time at which members began to wait in the current collective, or None if no member waits.
 
-        Brief waits count too.
+        Waits that are too short for a stall are included.
         """
         return min((wait.since for wait in self._waits.values()), default=None)
 
@@ -237,9 +239,9 @@ class Stalls(ViewReader):
         )
 
     def awaited(self, now: float) -> Stall | None:
-        """Return the current wait as a stall, even if it is too short for one.
+        """Return the longest current wait as a stall, even if it is too short to count as one.
 
-        None if no member waits, or if more than half of the members would be culprits.
+        Returns None if no member waits, if all members wait, or if more than half of the members would be culprits.
         """
         if not self._waits or 2 * len(self._late) > len(self._ranks):
             return None
@@ -247,7 +249,7 @@ class Stalls(ViewReader):
         return self._of(wait, now, [*self._late]) if self._late else None
 
     def seconds(self, since: float, until: float, lasting: Stall | None) -> float:
-        """Return how many seconds of an interval were spent in stalls.
+        """Return the number of seconds in an interval that were spent in stalls.
 
         Args:
             since: beginning of the interval.
@@ -265,7 +267,9 @@ class Stalls(ViewReader):
         return found
 
     def undecided_since(self, now: float) -> float:
-        """Return the time up to which all stalls are known. A wait that began later may still become a stall."""
+        """Return the time until which all stalls are known. Waits that are in progress since then may still become
+        stalls.
+        """
         if self.current(now) is not None:
             return now
         return min([now, *(wait.since for wait in self._waits.values())])
@@ -281,7 +285,8 @@ class Stalls(ViewReader):
         self._marked.clear()
 
     def _enter(self, worker: Worker, key: tuple[str, int], made: OpenWait) -> None:
-        if len(self._late) == 1 and worker in self._late:  # All members wait from now on.
+        # The last member that others waited for now waits as well.
+        if len(self._late) == 1 and worker in self._late:
             for each in self._waits.values():
                 stall = self._stall(each, made.since)
                 if stall is not None:
@@ -299,7 +304,7 @@ class Stalls(ViewReader):
     def _leave(self, worker: Worker, now: float) -> None:
         key = self._waits_in.get(worker)
         if key is not None:
-            # If one member has left the collective, the others leave it as well, and report this later.
+            # The collective has completed for one member, so it completes for all. The others report this later.
             self._complete(key, now)
 
     def _complete(self, key: tuple[str, int], now: float) -> None:
@@ -389,7 +394,7 @@ class Stalls(ViewReader):
     def _record(self, stall: Stall) -> None:
         last = self.past[-1] if self.past else None
         if last is not None and stall.since < last.until and last.culprits == stall.culprits:
-            # These ranks also block another process set.
+            # The same ranks also blocked another process set, so both waits count as one stall.
             self.past[-1] = replace(stall, since=min(last.since, stall.since))
         else:
             self.past.append(stall)
@@ -410,7 +415,7 @@ ENDS = {
 
 
 def blamed(facts: Mapping[str, Any]) -> str:
-    """Describe the culprits of a stall, as ``rank 1 (h:1#1) at train.py:12``. Empty if there are none.
+    """Describe the culprits of a stall, for example ``rank 1 (h:1#1) at train.py:12``. Empty if there are none.
 
     Args:
         facts: result of `Stall.facts`.

@@ -1,4 +1,4 @@
-"""Optimizer steps and samples per second of a job, computed from the reports of one worker.
+"""Optimizer steps and samples per second of a job, estimated from the reports of one worker.
 
 Pure: no I/O, no clock.
 """
@@ -11,7 +11,7 @@ from elastic.protocol.messages import Worker
 
 
 class StepRate:
-    """Optimizer steps and samples per second of one job. Times are in seconds on the caller's clock."""
+    """Estimator of a job's optimizer steps and samples per second. Times are in seconds on the caller's clock."""
 
     def __init__(self, stalls: Stalls) -> None:
         self._stalls = stalls
@@ -49,7 +49,7 @@ class StepRate:
         return self._reported_at
 
     def steps(self, now: float) -> float | None:
-        """Return steps per second, or None if unknown.
+        """Return the current number of steps per second, or None if unknown.
 
         Without new steps, the rate decays to 0 as in `CommitRate.value`.
         """

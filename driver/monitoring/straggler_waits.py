@@ -1,11 +1,11 @@
-"""Measure how long members wait for the member that waits least, from their reports on collectives.
+"""Measurement of the time that members wait for the slowest member, from their reports on collectives.
 
 Pure: no I/O, no clock.
 
 Workers regularly report how many collectives they completed and the time spent inside them. The last worker to enter a
-collective spends the least time in it, so the difference between the mean times of two workers is the time that one
-waited for the other. A report covers 5 to 30 s. The histograms of these waiting times show whether a rank is always
-late or was late once.
+collective spends the least time in it, so the difference between the mean times of two workers is the mean time that
+one waited for the other. A report covers 5 to 30 s. The histograms of these waiting times show whether a rank is always
+late or was late only once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10
 
 @dataclass
 class Histogram:
-    """Histogram of durations, with one bucket for each upper bound in ``bounds`` (in seconds), and one for larger
-    values.
+    """Histogram of durations.
+
+    It has one bucket for each upper bound in ``bounds``, in seconds, and one for larger values.
     """
 
     bounds: tuple[float, ...]
@@ -45,16 +46,16 @@ class Histogram:
 
 
 class StragglerWaits:
-    """How long the members of one job wait for the slowest member.
+    """Histograms of the time that the members of one job wait for the slowest member.
 
-    A report takes constant time, except for reports of the worker that waits least.
+    Recording a report takes constant time, except for reports of the worker that waits least.
     """
 
     def __init__(self) -> None:
         self.by_worker: dict[Worker, Histogram] = {}
         # mean seconds per collective of each worker in the current world
         self._means: dict[Worker, float] = {}
-        self._last: Worker | None = None  # the worker that waits least, which is the slowest
+        self._last: Worker | None = None  # the slowest worker, which is the one that waits least
 
     def new_world(self) -> None:
         self._means.clear()

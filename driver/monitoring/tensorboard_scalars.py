@@ -29,7 +29,7 @@ INSTALL = "pip install 'hvd-elastic[tensorboard]'"
 MOST = 10_000  # maximum number of scalars waiting to be written
 FLUSH_S = 2.0
 CLOSE_S = 3.0  # timeout in seconds for writing the remaining scalars when a job ends
-# Folder for the driver's own measurements. The values of each rank are written to a folder for that rank.
+# Folder for the driver's own measurements. The values of each rank are written to a separate folder.
 JOB = "job"
 
 
@@ -74,7 +74,7 @@ class ScalarsOfReports:
 
 
 def of_actions(actions: Sequence[Action], at: float) -> list[Scalar]:
-    """Convert the driver's actions to scalars. The step of each scalar is the generation."""
+    """Convert the driver's actions to scalars. The step of each scalar is the generation number."""
     found = []
     for action in actions:
         if isinstance(action, PublishWorld):
@@ -172,7 +172,7 @@ class TensorBoard(ViewReader):
             self._trouble = self._trouble or str(error)
 
     def _add(self, scalar: Scalar) -> None:
-        # The import takes seconds, so it runs in this thread and not in the driver's.
+        # The import takes seconds, so it is done in this thread instead of the driver's.
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event

@@ -69,13 +69,14 @@ class Cell:
     own_s: float | None = None  # seconds of `step_s` spent outside collectives
     usage: Usage = field(default_factory=Usage)  # resource usage last measured on the worker's host
     awaits: tuple[int, ...] = ()  # ranks for which the worker waits in a stall
-    stalled: str | None = None  # script line that the awaited worker executes; empty if unknown
+    # script line that this worker executes while others wait for it; empty if unknown, None if none wait
+    stalled: str | None = None
 
     def row(self, rank: int | None) -> dict[str, Any]:
-        """Return the row of the slot for the table ``workers``.
+        """Return the row of the cell for the table ``workers``.
 
         Args:
-            rank: rank of the worker in the newest world, or None.
+            rank: rank of the worker in the newest world, or None if it is not a member.
         """
         how = None if self.exited else self.process.frozen
         frozen = "" if how is None else how or "it is not able to run"
@@ -138,7 +139,7 @@ class WorkerGrid:
     # ---- workers
 
     def show(self, now: float, *, published: bool = False) -> None:
-        """Update the rows of all workers that changed in the view.
+        """Update the rows of all workers that have changed in the view.
 
         Args:
             now: current time, in seconds.
@@ -162,7 +163,7 @@ class WorkerGrid:
 
     def _move(self, cell: Cell, state: str, note: str, now: float) -> None:
         if cell.state == "lost" and state != "lost":
-            return  # A report may arrive after its worker has exited.
+            return  # Ignore reports that arrive after the exit of the worker.
         if cell.state == "done" and state not in ("done", "lost"):
             return
         cell.since = now if cell.state != state else cell.since
@@ -171,7 +172,7 @@ class WorkerGrid:
     def change(self, worker: Worker, **fields: Any) -> None:
         """Set fields of a worker's cell.
 
-        Does not send the row if only the fraction of waiting time changed, because it changes often.
+        If only the fraction of waiting time has changed, the row is not updated, because this value changes often.
         """
         cell = self._of(worker)
         if cell is None:
@@ -187,7 +188,7 @@ class WorkerGrid:
         self._exited(event.worker, why, now, succeeded=event.code == 0)
 
     def lost(self, now: float, why: str) -> None:
-        """Update the rows of workers that were lost without an observed exit."""
+        """Update the rows of workers that were lost with their host, without an observed exit."""
         for worker in self._view.exited:
             self._exited(worker, why, now)
 
@@ -224,7 +225,7 @@ class WorkerGrid:
         self._forget_exited()
 
     def host(self, host: str, **fields: Any) -> None:
-        """Set fields of a host's row. Hosts that discovery never listed are ignored."""
+        """Set fields of a host's row. Hosts without a row are ignored unless ``slots`` is given."""
         table = self.state.tables["hosts"]
         if host not in table and "slots" not in fields:
             return
@@ -251,7 +252,7 @@ class WorkerGrid:
     # ---- workers that are waited for
 
     def held_up(self, awaited: Stall | None) -> list[dict[str, Any]]:
-        """Return the workers that other workers are waiting for, in the format of `page_state`.
+        """Return the workers that other workers wait for, as rows in the format of `page_state`.
 
         Args:
             awaited: the current stall, or None.
@@ -267,7 +268,7 @@ class WorkerGrid:
         return [*now, *_slow(members, self._view.ranks)][:HELD_UP]
 
     def paced(self, worker: Worker, waited_s: float, over_s: float, commits: int) -> None:
-        """Record the step and waiting times that a worker reported for the last ``over_s`` seconds."""
+        """Record a worker's report of its commits and of its waiting time in the last ``over_s`` seconds."""
         own_s = max(0.0, over_s - waited_s)
         self.change(worker, share=min(1.0, waited_s / over_s))
         if commits > 0:

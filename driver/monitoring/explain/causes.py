@@ -1,4 +1,4 @@
-"""Causes of worker losses as values: the reason, the time, and the evidence. Pure: no I/O, no clock.
+"""Causes of worker losses as data: the cause, the time, and the evidence. Pure: no I/O, no clock.
 
 Most causes come from an event or from the driver's reason for a fence. Exceptions are parsed from the output of scripts
 and libraries, and classified by class name and errno.
@@ -22,13 +22,13 @@ class Cause(enum.Enum):
 
     EXCEPTION = "exception"  # the script raised an exception
     MISMATCH = "mismatch"  # the ranks submitted incompatible tensors
-    # the structure of the worker's model or optimizer differs from the other workers'
+    # the structure of the worker's model or optimizer differs from that of the other workers
     STATE_MISMATCH = "state mismatch"
     MISSING_MODULE = "missing module"
     MEMORY_ERROR = "memory error"  # Python or torch failed to allocate memory
     GPU_MEMORY = "gpu memory"
     DISK_FULL = "disk full"
-    # A write failed. torch does not report the reason; usually the disk is full.
+    # a write failed; torch does not report the reason, which is usually a full disk
     WRITE_FAILED = "write failed"
     GPU_ERROR = "gpu error"  # an error in CUDA or NCCL
     OUT_OF_MEMORY = "out of memory"  # killed by the kernel's out-of-memory killer
@@ -39,19 +39,19 @@ class Cause(enum.Enum):
     CUT_OFF = "cut off"
     STUCK = "stuck"
     GPU_HANGS = "gpu hangs"
-    DAMAGED = "damaged"  # bits in the worker's memory or parameters were flipped
+    DAMAGED = "damaged"  # bits in the worker's memory or parameters had flipped
     MISCOMPUTED = "miscomputed"  # the worker's gradients were wrong
     # the worker exceeded its time limit for calling init() or for becoming ready
     TOO_SLOW = "too slow"
     DISCONNECTED = "disconnected"
     HOST_LOST = "host lost"
     LOST_PEER = "lost peer"  # caused by the loss of another worker
-    SHARDS_LOST = "shards lost"  # caused by the loss of all workers that held some shards
+    SHARDS_LOST = "shards lost"  # caused by the loss of all workers that held certain shards
     # the worker's state was corrupted by the gradients of a worker whose memory was damaged
     SPOILT = "spoilt"
 
 
-# Causes that are consequences of another worker's loss, if such a loss is known.
+# Causes that count as consequences of another worker's loss, if such a loss is known.
 FOLLOWS = frozenset({Cause.LOST_PEER, Cause.SHARDS_LOST, Cause.SPOILT})
 FENCES = {
     ReasonKind.FROZEN: Cause.FROZEN,
@@ -76,7 +76,7 @@ FENCES = {
 
 @dataclass(frozen=True)
 class Death:
-    """One lost worker, with the cause of its loss.
+    """Loss of one worker, and its cause.
 
     Args:
         at: time of the first sign of the loss, in seconds on the journal's clock.
@@ -95,7 +95,8 @@ class Death:
     trace: str = ""
     trained: bool = True  # whether the worker was a member of a world when it was lost
     size: int = 0
-    facts: dict[str, str] = field(default_factory=dict)  # values that describe a fence
+    # values that describe the reason for a fence
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def signal_name(self) -> str:
@@ -135,15 +136,15 @@ _WRITE_FAILED = re.compile(
 )
 _LAST_LINE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: |$)")
 _TRACEBACK = "Traceback (most recent call last):"
-# Once a process group exists, torch begins each line with this prefix.
+# Once a process group exists, torch adds this prefix to each line.
 _RANK = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 
 
 def kind_of(summary: str, trace: str) -> Cause:
-    """Return the cause of a loss, derived from an exception.
+    """Return the cause of a loss that an exception indicates.
 
     Args:
-        summary: last line of the exception, such as ``ValueError: wrong``, with or without the module.
+        summary: last line of the exception, such as ``ValueError: wrong``. The class name may include the module.
         trace: traceback of the exception.
     """
     named = _LAST_LINE.match(summary)
@@ -209,7 +210,7 @@ def of_raised(event: WorkerRaised, at: float, rank: int | None) -> Death:
 
 
 def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool) -> Death | None:
-    """Return the loss of a worker that exited without first reporting an error, or None if the worker succeeded.
+    """Return the loss of a worker that exited without reporting an error, or None if its exit code is 0.
 
     Args:
         event: the exit.
@@ -221,7 +222,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
     if not code:
         return None
     if code == -signal.SIGKILL:
-        output = ""  # A killed process has no chance to report the reason.
+        output = ""  # A process killed by SIGKILL cannot print the reason.
     if event.out_of_memory:
         limit = event.reason.partition("out of memory, ")[2]
         return Death(worker, at, Cause.OUT_OF_MEMORY, rank, code, limit, output, connected)
@@ -241,7 +242,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
 def of_fence(worker: Worker, reason: Reason, at: float, rank: int | None) -> Death | None:
     """Return the loss of a worker that the driver killed.
 
-    Returns None if the job is over or the worker was asked to leave.
+    Returns None if the kill was not a fence, for example because the job is over or the worker had been asked to leave.
     """
     cause = FENCES.get(reason.kind)
     if cause is None:

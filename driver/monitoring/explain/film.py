@@ -1,10 +1,11 @@
-"""Animation of a job as one SVG file: a ring of workers, their losses and joins, and the resulting costs. Pure: no I/O,
-no clock.
+"""Animation of a job as one SVG file: a ring of workers, their losses and joins, and the resulting costs.
+
+Pure: no I/O, no clock.
 
 The animation uses SMIL, which browsers also play in an <img>, so that it works in a README. It contains no script and
 loads nothing; its background suits light and dark pages. Every animated attribute has a static initial value, so a
-viewer without SMIL support shows the first frame. The job's time passes at a constant speed. Events that would be too
-short to see, such as a recovery of 60 ms, are shown for a minimum time.
+viewer without SMIL support shows the first frame. The time of the job passes at a constant speed, except that events
+too short to see, such as a recovery of 60 ms, are shown for a minimum time.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400
 RING = (188.0, 196.0, 128.0)  # center (x, y) and radius of the ring
-SEEN_S = 0.45  # minimum duration of a change in the animation, in seconds
+SEEN_S = 0.45  # minimum time for which a change is shown, in seconds of the animation
 WORKERS = 128  # maximum number of slots in the ring
 PULSES = 24  # maximum number of workers for which each loss is drawn as an expanding circle
 CAPTIONS = 250
 FRAMES = 120  # maximum number of changes of each counter
-KEYS = 5000  # maximum number of colour changes of all workers in the animation
+KEYS = 5000  # maximum number of colour changes in the animation, for all workers together
 # Colours for a dark background, which is readable on both light and dark pages.
 COLOURS = {
     "starting": "#3f6299",
@@ -44,15 +45,20 @@ COLOURS = {
     "stalled": "#ea5a61",
     "": "#202733",  # colour of an empty slot
 }
-# Characters that are invalid in XML, even as character references.
+# Characters that XML does not allow, even as character references.
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 BACK, LINE, TEXT, FAINT, BAD = "#10141a", "#2c3542", "#e6eaf0", "#9aa6b6", "#ea5a61"
 
 
 @dataclass(frozen=True)
 class FilmCut:
-    """Interval of a job that an animation shows, in seconds on the journal's clock, and the length of the animation in
-    seconds.
+    """Interval of a job that an animation shows.
+
+    Args:
+        begins: start of the interval, in seconds on the journal's clock.
+        ends: end of the interval, on the same clock.
+        film_s: length of the animation, in seconds.
+        gap: changes that are closer than this fraction of the animation's length are merged.
     """
 
     begins: float
@@ -61,7 +67,7 @@ class FilmCut:
     gap: float = 0.0  # fraction of the animation's length below which changes are merged
 
     def share(self, at: float) -> float:
-        """Return the position of a time in the cut, from 0 (beginning) to 1 (end)."""
+        """Return the position of a time in the interval, from 0 (start) to 1 (end)."""
         return min(1.0, max(0.0, (at - self.begins) / max(1e-9, self.ends - self.begins)))
 
     def seen(self) -> float:
@@ -75,7 +81,7 @@ def film(story: JobHistory, rows: WorkerRows, *, film_s: float = 40.0, title: st
     Args:
         story: history of the job.
         rows: activity of its slots.
-        film_s: length of the animation in seconds. It then repeats.
+        film_s: length of the animation in seconds, after which it repeats.
         title: title of the animation.
     """
     began = story.began or 0.0
@@ -195,7 +201,7 @@ def _states(spans: Sequence[Span], cut: FilmCut) -> list[Key]:
         at, until = cut.share(start), cut.share(end)
         if name == "recovering":
             until = max(until, at + seen)
-        if at < keys[-1][0]:  # Show the previous state for at least the minimum duration.
+        if at < keys[-1][0]:  # Show the previous state for at least the minimum time.
             if name == "training" and until <= keys[-1][0]:
                 continue
             at = keys[-1][0]

@@ -1,4 +1,4 @@
-"""Findings about a job as values: outcome, cause, course of events, cost, and advice. Pure: no I/O, no clock.
+"""Findings about a job as data: outcome, cause, course of events, cost, and advice. Pure: no I/O, no clock.
 
 `sentences` expresses the findings in words.
 """
@@ -24,20 +24,23 @@ from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 
-FIRST, LAST = 12, 12  # numbers of first and of last incidents that are described individually
-MUCH_LOST = 0.1  # minimum reported fraction of lost worker time
-# Commit interval in seconds below which more frequent commits would not noticeably reduce lost work.
+# numbers of incidents at the beginning and at the end that are described individually
+FIRST, LAST = 12, 12
+MUCH_LOST = 0.1  # minimum fraction of lost worker time that is reported
+# Commit interval, in seconds, below which more frequent commits would not noticeably reduce lost work.
 OFTEN_S = 1.0
-NO_COMMIT = "no-commit"  # kind of script mistake that the checks detect
+# kind of mistake, as named by the script checks, for a script that makes no commits
+NO_COMMIT = "no-commit"
 MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
-MUCH_SLOW_S = 60.0  # minimum slow time of a straggler for which advice is given
+# minimum duration of a straggler's slow periods for which advice is given, in seconds
+MUCH_SLOW_S = 60.0
 # Causes that cost time because other workers wait.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 NAMED_SLOTS = 8
 NAMED_ISLANDS = 8  # maximum number of late islands that are named
-REPEATS = 3  # minimum number of losses for a recurring cause
+REPEATS = 3  # minimum number of losses with the same cause that count as recurring
 
 
 class FindingKind(enum.Enum):
@@ -52,7 +55,7 @@ class FindingKind(enum.Enum):
     CHANGE_WAITS_NOW = "change waits now"
     CUT_OFF = "cut off"
     NOTHING_HAPPENED = "nothing happened"
-    # Kinds about the cause of a failure: the first loss, and the reason it ended the job.
+    # Findings about the cause of a failure: the first loss, and why the job ended.
     CAUSE = "cause"
     CAUSE_UNKNOWN = "cause unknown"
     DRIVER_BUG = "driver bug"
@@ -60,7 +63,7 @@ class FindingKind(enum.Enum):
     AFTER_TRAINING = "after training"
     THEN = "then"  # the driver's reason for ending the job
     NOT_ELASTIC = "not elastic"
-    REPEATED = "repeated"  # the same cause occurred several times
+    REPEATED = "repeated"  # several losses had the same cause
     TRACE = "trace"
     # Findings about the course of events.
     RESUMED_FROM = "resumed from"  # the checkpoint from which the job began
@@ -74,12 +77,12 @@ class FindingKind(enum.Enum):
     MORE_SLOW = "more slow"
     STALL = "stall"
     MORE_STALLS = "more stalls"
-    # workers waited to join or leave because the members made no commit
+    # workers waited to join or leave, because the members made no commit
     CHANGE_WAIT = "change wait"
     MORE_CHANGE_WAITS = "more change waits"
     MORE_INCIDENTS = "more incidents"
-    REQUEST = "request"  # a request of an operator
-    OVERDUE = "overdue"  # a worker did not exit after its removal and was killed
+    REQUEST = "request"  # an operator's request
+    OVERDUE = "overdue"  # a worker was removed but did not exit, so it was killed
     PLANNED = "planned changes"
     CHECKPOINTS = "checkpoints"  # number of checkpoints, and the newest one
     DRIVERS = "drivers"
@@ -103,7 +106,7 @@ class FindingKind(enum.Enum):
 
 
 class Advice(enum.Enum):
-    """Kinds of advice given to the user after a job."""
+    """Advice that can be given to the user about a job."""
 
     MORE_MEMORY = "more memory"
     LESS_GPU_MEMORY = "less gpu memory"
@@ -146,7 +149,7 @@ class Advice(enum.Enum):
     LOOK_AT_EXIT = "look at exit"
 
 
-# Causes that produce advice even after a single loss.
+# Causes for which advice is given even after a single loss.
 WRONG = (Cause.DAMAGED, Cause.MISCOMPUTED)
 ADVICE = {
     Cause.EXCEPTION: Advice.MEND_SCRIPT,
@@ -180,8 +183,8 @@ class JobFinding:
     """One finding about a job.
 
     Args:
-        facts: values inserted into the finding's sentence. Times are in seconds since the start of the job. Workers
-            have the form ``h:2#1`` (host:slot#start).
+        facts: values for the finding's sentence. Times are in seconds since the start of the job. Workers have the form
+            ``h:2#1`` (host:slot#start).
     """
 
     what: FindingKind
@@ -200,7 +203,7 @@ class JournalState:
     runs: bool | None = None
     abandoned: bool = False  # the driver could not write the whole journal
     outlives: bool = False  # whether the workers continue without a driver
-    left_out: int = 0  # number of lines that are not valid entries
+    left_out: int = 0  # number of lines that could not be decoded
     torn: bool = False  # whether the last line is incomplete
     from_the_middle: bool = False
 
@@ -210,7 +213,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
     cause = root_cause(story)
     found = [*_ending(story, source), *_why(story, source, cause)]
     if story.store_away is not None and story.view.end is None:
-        # Show these findings before the consequences and the state of the journal.
+        # Show the outage and its cause before their consequences and the state of the journal.
         first = [FindingKind.STORE_AWAY, FindingKind.CAUSE]
         found.sort(key=lambda each: first.index(each.what) if each.what in first else len(first))
     found += [*_course(story), *_losses(story), *_cost(story)]
@@ -219,9 +222,7 @@ def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
 
 
 def root_cause(story: JobHistory) -> Death | None:
-    """Return the first loss of the incident that ended the job or is in progress. Return None if there is no such
-    incident.
-    """
+    """Return the first loss of the incident that ended the job or is in progress, or None without such an incident."""
     if story.after is not None:
         return story.after
     incident = story.last_incident
@@ -302,9 +303,9 @@ def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterat
 
 
 def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
-    """Return the seconds since the connection to etcd was lost, if the job did not end.
+    """Return the time from the loss of etcd to ``at`` as a fact, or no facts if etcd is available or the job has ended.
 
-    Later events are then consequences of this outage.
+    Events after the loss of etcd are consequences of it.
     """
     if story.store_away is None or story.view.end is not None or at < story.store_away.at:
         return {}
@@ -357,8 +358,8 @@ def one_line(reason: Reason) -> str:
 
 
 def named(death: Death) -> str:
-    """Return the name of a worker for a sentence, such as ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it never
-    joined a world.
+    """Return a worker's name for use in a sentence: ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it never joined a
+    world.
 
     A rank alone is ambiguous, because another worker may have the same rank in the next world.
     """
@@ -369,7 +370,7 @@ def named(death: Death) -> str:
 
 
 def death_facts(death: Death, story: JobHistory) -> dict[str, Any]:
-    """Return the values inserted into the sentence about a loss."""
+    """Return the values for the sentence about a loss."""
     return {
         "cause": death.cause.value,
         "who": named(death),
@@ -674,7 +675,7 @@ def _advices(
         yield Advice.SCRIPT_CHECK, {"check": check, "text": text}
     if failed and cause is not None and settings is not None and story.trained_at is not None:
         if not settings.elastic:
-            # An error in the script would also affect the replacement worker.
+            # In an elastic job, an error in the script would also occur in the replacement worker.
             if cause.cause not in OF_THE_SCRIPT:
                 yield Advice.BE_ELASTIC, {"np": settings.np}
         elif end is not None and end.reason.kind in (ReasonKind.TOO_FEW, ReasonKind.TOO_FEW_SLOTS):
@@ -725,7 +726,7 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
         key=lambda stall: stall.seconds,
         default=None,
     )
-    # A killed worker wrote its stacks before the kill, so the user need not request them.
+    # If the driver killed the worker, it has requested the stacks, so the user need not do so.
     if longest is not None and longest.end is not StallEnd.KILLED:
         facts = longest.facts()
         if longest.culprits and (longest.end is None or longest.seconds >= MUCH_STALLED_S):

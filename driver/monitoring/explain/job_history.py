@@ -35,10 +35,10 @@ from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Worker
 
-INCIDENTS = 5000  # maximum number of stored incidents; later ones are only counted
-# maximum number of stored operator requests, and of stored removals that ended with a kill; later ones are dropped
+INCIDENTS = 5000  # maximum number of stored incidents; further ones are only counted
+# maximum number of stored operator requests, and of stored removals that ended with a kill; further ones are dropped
 REQUESTS = 24
-SILENCES = 24  # maximum number of stored etcd outages; later ones are only counted
+SILENCES = 24  # maximum number of stored etcd outages; further ones are only counted
 TRACES = 20  # maximum number of distinct tracebacks that are stored
 TRACE = 20_000  # maximum number of characters of a traceback
 
@@ -60,13 +60,15 @@ class Incident:
     size: int = 0
     size_after: int | None = None
     newest: Commit | None = None  # newest known commit when the incident began
-    # the state's step counter at that commit, or None if it has none
+    # step counter of the state at this commit, or None if the state has none
     newest_step: int | None = None
     commit: Commit | None = None  # commit from which training resumed
-    step: int | None = None  # the state's step counter at that commit, or None if it has none
+    # step counter of the state at this commit, or None if the state has none
+    step: int | None = None
     from_checkpoint: bool = False
-    uncommitted: bool = False  # training restarted from the initial state
-    recovered_ms: float | None = None  # from the cause to the first collective of all members
+    uncommitted: bool = False  # whether training restarted from the initial state
+    # duration from the cause until all members have completed their first collective
+    recovered_ms: float | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
     copied_bytes: int = 0
     # partition of the sharded state after the incident, or None
@@ -75,7 +77,7 @@ class Incident:
 
     @property
     def spoilt(self) -> bool:
-        """Return whether one worker's damaged memory corrupted the commits of all workers."""
+        """Return whether the damaged memory of one worker corrupted the commits of all workers."""
         return self.broke is not None and self.broke.kind is ReasonKind.SPOILT
 
     @property
@@ -100,7 +102,7 @@ class StoreOutage:
 
 @dataclass
 class Planned:
-    """Counts of planned world changes, joins, and leaves. They lose no training steps."""
+    """Statistics of planned changes, in which workers join or leave without a loss of steps."""
 
     count: int = 0
     longest_ms: float = 0.0
@@ -129,20 +131,20 @@ class JobHistory(ViewReader):
         # Start of the first world in elastic.run, or of the first world in a fixed-size job.
         self.trained_at: float | None = None
         self.end_at = 0.0
-        # loss of a worker that failed after training had succeeded
+        # loss of a worker after training had succeeded
         self.after: Death | None = None
-        # The training function itself raised after the other workers had returned, so training had not ended on this
-        # worker.
+        # Whether this worker failed inside the training function, so training had ended only on the other workers.
         self.after_raised = False
         self.stop: str | None = None  # reason for the stop request, or None if there was none
-        # operator requests, each with whether it was carried out
+        # operator requests: time, request, and whether it was carried out
         self.requests: list[tuple[float, events.Event, bool]] = []
-        # workers that were removed but did not exit and were killed: time, and reasons for removal and kill
+        # workers that were removed but had to be killed: time, worker, reason for the removal, and reason for the kill
         self.overdue: list[tuple[float, Worker, Reason, Reason]] = []
         self.largest = 0
         self.hosts: set[str] = set()
         self.drivers = 1
-        self.torn_driver: str = ""  # text of an exception raised by a bug in the driver, or empty
+        # text of an exception that the driver raised because of a bug, or empty
+        self.torn_driver: str = ""
         self.store_away: StoreOutage | None = None
         self.silences: list[StoreOutage] = []
         self.more_silences = 0
@@ -150,7 +152,7 @@ class JobHistory(ViewReader):
         self._counted = 0
         # For each slot, the incarnation of the last worker with a recorded loss.
         self._recorded: dict[tuple[str, int], int] = {}
-        # Workers that were asked to leave, or were killed because they were not needed, with the reasons.
+        # Workers that were asked to leave, or were killed because they were not needed, and the reasons.
         self._going: dict[Worker, Reason] = {}
         self._open: Incident | None = None
         self._traces: set[str] = set()
@@ -166,7 +168,7 @@ class JobHistory(ViewReader):
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def adopted(self, now: float) -> None:
-        # After a driver failover, workers hold commits newer than the start checkpoint.
+        # After a driver failover, the job does not begin from a checkpoint: the workers hold newer commits.
         self.begins = None
         self.began = self.last = now
         self.hosts.update(worker.host for worker in self.view.workers)
@@ -191,7 +193,7 @@ class JobHistory(ViewReader):
         self.torn_driver = error
 
     def go_on(self, now: float) -> None:
-        """Advance the clock of a running job without an event."""
+        """Advance the current time of a running job without an event."""
         if self.began is not None and self.view.end is None and now > self.last:
             self.last = now
             self.spent.go_on(now)
@@ -209,7 +211,7 @@ class JobHistory(ViewReader):
 
     @property
     def last_incident(self) -> Incident | None:
-        """Return the incident that ended the job or is in progress; otherwise the last incident."""
+        """Return the incident that is in progress, otherwise the last one, or None if there was none."""
         return self._open or (self.incidents[-1] if self.incidents else None)
 
     def losses(self) -> list[Death]:
@@ -217,7 +219,7 @@ class JobHistory(ViewReader):
         return [death for incident in self.incidents for death in incident.deaths]
 
     def in_trouble(self) -> bool:
-        """Return whether the last incident is in progress."""
+        """Return whether an incident is in progress."""
         return self._open is not None
 
     # ---- private ---------------------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ class JobHistory(ViewReader):
             self._traces.add(trace)
         aside = self._open is None and bool(ranks) and death.worker not in ranks
         self._incident(now).deaths.append(death)
-        if aside:  # No other worker trains with this one or waits for it.
+        if aside:  # The worker was not a member, so no recovery follows and the incident ends here.
             self._open = None
 
     def _failed_after(self, death: Death) -> None:

@@ -1,7 +1,7 @@
-"""Reader of job journals in any state, including incomplete files. Performs I/O.
+"""Reader of job journals, including incomplete and damaged files. Performs I/O.
 
-A file that is not a journal is rejected with an error. Every journal is read as far as possible, even if its last line
-is incomplete, some lines are invalid, its format is older, or it is still being written.
+A file that is not a journal is rejected with an error. A journal is read as far as possible, even if its last line is
+incomplete, some lines are invalid, its format is older, or it is still being written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HINTS = {
 }
 # Maximum length of a line in bytes. A snapshot of 100,000 workers takes about 50 MB.
 LINE_LIMIT = 256 << 20
-NO_JOURNAL = 100  # number of invalid lines at the beginning after which the file is rejected
+NO_JOURNAL = 100  # number of invalid lines at the beginning of a file after which it is rejected
 
 
 @dataclass
@@ -60,7 +60,11 @@ class JournalReading:
 
 
 def read_journal(path: Path) -> JournalReading:
-    """Read a journal to its end. Raises Invalid if it cannot be read or is not a journal."""
+    """Read a journal to its end.
+
+    Raises:
+        Invalid: the file cannot be read or is not a journal.
+    """
     with JournalEntries(path) as found:
         for _ in found:
             pass
@@ -68,11 +72,12 @@ def read_journal(path: Path) -> JournalReading:
 
 
 class JournalEntries:
-    """Iterator over the entries of a journal with their actions. If an archived journal omits the actions, they are
-    recomputed.
+    """Context manager and iterator over the entries of a journal and their actions.
 
-    The iterator must be closed. ``reading`` contains the data read so far. Raises Invalid, at the latest with the first
-    entry, if the file cannot be read or is not a journal.
+    If an archived journal omits the actions, they are recomputed. ``reading`` contains the data read so far.
+
+    Raises:
+        Invalid: the file cannot be read or is not a journal. Raised before the first entry is returned.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +90,7 @@ class JournalEntries:
             self._file.close()
             raise
         self.reading = JournalReading(header, settings, _offset(header))
-        self._membership: Membership | None = None  # membership that recomputes the omitted actions
+        self._membership: Membership | None = None  # recomputes omitted actions
         self._read = self._left_out = 0
         self._torn = self._middle = False
 
@@ -141,7 +146,7 @@ class JournalEntries:
         self.reading.view.note(entry.event, entry.actions, entry.at)
 
     def _begin_from(self, snapshot: entries.Snapshot) -> None:
-        """Initialize from a snapshot, for a copied journal that begins in the middle of a job."""
+        """Initialize from a snapshot, because the journal is a copy that begins in the middle of a job."""
         settings = self.reading.settings
         self._middle = True
         membership = None if settings is None else _restored(bytes(snapshot.snapshot), settings)
@@ -180,7 +185,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _is_written(file: BinaryIO) -> bool | None:
-    """Return whether a driver holds the lock on the file, or None if the file system does not support locks."""
+    """Return whether a driver holds the lock on the file. Return None if the file system does not support locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -211,7 +216,7 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
     try:
         return header, Settings(**header.settings)
     except (TypeError, Invalid):
-        # The journal has another version, but its events can be reported.
+        # Another version wrote the journal, but its events can still be reported.
         return header, None
 
 

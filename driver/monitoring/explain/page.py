@@ -85,7 +85,7 @@ def _text(name: str) -> str:
 
 
 def _embedded(value: Any) -> str:
-    """Encode a value as JSON that is safe inside an HTML element, because it cannot close the element."""
+    """Encode a value as JSON for embedding in an HTML element. The result cannot close the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -18,12 +18,13 @@ from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
-BEGINNING = "<!doctype html>"  # text at the beginning of each report page
+BEGINNING = "<!doctype html>"  # text with which every report page begins
 
 
 class RunReport(ViewReader):
-    """Report on one job, based on this driver's observations. Times of ``spent`` and its view are in seconds since
-    1970.
+    """Report on one job, based on this driver's observations.
+
+    The times of ``spent`` and of its view must be in seconds since 1970.
     """
 
     def __init__(
@@ -55,8 +56,7 @@ class RunReport(ViewReader):
         """Write the report page.
 
         Returns:
-            Whether a report was written. If the job was refused at its start, returns False and keeps an earlier
-            report.
+            True if the report was written. False if the job was refused at its start; an earlier report is then kept.
 
         Raises:
             Invalid: the file exists and is not a report, or cannot be written.
@@ -73,7 +73,7 @@ class RunReport(ViewReader):
 def check_replaceable(file: Path, beginning: str) -> None:
     """Raise Invalid if the path is a device or a file of another kind, such as a script or a journal.
 
-    A report or animation must not overwrite such a file.
+    This prevents a report or animation from overwriting such a file.
 
     Args:
         file: path of the new file.
@@ -91,7 +91,7 @@ def check_replaceable(file: Path, beginning: str) -> None:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Write a page atomically. It may replace only an earlier file of the same kind.
+    """Write a page atomically. Only an earlier file of the same kind may be replaced.
 
     Raises:
         Invalid: the file exists and is of another kind, or cannot be written.

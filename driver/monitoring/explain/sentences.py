@@ -1,4 +1,4 @@
-"""Sentences for findings. For display only: the wording may change at any time. Pure: no I/O, no clock."""
+"""Sentences that describe findings. For display only: the wording may change at any time. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from elastic.protocol.messages import MISTAKE_LIMIT, at_step
 
 Facts = Mapping[str, Any]
 GOODPUT = "the share spent on training that was not lost"
-LINE = 400  # maximum number of characters of a quoted external text
+LINE = 400  # maximum number of characters of a quoted text from outside this program
 HEADINGS = {
     "ended": "",
     "advice": "What to change",
@@ -81,12 +81,12 @@ def sections(found: Iterable[JobFinding]) -> dict[str, list[tuple[JobFinding, st
 
 
 def sentence(finding: JobFinding) -> str:
-    """Return the text of a finding: one or more sentences, without a bullet. A quoted traceback spans several lines."""
+    """Return the text of a finding: one or more sentences. A quoted traceback spans several lines."""
     return _SENTENCES[finding.what](finding.facts)
 
 
 def duration(seconds: float) -> str:
-    """Format a duration, for example ``3.2 s``, ``4 min 12 s``, ``2 h 3 min``."""
+    """Format a duration given in seconds, for example as ``3.2 s``, ``4 min 12 s`` or ``2 h 3 min``."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if seconds < 60:
@@ -99,13 +99,13 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(ms: float) -> str:
-    """Format a duration in milliseconds, for example ``58 ms``, ``3.4 s``."""
+    """Format a duration given in milliseconds, for example as ``58 ms`` or ``3.4 s``."""
     return f"{ms:.0f} ms" if ms < 1000 else duration(ms / 1000)
 
 
 def number(value: float) -> str:
-    """Format a number with four significant digits, or all digits of an integer. Very large and very small values use
-    exponent notation.
+    """Format a number: integers with all digits, others with four significant digits. Very large and very small numbers
+    use exponent notation.
     """
     size = abs(float(f"{value:.4g}"))
     if size and not 1e-4 <= size < 1e7:
@@ -116,7 +116,7 @@ def number(value: float) -> str:
 
 
 def shown(text: str, limit: int = LINE) -> str:
-    """Shorten an external text to one line of at most ``limit`` characters."""
+    """Shorten a text from outside this program to one line of at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[:limit]}..."
 
@@ -570,7 +570,9 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """Return explanations of the nonzero parts of the workers' time that need one."""
+    """Return explanations of the parts of the workers' time, for nonzero parts with names that are not
+    self-explanatory.
+    """
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 

@@ -28,7 +28,7 @@ STATES = (
     "leaving",
     "done",
     "lost",  # the worker raised an exception, or its host was lost; its process may still run
-    # `table` splits these states off from training, according to the stalls passed to it.
+    # not recorded: `table` derives these states from the stalls passed to it
     "waiting",
     "stalled",
 )
@@ -40,7 +40,7 @@ _STATES = {
     Stage.RETURNED: "done",
     Stage.LEAVING: "leaving",
 }
-SPANS = 200_000  # maximum number of spans over all rows; later spans are dropped
+SPANS = 200_000  # maximum number of spans in all rows together; further spans are dropped
 Span = list[float | int]
 
 
@@ -67,9 +67,9 @@ class WorkerRows(ViewReader):
         view.follow(self)
 
     def table(self, until: float, stalls: Iterable[Stall] = ()) -> dict[str, list[Span]]:
-        """Return the spans of each slot. Spans that have not ended yet end at ``until``.
+        """Return the spans of each slot. Spans that are still open end at ``until``.
 
-        During a stall, its culprits are shown as stalled, and the other members as waiting.
+        During a stall, the culprits are shown as stalled and the other members as waiting.
         """
         rows = {row: [*spans] for row, spans in self.rows.items()}
         for worker, now in self._now.items():
