@@ -2,11 +2,11 @@
 
 Pure: no I/O, no clock.
 
-A worker reports how it has spent its time since ``init()``. This module accounts for the remaining time. The time from
-a worker's start to ``init()`` counts as joining. The time from its last report to its exit counts for the activity in
-that report. A worker that died cannot report how much training it lost. Its lost time is assumed to equal that of the
-first survivor of its world or, if all workers died, the training time since the newest checkpoint. The parts of a
-worker therefore sum to the time from its start to its exit.
+A worker reports how it has spent its time since ``init()``. This module assigns the time that no report covers. The
+time from a worker's start to ``init()`` counts as joining. The time from its last report to its exit counts for the
+activity in that report. A worker that died cannot report how much of its training was lost. Its lost time is assumed to
+equal that of the first survivor of its world that reports or, if all workers died, the training time since the newest
+checkpoint. The parts of a worker always sum to the time from its start to its exit.
 
 While training, a worker alternates between the parts of a step. The time since its last report is therefore divided
 among these parts, in the proportions measured between two reports of this worker or of another.
@@ -41,15 +41,16 @@ STRETCHES: tuple[Stretch, ...] = (
 )
 SHOWN = 32  # maximum number of workers listed in a summary
 IN_STEPS: tuple[Part, ...] = ("training", "committing", "data")  # parts of each step
-# Minimum interval in seconds between two reports from which proportions are computed. Shorter ones are inaccurate.
+# Minimum interval, in seconds, between two reports from which proportions are computed. Shorter intervals are
+# inaccurate.
 MEASURED_S = 1.0
-LEAST_S = 0.005  # smaller values would be displayed as 0.00
-# Number of exited workers listed individually. When there are twice as many, the older ones are aggregated.
+LEAST_S = 0.005  # Smaller values are omitted, because they would be displayed as 0.00.
+# Number of exited workers listed individually. When twice as many are listed, the older half is aggregated.
 KEPT = 100
 
 
 class Seconds(Times):  # type: ignore[misc]  # a struct is as frozen as its base
-    """Seconds that a worker spent on each part, as reported, without the time in stalls."""
+    """Seconds that a worker spent on each part. Time in stalls is a separate part."""
 
     stalled: float = 0.0
 
@@ -70,19 +71,19 @@ class Spent:
     generation: int = 0  # generation of the worker's last world
     joined: int = 0  # generation of the first world in which the worker took part
     trains_since: float | None = None  # time at which that world was published
-    lost: float = 0.0  # lost seconds that are not included in the worker's reports
-    # seconds in stalls, by the activity that the worker reported
+    lost: float = 0.0  # seconds of lost training that the worker's reports do not contain
+    # seconds in stalls, by the part in which the worker reported them
     stalled: dict[str, float] = field(default_factory=dict)
     stalled_last: float = 0.0  # seconds in stalls since the worker's last report in its last world
     # time up to which stalls were counted; inf while the worker is in no world
     stalled_to: float = math.inf
-    # seconds spent on each part of a step between two reports
+    # seconds spent on each part of a step between the last two reports that allowed a measurement
     steps: Mapping[str, float] | None = None
 
     def counts(self, report: Times, seconds: float) -> None:
-        """Subtract stalled time from the parts in a new report.
+        """Assign stalled time to the parts of a new report, from which `times` then subtracts it.
 
-        It is subtracted from lost time first, because no commits are made in a stall, and then from the largest parts.
+        It is assigned to lost time first, because no commits are made in a stall, and then to the largest parts.
 
         Args:
             report: the new report of the worker.
@@ -92,7 +93,7 @@ class Spent:
             return
         before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(report)
         parts = {part: after[part] - before[part] for part in after}
-        # If a part has decreased, the worker returned to an earlier commit, so stalled time in that part becomes lost
+        # A part decreases if the worker has returned to an earlier commit. Stalled time in that part then becomes lost
         # time.
         for part, more in parts.items():
             moved = min(self.stalled.get(part, 0.0), max(0.0, -more))
@@ -105,13 +106,14 @@ class Spent:
             if taken > 0:
                 self.stalled[part] = self.stalled.get(part, 0.0) + taken
                 seconds -= taken
-        if seconds > 0:  # A part of the stall was not known yet at the worker's last report.
+        # Some of the stall precedes the worker's last report, which did not contain it yet.
+        if seconds > 0:
             self.stalled[most[1]] = self.stalled.get(most[1], 0.0) + seconds
 
     def measured(self, report: Times, doing: Part) -> Mapping[str, float] | None:
-        """Return the share of each part in the worker's time since its last report.
+        """Return the seconds that the worker spent on each part of a step since its last report.
 
-        Return None if the worker did not train during the whole time, or if the time is too short.
+        Returns None if the worker did not train during the whole interval, or if the interval is too short.
         """
         if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
@@ -123,7 +125,7 @@ class Spent:
     def times(
         self, now: float, stalled_s: float = 0.0, steps: Mapping[str, float] | None = None
     ) -> Seconds:
-        """Return the seconds of the worker by part. They sum to the time since its start.
+        """Return the worker's seconds by part. They sum to the time since its start.
 
         Args:
             now: current time on the driver's clock.
@@ -137,7 +139,7 @@ class Spent:
         known_to = end if known_to is None else known_to
         parts["joining"] += max(0.0, known_to - self.began - sum(parts.values()))
         since = max(0.0, end - known_to)
-        if doing in IN_STEPS:  # During a stall, the worker remained in one part of a step.
+        if doing in IN_STEPS:  # A worker in a stall remains in one part of a step.
             held = min(since, stalled_s + self.stalled_last)
             parts[doing] += held
             # A commit takes very little time, so most of the time was spent training.
@@ -152,7 +154,7 @@ class Spent:
         parts["lost"] += lost
         stalled = defaultdict[str, float](float, self.stalled)
         stalled[doing] += stalled_s
-        # No commit was made during the last stall of the worker.
+        # No commit was made during the worker's last stall, so lost time is taken from it first.
         again = min(lost, self.stalled_last, stalled[doing])
         stalled[doing] -= again
         stalled["lost"] += again
@@ -175,7 +177,7 @@ def _less(parts: dict[str, float], stalled: Mapping[str, float]) -> dict[str, fl
 
 
 class TimeSpent(ViewReader):
-    """Time that a job and its workers have spent, from the observations of this driver."""
+    """Accounting of the time of a job and its workers, from the observations of this driver."""
 
     def __init__(self, view: JobView) -> None:
         self.view = view
@@ -208,15 +210,16 @@ class TimeSpent(ViewReader):
                 if worker in self.view.ranks and self._stretch == "training":
                     self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
-                # It is unknown when training under the previous driver began, so the whole time counts as training.
+                # The driver does not know when training began under the previous driver, so all time counts as
+                # training.
                 self._stretch = "starting" if self.view.prepares else "training"
             case _:
                 pass
 
     def go_on(self, now: float) -> None:
-        """Account for the time up to ``now``, although no event has occurred.
+        """Account for the time up to ``now`` without an event.
 
-        Time after the end of the job and of all its workers does not count.
+        Time after the end of the job and of all its workers is not counted.
         """
         if self._since is not None and not self.over:
             self.now = max(self.now, now)
@@ -248,7 +251,7 @@ class TimeSpent(ViewReader):
                         spent.joined, spent.trains_since = generation, now
                 if self._stretch == "starting":
                     self._begin("training", now)
-            # As in the log, a recovery lasts until all members train again.
+            # As in the log, a recovery ends when all members train again.
             case events.ReportRecovery() if self._stretch in ("recovering", "changing"):
                 self._begin("training", now)
             case events.EndJob():
@@ -261,7 +264,7 @@ class TimeSpent(ViewReader):
 
         Args:
             now: current time, in seconds.
-            first: whether the current world was only for ``init()``.
+            first: whether the current world was a world of ``init()``, so that training has not begun.
         """
         if first:
             self._stretch = "starting"
@@ -280,8 +283,8 @@ class TimeSpent(ViewReader):
         spent = self.running.get(event.worker)
         if spent is None:
             if event.worker not in self.view.workers:
-                return  # The report arrived after the driver had given up the worker's host.
-            # The worker was started under the previous driver, so the time of its start is computed from its report.
+                return  # The report arrived after the driver had declared the worker's host lost.
+            # The worker was started by a previous driver, so its start time is computed from its report.
             age = sum(msgspec.structs.astuple(event.times))
             spent = self.running[event.worker] = Spent(event.worker, now - age)
             spent.joined = spent.generation = event.generation
@@ -332,9 +335,9 @@ class TimeSpent(ViewReader):
             del self.gone[:KEPT]
 
     def _all_exited(self) -> None:
-        """Record that all commits in memory are lost.
+        """Compute the lost time of the dead workers, because all commits in memory are lost.
 
-        Training must be repeated from the newest checkpoint, or from the beginning if there is none.
+        Training is repeated from the newest checkpoint, or from the beginning if there is none.
         """
         for dead in self._died:
             assert dead.ended is not None
@@ -360,7 +363,7 @@ class TimeSpent(ViewReader):
         return self.stalls.current(self.now)
 
     def workers(self) -> list[tuple[Spent, Seconds]]:
-        """Return the times of each individually listed worker, in the order of their starts."""
+        """Return the seconds by part of each individually listed worker, in the order of their starts."""
         ordered = sorted([*self.gone, *self.running.values()], key=lambda each: each.began)
         now, lasting = self.now, self.stall
         found: list[tuple[Spent, Seconds]] = []
@@ -375,9 +378,9 @@ class TimeSpent(ViewReader):
         return _sum([self.older, *(times for _, times in self.workers())])
 
     def goodput(self) -> float | None:
-        """Return the share of the workers' time that was spent in training.
+        """Return the fraction of the workers' time that was spent on training.
 
-        Return None if no worker was in ``elastic.run``, because workers report their activity only there.
+        Returns None if no worker was in ``elastic.run``, because workers report their activity only there.
         """
         total = self.total()
         worked = sum(msgspec.structs.astuple(total))
@@ -400,11 +403,11 @@ WORDS: dict[Stretch, str] = {
 
 
 def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
-    """Return a table of the time spent, as lines of text, with up to SHOWN workers.
+    """Return a table of the time spent, as lines of text. It lists up to SHOWN workers.
 
     Args:
         spent: time of the job and its workers.
-        zeros: whether to include stretches and parts without time.
+        zeros: whether to include stretches and parts of zero length.
     """
     job, total = spent.stretches(), spent.total()
     until = ", until the last worker exited" if spent.over else ""

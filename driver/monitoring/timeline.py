@@ -1,7 +1,7 @@
-"""Timeline of a job: ranks of workers, the driver's events and actions, and the workers' own records.
+"""Timeline of a job: the ranks of workers, the driver's events and actions, and the records of workers.
 
 Converts records to trace events in JSON, which must be written in order. Pure: times are arguments, in nanoseconds on
-the driver's monotonic clock. The viewer shows the driver as a process with these rows:
+the monotonic clock of the driver. The viewer shows the driver as a process with these rows:
 
     generations   a span for each world, from its publication to its end
     recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
@@ -9,8 +9,8 @@ the driver's monotonic clock. The viewer shows the driver as a process with thes
     changes       planned changes, from the request to the new world or the cancellation
     warnings      warnings and errors of the log
 
-Each incarnation of a worker is a process, named after its last rank. It has a row ``world`` with its ranks, and the
-rows that the worker recorded.
+The viewer shows each worker as a process named after its last rank, with a row ``world`` for its ranks and the rows
+that the worker recorded.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from elastic.protocol.messages import Worker
 from elastic.protocol.trace_format import TraceFormat
 
 DRIVER = "driver"
-WORLD = "world"  # name of the row with a worker's ranks
+WORLD = "world"  # name of the row that shows a worker's ranks
 MEMBERS_SHOWN = 64
 
 
 class Timeline:
-    """Timeline of one job, written to one or several files.
+    """Converter of one job's records to the lines of one or several timeline files.
 
-    The methods run in a separate thread, so the required state of the view is passed to them as arguments.
+    The methods run in a separate thread, so the state of the view that they need is passed as arguments.
     """
 
     def __init__(self) -> None:
         self._format = TraceFormat(0, 0)
-        # name of the open span of each process and row
+        # name of the open span, by process and row
         self._begun: dict[tuple[str, str], str] = {}
         self._now_ns = 0
 

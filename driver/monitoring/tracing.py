@@ -1,11 +1,11 @@
-"""Collection of the trace records of all workers into one file, written by a separate thread.
+"""Recording of timelines: the trace records of all workers are collected in one file, which a separate thread writes.
 
     nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
     recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records
     ending --TracedAll of each, or END_S--> nothing; requests are answered
 
-The event loop only queues records; `timeline` converts them to text. Errors of the file are logged once and end the
-timeline, never the job. If records arrive faster than they can be written, they are dropped and counted.
+The event loop only queues records; `timeline` converts them to text. Errors while writing the file are logged once and
+end the timeline, never the job. If records arrive faster than they can be written, they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from elastic.protocol.trace_file import TraceFile, is_free
 
 # Timeout in seconds for workers to send their remaining records. A frozen worker sends none.
 END_S = 2.0
-CLOSE_S = 10.0  # timeout in seconds for the last write
+CLOSE_S = 10.0  # timeout for the last write, in seconds
 WAITING_LIMIT = 500_000  # maximum number of records waiting to be written
-AT_ONCE = 64  # maximum number of messages in one write
+AT_ONCE = 64  # maximum number of queued items combined into one write
 
 Send = Callable[[Worker, Message], object]
 
 
 @dataclass
 class _Ending:
-    """Timeline that is ending: the workers whose records are awaited, and pending requests."""
+    """State of a timeline that is ending: the workers whose records are awaited, and pending requests."""
 
     awaited: set[Worker]
     asked: list[tuple[Worker, int]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Tracing(ViewReader):
         self._send: Send = lambda worker, message: None
         self._workers: set[Worker] = set()  # connected workers
         self._number = 0  # sequence number of the newest timeline
-        self._path = ""  # file of the current timeline, or empty if none is recorded
+        self._path = ""  # path of the current timeline's file, or empty if no timeline is recorded
         self._mark_cycles = False
         self._ending: _Ending | None = None
         self._waiting = 0  # number of records waiting to be written
@@ -94,7 +94,7 @@ class Tracing(ViewReader):
     # ---- workers
 
     def heard(self, worker: Worker, message: Any) -> bool:
-        """Handle a message of a worker. Return whether it concerned only a timeline."""
+        """Handle a message from a worker. Return True if only this class uses such messages."""
         match message:
             case messages.ClockAsked(asked_ns):
                 heard_ns = time.monotonic_ns()
@@ -162,8 +162,8 @@ class Tracing(ViewReader):
                         f"the timeline path {wanted.path!r} is relative: pass an absolute path"
                     )
                 if os.path.isfile(wanted.path) and not is_free(wanted.path):
-                    # The user that starts the job may overwrite any of their files, but a worker on another host must
-                    # not.
+                    # The user who starts the job may overwrite any of their own files, but a worker on another host
+                    # must not.
                     raise Invalid(
                         f"{wanted.path!r} already exists on the driver's host, but is not a timeline: remove the"
                         " file, or pass another path"
@@ -245,7 +245,7 @@ class _Writer:
         self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Must be called in the event loop, which runs the thread's callbacks."""
+        """Start the thread. Must be called in the event loop, in which the callbacks will run."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
@@ -259,7 +259,7 @@ class _Writer:
             return self._timeline.begin(now_ns, epoch_us, world)
 
         self._jobs.put(_Job(opened, first=True))
-        # Without a running event loop, `serve` starts the thread later.
+        # If no event loop is running yet, `serve` starts the thread later.
         with contextlib.suppress(RuntimeError):
             self.start()
 
@@ -269,19 +269,19 @@ class _Writer:
         """Queue lines for the file.
 
         Args:
-            lines: function that returns the lines. It is called in the writing thread.
-            taken: the worker to notify after the lines are written, the number of the timeline and the number of
-                records. None if no worker is notified.
+            lines: function that returns the lines. It is called in the writer's thread.
+            taken: the worker to notify when the lines have been written, the number of the timeline, and the number of
+                records. None if no worker is to be notified.
         """
         self._jobs.put(_Job(lines, taken))
 
     def end(self, done: Callable[[], None] | None) -> None:
-        """Close the current file after all queued lines. Then call ``done`` in the event loop."""
+        """Close the current file after all queued lines have been written, then call ``done`` in the event loop."""
         now_ns = time.monotonic_ns()
         self._jobs.put(_Job(lambda: self._timeline.end(now_ns), done=done, last=True))
 
     def close(self) -> None:
-        """Wait until everything is written, for at most CLOSE_S seconds."""
+        """Wait until all lines have been written, for at most CLOSE_S seconds."""
         if self._loop is None:
             return
         self.end(None)
@@ -338,6 +338,6 @@ class _Job:
     lines: Callable[[], list[str]]
     taken: tuple[Worker, int, int] | None = None
     done: Callable[[], None] | None = None
-    first: bool = False  # whether this is the first item of its file
+    first: bool = False  # whether this is the first item for its file
     last: bool = False
     over: bool = False

@@ -15,11 +15,12 @@ SHORT_S = 0.5  # minimum duration of a part that is logged, in seconds
 
 @dataclass
 class JobStart:
-    """Times of the start of a job, in seconds on one clock.
+    """Times at which the start of a job reached its milestones, in seconds on one clock.
 
     Args:
         began: time at which the driver ordered the first workers.
-        connected: time at which the first world was published, when all its workers had called init(). None before.
+        connected: time at which the first world was published, after all its workers had called init(). None before
+            that.
         entered: time at which the newest world was published. When training begins, this is the first world in
             elastic.run.
     """
@@ -34,7 +35,7 @@ class JobStart:
         self.entered = now
 
     def parts(self, now: float) -> list[tuple[str, float]]:
-        """Return the parts of a job's start, given that training began at ``now``: the name of each part's end, and its
+        """Return the parts of a job's start if training begins ``now``, as pairs: the name of the part's end and its
         seconds.
         """
         parts = [("a step", now - (self.entered or self.began))]
@@ -46,9 +47,9 @@ class JobStart:
 
 
 def start_line(report: ReportRecovery, start: JobStart, now: float) -> str:
-    """Return the log line about the start of training, for example ``training started after 78 s with 2 workers: 71 s
-    to init(), 5.1 s to elastic.run, 1.7 s to a step``.
+    """Return the log line about the start of training.
 
+    For example ``training started after 78 s with 2 workers: 71 s to init(), 5.1 s to elastic.run, 1.7 s to a step``.
     Short parts are omitted. If the whole start was short, all parts are omitted.
     """
     total_s = now - start.began
@@ -80,13 +81,14 @@ def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> 
 def recovery_line(
     report: ReportRecovery, *, held: bool | None = None, committed: bool = True
 ) -> str:
-    """Return the log line about a recovery, for example ``recovered in 83 ms with 3 workers, generation 5; no committed
-    step lost``.
+    """Return the log line about a recovery.
+
+    For example ``recovered in 83 ms with 3 workers, generation 5; no committed step lost``.
 
     Args:
         report: the recovery.
         held: whether a member held a commit.
-        committed: whether any commit was made in this job. Otherwise members hold the initial state.
+        committed: whether any commit was made in this job. If not, the members hold the initial state.
     """
     verb = _VERBS.get(report.kind, report.kind)
     size = counted(report.size, "worker")
@@ -105,8 +107,9 @@ def recovery_line(
 
 
 def phases_line(report: ReportRecovery) -> str:
-    """Return the log line about the phases of a recovery, for example ``phases of generation 5 in ms: gathered 9,
-    formed 41, copied 12.3 MB: lost localhost:2#1``.
+    """Return the log line about the phases of a recovery.
+
+    For example ``phases of generation 5 in ms: gathered 9, formed 41, copied 12.3 MB: lost localhost:2#1``.
     """
     phases = ", ".join(f"{name} {_ms(ms)}" for name, ms in report.phases_ms.items())
     copied = f", copied {report.copied_bytes / 1e6:.1f} MB" if report.copied_bytes else ""

@@ -1,7 +1,7 @@
-"""Check whether hosts on different networks can reach each other. Pure: no I/O, no clock.
+"""Detection of hosts that cannot reach each other, judging by their addresses. Pure: no I/O, no clock.
 
-Different networks alone are not an error, because routers may connect them. They are reported only if all hosts also
-share another network. Addresses that obviously cannot reach each other are always reported.
+Addresses on different networks are not necessarily an error, because routers may connect them. They are reported only
+if all hosts share another network. Addresses that obviously cannot reach each other are always reported.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class AddressCheck:
-    """Address statistics of all hosts. Only counts are stored, so that hosts need not be compared in pairs."""
+    """Checker of the addresses of all hosts. It stores counts, so that hosts need not be compared in pairs."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _CheckedHost] = {}
         self._reported: set[str] = set()
-        self._versions: Counter[int] = Counter()  # IP versions in use
+        self._versions: Counter[int] = Counter()  # number of hosts that use each IP version
         self._used: Counter[_Network] = Counter()
-        # Addresses from which hosts with this bind address connect.
+        # For each bind address, the addresses from which its hosts connect to the driver.
         self._callers: dict[_Address, Counter[str]] = {}
-        # number of hosts with loopback addresses, and of those that connect from another machine
+        # number of hosts that use loopback addresses, and number of hosts that connect from another machine
         self._inside = self._afar = 0
-        self._having: Counter[_Network] = Counter()  # number of hosts in each network
+        # number of hosts with an address in each network
+        self._having: Counter[_Network] = Counter()
         self._held: dict[_Network, Counter[_Address]] = {}
 
     def note(self, host: str, bind: str, addresses: Sequence[str], calls_from: str = "") -> str:
@@ -39,12 +40,12 @@ class AddressCheck:
         Args:
             host: name of the host.
             bind: numeric address that the host's workers use.
-            addresses: all addresses of the host, as in ``10.0.0.5/24``.
+            addresses: all addresses of the host with prefix lengths, such as ``10.0.0.5/24``.
             calls_from: address from which the host connects to the driver.
 
         Returns:
-            A warning if workers of the hosts apparently cannot reach each other, or an empty string. Each kind of
-            warning is returned once.
+            A warning if workers on the hosts apparently cannot reach each other, otherwise an empty string. Each kind
+            of warning is returned only once.
         """
         self.drop(host)
         try:
@@ -121,7 +122,7 @@ class AddressCheck:
             network
             for network in newest.has
             if self._having[network] == len(self._hosts)
-            # An address shared by several hosts belongs to a bridge inside each host.
+            # An address that several hosts have belongs to a virtual bridge inside each host.
             and max(self._held[network].values()) == 1
         ]
         return min(common, key=lambda network: (network.version, str(network)), default=None)

@@ -1,6 +1,6 @@
 """Blocking calls outside the event loop, and waits with a deadline. Makes no decisions.
 
-The calls run in daemon threads, because a hanging call in the event loop's own threads would block the exit of the
+The calls run in daemon threads, because a hanging call in the event loop's thread pool would block the exit of the
 process.
 """
 
@@ -19,7 +19,9 @@ T = TypeVar("T")
 async def to_thread(function: Callable[..., T], *args: Any, within_s: float | None) -> T:
     """Run a blocking function in a thread. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``within_s`` seconds. The function then keeps running, but its result is ignored.
+    Raises:
+        asyncio.TimeoutError: the function has not returned within ``within_s`` seconds. It keeps running, but its
+            result is ignored.
     """
     future = begun(lambda: function(*args), "outside the loop")
     await within(over(future), within_s)
@@ -27,13 +29,16 @@ async def to_thread(function: Callable[..., T], *args: Any, within_s: float | No
 
 
 async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
-    """Await an object with a time limit. Return its result, or raise its exception.
+    """Await an awaitable with a time limit. Return its result, or raise its exception.
 
-    Raises asyncio.TimeoutError after ``limit_s`` seconds, once ``awaited`` has been cancelled and has ended.
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same iteration of the event
+    loop, and the canceller waits forever. This function does not. It returns a result that arrives at the deadline, but
+    drops a result that arrives together with a cancellation. A result that must be closed therefore needs another
+    owner.
 
-    Before Python 3.12, `asyncio.wait_for` loses a cancellation if the result arrives in the same iteration of the loop,
-    and the canceller then waits forever. This function returns a result that arrives at the deadline. A result that
-    arrives together with a cancellation is dropped, so a result that must be closed needs another owner.
+    Raises:
+        asyncio.TimeoutError: no result within ``limit_s`` seconds. Raised after ``awaited`` has been cancelled and has
+            ended.
     """
     future = asyncio.ensure_future(awaited)
     try:
@@ -50,7 +55,7 @@ async def within(awaited: Awaitable[T], limit_s: float | None) -> T:
 
 
 async def _stopped(future: asyncio.Future[Any]) -> None:
-    """Cancel a future and wait for its end, so that its resources are released before the caller continues."""
+    """Cancel a future and wait until it is done, so that its resources are released before the caller continues."""
     future.cancel()
     await asyncio.wait({future})
 
@@ -63,11 +68,11 @@ def _noticed(future: asyncio.Future[Any]) -> None:
 class SequentialCalls:
     """Executor that runs blocking calls one at a time.
 
-    A call that exceeds its time limit keeps running, and later calls wait for it.
+    A call that exceeds its time limit keeps running, and later calls wait until it returns.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name  # name of the threads
+        self._name = name  # name of the threads in which the calls run
         self._last: Future[Any] | None = None
 
     async def __call__(self, call: Callable[[], T], within_s: float) -> T:
@@ -83,7 +88,7 @@ class SequentialCalls:
 
 
 def begun(call: Callable[[], T], name: str) -> Future[T]:
-    """Start a call in a thread of this name."""
+    """Start a call in a daemon thread with this name, and return a future for its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -99,7 +104,7 @@ def begun(call: Callable[[], T], name: str) -> Future[T]:
 
 
 async def over(future: Future[Any]) -> None:
-    """Wait until a future is done. Cancelling the wait does not cancel the future."""
+    """Wait until a future is done. Cancelling this wait does not cancel the future."""
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
 

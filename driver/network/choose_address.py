@@ -1,9 +1,9 @@
-"""Selection of a host's address. Pure: no I/O, no clock.
+"""Selection of the address that the workers of a host use. Pure: no I/O, no clock.
 
 ``wanted`` is the value of --network-interface: interface names, networks such as 10.0.0.0/8 or fd00::/8, or addresses.
 Each host uses the first entry that matches one of its addresses. Two kinds of addresses are never selected: addresses
-of interfaces that are down, and link-local IPv6 addresses, which need an interface number that differs between
-machines.
+of interfaces that are down, and link-local IPv6 addresses, because they need a scope (interface number), which differs
+between machines.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FLAG = "--network-interface"
 SHOWN = 6  # maximum number of addresses listed in a sentence
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_NAME = re.compile(r"[^\s/%]{1,15}")  # interface names that Linux permits
-# Interfaces of containers and virtual machines, which connect only processes of one machine.
+_NAME = re.compile(r"[^\s/%]{1,15}")  # interface names that Linux allows
+# Interfaces of containers and virtual machines. They do not reach other machines.
 _INNER = ("docker", "br-", "virbr", "veth", "cni", "cbr", "flannel", "cali", "lxc", "lxd", "podman")
 
 
 class InterfaceAddress(msgspec.Struct, frozen=True):
-    """One address of this machine. An interface with several addresses is represented by several objects."""
+    """Address of a network interface of this machine. An interface with several addresses has one object for each."""
 
     name: str
     address: str  # numeric address, without a scope
@@ -36,14 +36,14 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
 
     @property
     def network(self) -> str:
-        """Return the network of the address, as in ``10.0.0.0/24``."""
+        """Network of the address, such as ``10.0.0.0/24``."""
         return str(ipaddress.ip_network(f"{self.address}/{self.prefix_length}", strict=False))
 
     @property
     def link_local(self) -> bool:
-        """Return whether the address needs a scope.
+        """Whether the address is a link-local IPv6 address, which needs a scope.
 
-        False for IPv4, because its link-local addresses work without a scope.
+        False for IPv4, whose link-local addresses work without a scope.
         """
         address = ipaddress.ip_address(self.address)
         return address.version == 6 and address.is_link_local
@@ -53,7 +53,7 @@ class InterfaceAddress(msgspec.Struct, frozen=True):
 
 
 def check_wanted(wanted: Iterable[str]) -> None:
-    """Raise Invalid if a text is not the name of an interface, a network or an address."""
+    """Raise Invalid if an entry is not the name of an interface, a network or an address."""
     for name in wanted:
         _network(name)
 
@@ -61,13 +61,13 @@ def check_wanted(wanted: Iterable[str]) -> None:
 def choose_bind(
     wanted: Sequence[str], own: Sequence[InterfaceAddress], *, local: str, several: bool = False
 ) -> str:
-    """Return the numeric address on which the workers of this host listen.
+    """Return the numeric address on which the workers of this host should listen.
 
     Args:
         wanted: value of --network-interface.
         own: addresses of this machine.
-        local: this host's address in its connection to the driver. It is the default, and determines the address family
-            if a wanted interface has both families.
+        local: address of this host in its connection to the driver. It is the default. If a wanted interface has
+            addresses of both families, it also determines the family.
         several: whether other machines are known to take part. If so, loopback is excluded, even if the driver is
             reached over loopback through a tunnel. Otherwise, a driver that is reached over loopback means that all
             hosts are on one machine.
@@ -89,10 +89,10 @@ def choose_bind(
 def wanted_address(
     wanted: Sequence[str], own: Sequence[InterfaceAddress], *, family: int = 4
 ) -> str:
-    """Return this machine's address for the first entry of ``wanted`` that matches, preferably of ``family`` (4 or 6).
+    """Return the first address of this machine that ``wanted`` selects, preferably of ``family`` (4 or 6).
 
     Raises:
-        Invalid: no entry matches, or only one with a link-local address.
+        Invalid: no entry matches, or all matching addresses are link-local IPv6 addresses.
     """
     scoped: InterfaceAddress | None = None
     for name in wanted:
@@ -126,7 +126,7 @@ def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
 def worker_variables(
     bind: str, own: Sequence[InterfaceAddress], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables with which NCCL, torch's Gloo and Horovod scripts use an address's interface.
+    """Return environment variables that make NCCL, torch's Gloo and Horovod scripts use the interface of an address.
 
     Variables in ``environ`` were set by the user and keep their values.
     """
@@ -146,7 +146,7 @@ def worker_variables(
 
 
 def bare(address: str) -> str:
-    """Return the address without its scope. An IPv4-mapped IPv6 address is returned as IPv4."""
+    """Return the address without its scope. An IPv4-mapped IPv6 address is converted to IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return str(mapped or found)
@@ -167,10 +167,10 @@ def _version(address: str) -> int:
 
 
 def _network(name: str) -> _Network | None:
-    """Parse a network such as ``10.0.0.0/8``. Return None for the name of an interface.
+    """Parse a network such as ``10.0.0.0/8``, or an address. Return None if the text is an interface name.
 
     Raises:
-        Invalid: the text is neither of them.
+        Invalid: the text is none of these.
     """
     try:
         if "%" not in name:

@@ -1,4 +1,6 @@
-"""Endpoint of a control connection in an event loop: TLS, frames, keepalives, send buffer. Makes no decisions."""
+"""Endpoint of a control connection in an event loop, with TLS, frames, keepalives and a send buffer. Makes no
+decisions.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from elastic.protocol.tls import FLAGS, TlsEndpoint
 HANDSHAKE_S = 5.0
 # maximum number of bytes of a TLS handshake, including the caller's certificates
 TLS_HANDSHAKE_LIMIT = 64 * 1024
-# maximum number of pending bytes; beyond it, a peer that does not read is disconnected
+# maximum number of unsent bytes; if a peer exceeds it because it does not read, it is disconnected
 BACKLOG_LIMIT = 64 * 1024 * 1024
-KEEPALIVE_S = 1  # seconds between keepalives, the kernel's minimum
-DRAIN_LIMIT = 16 * 1024 * 1024  # maximum number of bytes read from a connection that is ending
+KEEPALIVE_S = 1  # seconds between keepalives; the minimum that the kernel allows
+DRAIN_LIMIT = 16 * 1024 * 1024  # maximum number of bytes that `Connection.drain` reads
 
 _TLS_HELLO = b"\x16\x03"  # first bytes of a TLS handshake
 
-# Errors that indicate a lost peer or host. The kernel reports an unreachable host if a router does.
+# Errors that indicate an unresponsive peer or host. "Unreachable" errors come from a router or from the local kernel.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 Who = TypeVar("Who", bound=Hashable)
@@ -45,13 +47,13 @@ class Owner(Protocol[Who]):
     def opened(self, connection: Connection[Who]) -> None: ...
 
     def authenticate(self, connection: Connection[Who], message: Any) -> Who | None:
-        """Check a message of the handshake.
+        """Check a handshake message from the peer.
 
         Returns:
-            The peer, or None if another message has to follow.
+            The identity of the peer, or None if the handshake needs another message.
 
         Raises:
-            ProtocolError: the peer is refused. The message is the reason.
+            ProtocolError: the peer is refused. The text of the error is the reason.
         """
         ...
 
@@ -60,13 +62,13 @@ class Owner(Protocol[Who]):
     def lost(
         self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
     ) -> None:
-        """Handle the end of a connection.
+        """Handle the end of a connection. Called once for each connection, unless it was abandoned.
 
         Args:
             connection: the connection.
-            peer: its peer, or None if the peer was not authenticated.
-            trouble: reason for which this end closed the connection; empty if it did not.
-            error: error of the transport, or None.
+            peer: identity of the peer, or None if the peer was not authenticated.
+            trouble: reason why this end closed the connection, or empty if it did not.
+            error: error that the transport reported, or None.
         """
         ...
 
@@ -86,7 +88,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self._calls = calls
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.wire = FramedConnection(owner.decoder)
-        self.patience = 0  # pending bytes allowed in addition to the limit
+        self.patience = 0  # number of unsent bytes allowed in addition to BACKLOG_LIMIT
         self._unproved = 0  # number of bytes received before authentication
         self._tls = None if owner.tls is None else TlsEndpoint(owner.tls, server=not calls)
         self._identity: Who | None = None
@@ -101,16 +103,16 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     @property
     def local(self) -> str:
-        """Return the numeric address of this end."""
+        """Numeric address of this end."""
         return str(self._socket.getsockname()[0])
 
     @property
     def backlog(self) -> int:
-        """Return the number of bytes waiting to be sent."""
+        """Number of bytes waiting to be sent."""
         return 0 if self._over else self._transport.get_write_buffer_size()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # The transports of uvloop do not derive from asyncio.Transport, so their type cannot be checked.
+        # uvloop's transports are not subclasses of asyncio.Transport, so the type is cast instead of checked.
         self._transport = cast(asyncio.Transport, transport)
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,7 +141,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if self.over():
                     return
         except ProtocolError as error:
-            self._flush()  # TLS may have sent an alert that contains the reason.
+            self._flush()  # Send a pending TLS alert, which may contain the reason.
             self.end(str(error))
 
     def _authenticate(self, message: Any) -> None:
@@ -150,7 +152,11 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._deadline.cancel()
 
     def _count(self, data: bytes) -> None:
-        """Count the received data of an unauthenticated caller. Raises ProtocolError if they exceed the limit."""
+        """Count the bytes received from an unauthenticated peer.
+
+        Raises:
+            ProtocolError: the peer sent more than the limit, or uses TLS although this job does not.
+        """
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
             raise ProtocolError(f"the peer uses TLS, but this job was started without {FLAGS}")
         self._unproved += len(data)
@@ -181,7 +187,9 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._transport.write(data)
 
     def drain(self) -> None:
-        """Read available data without waiting, until none is left or the stream ends."""
+        """Read and process the data that has already arrived, up to about DRAIN_LIMIT bytes, without waiting for
+        more.
+        """
         read = 0
         while not self._over and read < DRAIN_LIMIT:
             try:
@@ -209,7 +217,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self.end(f"not authenticated within {HANDSHAKE_S:.0f} s{hint if silent else ''}")
 
     def end(self, trouble: str = "", error: Exception | None = None) -> None:
-        """Close the connection immediately. `Owner.lost` is called once, before this returns."""
+        """Close the connection immediately, and call `Owner.lost` unless the connection had already ended."""
         if self._over:
             return
         self._over = True
@@ -221,21 +229,22 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
 
 def is_silence(error: Exception | None) -> bool:
-    """Return whether a connection ended because the peer or its host did not respond."""
+    """Return whether this error means that the peer or its host did not respond."""
     return isinstance(error, OSError) and error.errno in _SILENT
 
 
 def _expect_signs_of_life(sock: socket.socket, lease_s: float) -> None:
-    """Configure a connection to time out if the peer's host acknowledges no packet for ``lease_s`` seconds.
+    """Configure a socket to time out if the peer's host acknowledges no packet for ``lease_s`` seconds.
 
-    This end sends a keepalive every second, which the kernel of the peer's host acknowledges even if no process runs.
+    This end sends a keepalive every second. The kernel of the peer's host acknowledges it even if no process can run
+    there.
     """
     options = {
         socket.TCP_KEEPIDLE: KEEPALIVE_S,
         socket.TCP_KEEPINTVL: KEEPALIVE_S,
         socket.TCP_KEEPCNT: max(1, round(lease_s / KEEPALIVE_S) - 1),
-        # This limit also applies to data in flight, for which the kernel sends no keepalives but retransmits at growing
-        # intervals.
+        # Required for data in flight: while data is unacknowledged, the kernel sends no keepalives, but retransmits the
+        # data at growing intervals.
         socket.TCP_USER_TIMEOUT: round(lease_s * 1000),
     }
     for option, value in options.items():

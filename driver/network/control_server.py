@@ -1,4 +1,4 @@
-"""Server of control connections: performs the handshake, and exchanges sealed frames. Makes no decisions.
+"""Server of control connections, which performs the handshake and exchanges authenticated frames. Makes no decisions.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
@@ -8,12 +8,12 @@
 Each host's kernel acknowledges a small packet every second, independently of its processes. If nothing is acknowledged
 for ``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.
 
-The callers are workers or agents: `Callers` describes their identification. The caller's proof is ``proof(secret, role,
-challenge.nonce, answer.nonce, name)``, and the server's proof is ``proof(secret, "driver", answer.nonce,
-challenge.nonce, name)``. A caller sends nothing between its Answer and Accepted.
+Callers are workers or agents, and `Callers` describes how they identify themselves. The caller's proof is
+``proof(secret, role, challenge.nonce, answer.nonce, name)``, and the server's proof is ``proof(secret, "driver",
+answer.nonce, challenge.nonce, name)``. Between its Answer and the server's Accepted, a caller sends nothing.
 
-The number of unauthenticated connections is limited by `elastic.protocol.pending_handshakes`: the newest replaces the
-oldest, and at most ACCEPTED_AT_ONCE are accepted before authenticated ones are served again.
+`elastic.protocol.pending_handshakes` limits the number of unauthenticated connections: beyond the limit, a new one
+replaces the oldest. At most ACCEPTED_AT_ONCE connections are accepted before authenticated ones are served again.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ from elastic.protocol.messages import (
 )
 from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
-WAITING_LIMIT = 4096  # maximum number of connections queued by the kernel
+# maximum number of connections that the kernel queues before they are accepted
+WAITING_LIMIT = 4096
 ACCEPTED_AT_ONCE = 64
-REFUSALS_S = 5.0  # interval between two log lines about refused connections
+REFUSALS_S = 5.0  # minimum interval between two log lines about refused connections, in seconds
 CLOSE_S = 1.0
 SECOND = (
     "has a connection already: this process is a child of that worker. Call init() in the worker only, not in its"
@@ -72,14 +73,14 @@ Who = TypeVar("Who", bound=Hashable)
 
 @dataclass(frozen=True)
 class Callers(Generic[Who]):
-    """Description of a server's callers, which are workers or agents, and of their identification."""
+    """Description of the callers of a server: whether they are workers or agents, and how they identify themselves."""
 
-    role: str  # role of the callers in their proof
+    role: str  # role that the callers use in their proof
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of the callers' messages
     # type of the callers' answer to the challenge, with ``nonce``, ``proof`` and ``version``
     answer: type[Any]
-    who: Callable[[Any], Who]  # returns the identity that an answer contains
-    # Whether a new connection replaces an open one. The server may not have detected the loss of the old connection.
+    who: Callable[[Any], Who]  # function that extracts the identity from an answer
+    # Whether a new connection replaces an open one of the same caller, whose loss the server may not have detected yet.
     replaces: bool = False
     # Whether a refused caller that knows the secret receives a TurnedAway message with the reason.
     told_why: bool = False
@@ -91,12 +92,12 @@ WORKERS: Callers[Worker] = Callers(
 
 
 class ControlServer(Generic[Who]):
-    """Server for one kind of callers.
+    """Server for workers or for agents.
 
     Args:
         secret: the job's secret. Messages of callers that cannot prove knowledge of it are ignored.
-        log: called with a level and a text.
-        callers: kind of callers.
+        log: function that logs; called with a level and a text.
+        callers: description of the callers.
         lease_s: liveness timeout, in seconds.
         tls: TLS context. Without it, messages are authenticated but not encrypted.
     """
@@ -128,11 +129,11 @@ class ControlServer(Generic[Who]):
         self._strangers: PendingHandshakes[Connection[Who]] = PendingHandshakes(
             HANDSHAKE_S, count_limit(bytes_each, descriptors)
         )
-        self._refused = 0  # number of refused connections since the last log line about them
+        self._refused = 0  # number of refused connections that were not logged yet
         self._refused_at = float("-inf")
 
     def bind(self, interface: str, port: int = 0) -> Address:
-        """Bind an address, so that it can be announced before `open` listens on it.
+        """Bind an address before `open` listens on it, so that it can already be announced.
 
         Raises:
             OSError: the address is in use, or does not belong to this machine.
@@ -158,7 +159,7 @@ class ControlServer(Generic[Who]):
             interface: numeric address.
             port: port number. 0 lets the system choose one.
             heard: called with each message of a caller.
-            gone: called once when a caller's connection ends, with the caller and whether it was silent.
+            gone: called once when a caller's connection ends, with the caller and whether its host stopped responding.
             expected: called with a caller. Returns whether it may connect.
             accepted: called with each authenticated caller.
 
@@ -174,14 +175,15 @@ class ControlServer(Generic[Who]):
         self._server = await loop.create_server(
             lambda: Connection(self, loop), sock=listening, backlog=ACCEPTED_AT_ONCE
         )
-        # asyncio uses one number both for the length of this queue and for the number of connections accepted at once.
+        # asyncio uses the same number as length of the kernel's queue and as number of connections accepted at once, so
+        # the length is set separately.
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
     def send(self, peer: Who, *messages: msgspec.Struct) -> bool:
-        """Send messages without blocking, in one chunk.
+        """Send messages to a caller without blocking, in one write.
 
-        If the peer is not connected, drop the messages and return False.
+        If the caller is not connected, the messages are dropped and the result is False.
         """
         connection = self._connections.get(peer)
         return connection is not None and connection.write(*map(encoded, messages))
@@ -192,11 +194,11 @@ class ControlServer(Generic[Who]):
             self.send(peer, message)
 
     def send_world(self, world: World, places: Iterable[tuple[Who, Place]]) -> None:
-        """Send each member a world with the member's place."""
+        """Send a new world to each member, with the member's place in it."""
         self.send_each((peer, msgspec.structs.replace(world, place=each)) for peer, each in places)
 
     def broadcast(self, peers: Iterable[Who], message: msgspec.Struct) -> None:
-        """Send a message, which is encoded only once, to all of these callers that are connected."""
+        """Send a message to each of these callers that is connected. The message is encoded only once."""
         body = encoded(message)
         for peer in peers:
             connection = self._connections.get(peer)
@@ -212,21 +214,19 @@ class ControlServer(Generic[Who]):
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
     def drain(self, peer: Who) -> None:
-        """Read the pending data of a connection immediately, because a process may have sent messages just before it
-        exited.
-        """
+        """Process the data that a caller has already sent, because it may have sent messages just before it exited."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()
 
     def disconnect(self, peer: Who) -> None:
-        """Drop the connection of a caller. ``gone`` is called before this returns."""
+        """Close the connection of a caller. ``gone`` is called before this method returns."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.end()
 
     async def close(self) -> None:
-        """Stop listening, send buffered data for at most CLOSE_S seconds, and drop all connections.
+        """Stop listening, send buffered data for at most CLOSE_S seconds, and close all connections.
 
         ``gone`` is not called.
         """
@@ -235,13 +235,13 @@ class ControlServer(Generic[Who]):
             self._server.close()
         for connection in self._strangers.all():
             connection.end()
-        # A worker that does not read must not block the driver's exit.
+        # A worker that does not read must not block the exit of the driver.
         deadline = asyncio.get_running_loop().time() + CLOSE_S
         for connection in list(self._connections.values()):
             while connection.backlog and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.002)
             connection.end()
-        # Transports close their sockets in the next iteration of the event loop.
+        # Let the transports close their sockets, which happens in the next iteration of the event loop.
         await asyncio.sleep(0)
 
     # ---- called by connections
@@ -270,14 +270,15 @@ class ControlServer(Generic[Who]):
             )
         peer = callers.who(answer)
         expected = proof(self.secret, callers.role, connection.nonce, answer.nonce, str(peer))
-        # The nonce has a fixed length, so that the text of the proof is unambiguous.
+        # The nonce must have a fixed length. Otherwise, different values could produce the same text for the proof.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
             raise ProtocolError(f"the peer claims to be {peer}, but does not know the job's secret")
         if not self._expected(peer):
             raise self._turned_away(
                 connection, answer, f"{peer} is not {_a(callers.role)} of this job"
             )
-        self.drain(peer)  # The server may not have detected the loss of the earlier connection.
+        # An earlier connection may be lost without the server having detected this.
+        self.drain(peer)
         before = self._connections.get(peer)
         if before is not None:
             if not callers.replaces:

@@ -1,6 +1,6 @@
 """Credentials for etcd and for TLS connections. Pure: no I/O, no clock.
 
-The credentials come from the command line or from an agent's bootstrap. Their repr does not contain secrets.
+They come from the command line or from an agent's bootstrap. Their ``repr`` contains no secrets.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import msgspec
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files: this side's certificate and key, and the trusted CA. Both sides of a connection present
-    certificates.
+    """Paths of PEM files: this side's certificate and key, and the trusted CA.
 
-    For etcd, which can also authenticate clients by user and password, ``cert`` and ``key`` may be empty.
+    Both sides of a connection present certificates.
+
+    For etcd, ``cert`` and ``key`` may be empty, because etcd can also authenticate clients by user and password.
     """
 
     cert: str
@@ -27,7 +28,8 @@ class EtcdAccess(msgspec.Struct, frozen=True):
         tls: TLS files. None means an unencrypted connection.
     """
 
-    endpoints: list[str]  # host:port of one or more members of the cluster, tried in turn
+    # host:port of one or more members of the etcd cluster; they are tried in order
+    endpoints: list[str]
     tls: TlsFiles | None = None
     user: str = ""
     password: str = ""

@@ -1,8 +1,8 @@
-"""Parsing of host lists, and recognition of names of this machine. Name lookups have a deadline.
+"""Parsing of host lists, and detection of host names that refer to this machine. Name lookups have a timeout.
 
-A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The name
-identifies the host and is used as written: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this
-machine. A name listed twice is an error, since adding up the slots could silently overload a host.
+A host is written ``name``, ``name:slots`` or ``name slots=N``. An IPv6 address is in brackets, ``[::1]:4``. The name is
+used as written and identifies the host: ``localhost`` and ``127.0.0.2`` are two hosts, although both are this machine.
+Listing a name twice is an error, because adding up the slots could silently overload a host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent import futures
 from elastic.driver.network.blocking_calls import begun
 from elastic.errors import Invalid
 
-# maximum number of slots of a host; a larger number is probably a typing error or a port number
+# maximum number of slots of a host; a larger number is probably a typo or a port number
 SLOTS_LIMIT = 4096
 RESOLVE_S = 5.0
 _FILE_LIMIT = 1 << 20
@@ -26,10 +26,11 @@ _LINE = re.compile(r"(?P<host>\S+?)(\s+slots\s*=\s*(?P<slots>\S+))?")
 
 
 def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int]:
-    """Parse ``"gpu7:4"`` to ``("gpu7", 4)``. Without a number of slots, use ``default_slots``.
+    """Parse a host such as ``"gpu7:4"`` to ``("gpu7", 4)``. If it has no number of slots, use ``default_slots``.
 
     Raises:
-        Invalid: the name or the number of slots is invalid. The error message is a clause.
+        Invalid: the name or the number of slots is invalid. The message is a clause, to which the caller adds the
+            source.
     """
     if text.startswith("["):
         name, bracket, rest = text[1:].partition("]")
@@ -51,10 +52,10 @@ def parse_host(text: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
 
 
 def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tuple[str, int] | None:
-    """Parse a line of a hostfile or of a script's output.
+    """Parse a line of a hostfile or of a discovery script's output.
 
     Returns:
-        Host and number of slots, or None for blank lines and comments.
+        The host and its number of slots, or None for a blank line or a comment.
 
     Raises:
         Invalid: the line is malformed, or its number of slots is less than ``slots_min``.
@@ -95,8 +96,10 @@ def parse_lines(
 ) -> dict[str, int]:
     """Parse a text with one host per line to the slots of each host, in order.
 
-    With ``slots_min`` 0, a host may have no slots and is then omitted. Raises Invalid with a sentence that contains
-    ``source``, the line number and the line.
+    If ``slots_min`` is 0, a host may have no slots and is then omitted.
+
+    Raises:
+        Invalid: a line is malformed. The message contains ``source``, the line number and the line.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -131,14 +134,14 @@ def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
 
 
 def show(hosts: dict[str, int]) -> str:
-    """Format hosts as for ``-H``. A long list is truncated."""
+    """Format hosts as in the argument of ``-H``. A long list is truncated."""
     entries = [f"[{h}]:{n}" if ":" in h else f"{h}:{n}" for h, n in hosts.items()]
     more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
     return (",".join(entries[:8]) or "none") + more
 
 
 class _Unresolved(Exception):
-    """Error raised when a name cannot be resolved at present."""
+    """Error raised when a name cannot be resolved at the moment, so a retry may succeed."""
 
 
 class ThisHost:
