@@ -145,11 +145,12 @@ class _Unresolved(Exception):
 
 
 class ThisHost:
-    """Recognizes names of this machine: its addresses, including loopback, its host name, and names that resolve to
-    these.
+    """Recognizer of names that refer to this machine.
 
-    Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. The
-    three functions are parameters, so that tests can run without a network.
+    These are its addresses, including loopback, its host name, and names that resolve to its addresses.
+
+    Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. Tests
+    pass ``hostname``, ``resolve`` and ``has_address``, so that they need no network.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ThisHost:
         self._known: dict[str, str | None] = {}
 
     def elsewhere(self, host: str) -> str | None:
-        """Return None if ``host`` is this machine, otherwise a clause with the reason.
+        """Return None if ``host`` is this machine, otherwise a clause that explains why it is not.
 
         Blocks for up to ``resolve_s`` seconds.
         """
@@ -209,7 +210,7 @@ class ThisHost:
 
 
 def literal_address(host: str) -> str | None:
-    """Return the address in normal form if ``host`` is an address, or None if it is a name.
+    """Return the address in canonical form if ``host`` is an address, or None if it is a name.
 
     For example ``127.1`` and ``0x7f.1`` become ``127.0.0.1``.
     """
@@ -224,7 +225,11 @@ def literal_address(host: str) -> str | None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``"driver.lab:4711"`` or ``"[fd00::1]:4711"``. Raises Invalid if the text is not such an address."""
+    """Parse an address such as ``"driver.lab:4711"`` or ``"[fd00::1]:4711"`` to a host and a port.
+
+    Raises:
+        Invalid: the text is not such an address.
+    """
     name, _, port = text.rpartition(":")
     bracketed = name.startswith("[") and name.endswith("]") and _is_ipv6(name[1:-1])
     number = int(port) if re.fullmatch(r"[0-9]{1,5}", port) else 0

@@ -1,4 +1,4 @@
-"""Addresses of this machine, and its routes to other machines. Sends no packets."""
+"""Queries of this machine's addresses and of its routes to other machines. They send no packets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from elastic.driver.network.choose_address import (
 from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
-ASKED = 4  # maximum number of hosts for which a route is looked up
-# Addresses reserved for documentation. They serve to look up a route, and no packet is sent to them.
+ASKED = 4  # maximum number of hosts to which a route is looked up
+# Addresses reserved for documentation, used to look up the route to other networks. No packet is sent to them.
 _OUTWARD = ("192.0.2.1", "2001:db8::1")
 _PORT = 9
 
@@ -43,10 +43,10 @@ def own_addresses() -> list[InterfaceAddress]:
 
 
 def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None = None) -> str:
-    """Return the address that driver and workers use in a job that runs on this machine only.
+    """Return the address that the driver and the workers of a single-machine job use.
 
     Raises:
-        Invalid: none of the ``wanted`` interfaces and networks belongs to this machine.
+        Invalid: this machine has none of the ``wanted`` interfaces, networks and addresses.
     """
     if not wanted:
         return "127.0.0.1"
@@ -54,18 +54,18 @@ def alone_address(wanted: Sequence[str], own: Sequence[InterfaceAddress] | None 
 
 
 def worker_network(bind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that workers need to use the network of the address ``bind``.
+    """Return the environment variables with which workers use the network interface of the address ``bind``.
 
-    Variables in ``environ`` are not replaced.
+    Variables that ``environ`` already contains are omitted.
     """
     return worker_variables(bind, own_addresses(), environ)
 
 
 def route_to(address: str) -> str | None:
-    """Return this machine's address on the route to another machine, or None without a route."""
+    """Return the local address that is used to reach another machine, or None if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # connect() requires the zone of an address such as fe80::1%eth0 as a number.
+        # connect() requires the scope of an address such as fe80::1%eth0 as a number.
         found = socket.getaddrinfo(address, _PORT, family, flags=socket.AI_NUMERICHOST)
         probe.connect(found[0][4])  # connect() on a UDP socket sends no packet.
         return bare(probe.getsockname()[0])
@@ -81,20 +81,20 @@ async def listen_address(
     resolve: Callable[[str, int, float], Awaitable[Found]] = resolved,
     route: Callable[[str], str | None] = route_to,
 ) -> str:
-    """Return the address on which the driver of a job listens.
+    """Return the address on which the driver of a job should listen.
 
-    The default is the local address of the route to the first of ``towards`` that is another machine. If this machine
-    cannot resolve any of the names, which may be aliases known only to ssh, the default is the address with a route to
-    other networks. If there are no names, the driver listens on loopback. If ``grows`` is True, it then uses the
-    address with a route to other networks instead, if there is one.
+    By default, this is the local address on the route to the first of ``towards`` that is another machine. If no name
+    can be resolved, because the names are aliases known only to ssh, it is the local address on the route to other
+    networks. If ``towards`` is empty, it is a loopback address or, if ``grows`` is True and a route to other networks
+    exists, the local address on that route.
 
     Args:
         wanted: value of --network-interface.
         towards: names or numeric addresses of the machines that will connect, or of etcd, in order of importance.
         grows: whether hosts may be added later.
         own: addresses of this machine (default: read from the system).
-        resolve: resolves a name.
-        route: returns this machine's address on the route to an address, as `route_to`.
+        resolve: function that resolves a name.
+        route: function that returns the local address on the route to an address, such as `route_to`.
 
     Raises:
         Invalid: this machine has no address that ``wanted`` selects, or no route to another host.
@@ -115,7 +115,7 @@ async def listen_address(
             f"no address of this machine has a route to another host ({'; '.join(reasons)}): pass {FLAG}"
         )
     if is_link_local(local):
-        return choose_bind((), [], local=local)  # This call raises an error with the reason.
+        return choose_bind((), [], local=local)  # Always raises an error that explains the reason.
     return local
 
 
@@ -126,10 +126,10 @@ async def _towards(
 ) -> tuple[str | None, list[str]]:
     """Find the first of several names to which this machine has a route.
 
-    Returns:
-        The local address of the route, and an explanation for each name without a route.
-
     Names of other machines are preferred to names of this machine.
+
+    Returns:
+        The local address on the route, or None, and a clause for each name or address without a route.
     """
     fallback: str | None = None
     reasons: list[str] = []
@@ -151,13 +151,13 @@ async def _towards(
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # Some addresses, such as those of point-to-point links, have no netmask.
+    if not netmask:  # For example, the addresses of point-to-point links have no netmask.
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free now. The port is not reserved."""
+    """Return a port that is currently free. The port is not reserved, so another process may bind it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as listener:
         return int(listener.getsockname()[1])

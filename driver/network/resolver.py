@@ -1,6 +1,6 @@
-"""Lookup of names outside the event loop, with a deadline.
+"""Name lookups outside the event loop, with a timeout.
 
-Results are not cached, because answers may change at any time.
+Results are not cached, because they may change at any time.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from elastic.errors import Invalid
 LOOKUP_S = 5.0
 Found = list[tuple[int, str]]  # address family and numeric address, in order of preference
 
-# Lookups in progress, which concurrent requests for the same name share. A hanging name server then blocks only one
-# thread per name.
+# Lookups in progress. Concurrent requests for the same name share a lookup, so that an unresponsive name server blocks
+# only one thread per name.
 _under_way: dict[tuple[str, int], Future[Found]] = {}
 _starting = threading.Lock()
 
 
 async def numeric(text: str) -> list[tuple[str, int]]:
-    """Resolve ``host:port``, and return all addresses with the port.
+    """Resolve ``host:port``, and return pairs of an address and the port.
 
     Raises:
-        OSError: the host cannot be resolved. The message names it.
+        OSError: the host cannot be resolved. The message contains its name.
     """
     try:
         host, port = parse_address(text)
-    except Invalid as error:  # The text may be invalid, because it may come from etcd.
+    except Invalid as error:  # The text may come from etcd, so it may be invalid.
         raise OSError(str(error)) from None
     return [(address, port) for _, address in await resolved(host, port, LOOKUP_S)]
 
@@ -43,9 +43,11 @@ async def numeric(text: str) -> list[tuple[str, int]]:
 async def resolved(
     name: str, port: int, timeout_s: float, *, ask: Callable[..., list[Any]] = socket.getaddrinfo
 ) -> Found:
-    """Return all addresses of a name or numeric address, each once.
+    """Return all addresses of a name or numeric address, without duplicates.
 
-    Raises OSError with a clause that names the host: ``driver.lab could not be resolved: Name or service not known``.
+    Raises:
+        OSError: the name cannot be resolved. The message is a clause such as ``driver.lab could not be resolved: Name
+            or service not known``.
     """
     with _starting:
         under_way = _under_way.get((name, port))
@@ -67,7 +69,7 @@ def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
         reason = getattr(error, "strerror", None) or str(error)
         raise OSError(f"{name} could not be resolved: {reason}") from None
     finally:
-        # The lookup is removed before its result is published, so that later requests start a new one.
+        # Remove the lookup before its result is set, so that later requests start a new one.
         with _starting:
             _under_way.pop((name, port), None)
 

@@ -1,4 +1,4 @@
-"""Secret of a job: 32 random bytes in a private file or in an environment variable. Makes no decisions.
+"""Functions for the secret of a job: 32 random bytes in a private file or in an environment variable.
 
 A process that knows the secret can act as the driver, an agent or a worker of the job. Error messages therefore contain
 the location of the secret, never its value.
@@ -23,7 +23,7 @@ _HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """Read the job's secret from ``file`` or the environment. Return None if neither contains it.
+    """Read the job's secret from ``file`` or, if that is None, from the environment. Return None if neither is given.
 
     Raises:
         Invalid: the file cannot be read, the secret is malformed or too short, or two environment variables set it.
@@ -39,7 +39,11 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
 
 
 def make_secret_file(path: str) -> None:
-    """Create a file with a new secret. Raises Invalid if the file exists or cannot be written."""
+    """Create a file with a new secret, accessible only to this user.
+
+    Raises:
+        Invalid: the file exists already or cannot be written.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
@@ -59,10 +63,10 @@ def make_secret_file(path: str) -> None:
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """Derive a key for one purpose from a secret. The key reveals neither the secret nor the keys for other purposes.
+    """Derive a key for one purpose from a secret.
 
-    Workers receive a derived key in their environment, which scripts often print and upload. This key does not
-    authorize commands to agents.
+    The key reveals neither the secret nor the keys for other purposes. Workers receive a derived key in their
+    environment, which scripts often print and upload. That key does not authorize commands to agents.
     """
     return hmac.digest(secret, b"hvd-elastic key|" + purpose.encode(), hashlib.sha256)
 
@@ -93,7 +97,7 @@ def _read(path: str, source: str) -> bytes:
 
 
 def _of_a_pod(about: os.stat_result) -> bool:
-    """Return whether a file is a Secret that Kubernetes mounted for a pod without root.
+    """Return whether a file has the owner and mode of a Kubernetes Secret that is mounted into a non-root pod.
 
     Such a file is owned by root and readable by one group.
     """

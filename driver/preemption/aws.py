@@ -1,7 +1,7 @@
-"""Amazon EC2: spot instance interruption notices, two minutes in advance.
+"""Source of Amazon EC2 spot instance interruption notices, which arrive two minutes in advance.
 
-Instance metadata service v2, docs.aws.amazon.com/AWSEC2/latest/UserGuide: "Spot Instance interruption notices" and "EC2
-instance rebalance recommendations". A recommendation is only logged.
+They are read from the instance metadata service v2. See "Spot Instance interruption notices" and "EC2 instance
+rebalance recommendations" in docs.aws.amazon.com/AWSEC2/latest/UserGuide. Recommendations are only logged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
 ENDPOINT = "http://169.254.169.254"
-# name of the variable that Amazon's own tools read
+# environment variable that Amazon's own tools also read
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 OFF_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 TOKEN_S = 21600
@@ -74,7 +74,7 @@ class Aws:
         if time.monotonic() >= self._renew_at:
             self._renew(within_s)
         answer = self._ask_with_token(path, within_s)
-        if answer.status == 401:  # The token expired early.
+        if answer.status == 401:  # The token expired earlier than expected.
             self._renew(within_s)
             answer = self._ask_with_token(path, within_s)
         return answer

@@ -1,7 +1,8 @@
-"""Microsoft Azure: Scheduled Events, at least 30 seconds in advance, acknowledged once the machine is not needed.
+"""Source of Microsoft Azure Scheduled Events, which arrive at least 30 seconds in advance.
 
-learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Freezes are ignored, since they do not end the
-machine. All machines of a scale set receive the events of all; events of other machines are ignored.
+See learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. An event is acknowledged when the machine is no
+longer needed. Freezes are ignored, because they do not end the machine. Every machine of a scale set receives the
+events of all its machines; events of other machines are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Azure:
         self._server = MetadataServer(environ.get(ENDPOINT_VARIABLE) or ENDPOINT)
         self._own_name = ""
         self._answered = False
-        self._announced: list[str] = []  # IDs of the events that were announced
+        self._announced: list[str] = []  # IDs of the events in the current notice
 
     def here(self) -> bool:
         try:

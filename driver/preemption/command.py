@@ -1,8 +1,8 @@
 """User-defined command as a source of preemption notices.
 
-The command is run periodically by ``sh -c``. Exit code 0: the machine will end, and the output is the number of seconds
-until then, if known, and a text. Exit code 1: there is no notice. Other exit codes are errors. ELASTIC_HOST contains
-the name of the host.
+The command is run periodically by ``sh -c``. Its environment contains the name of the host in ELASTIC_HOST. If its exit
+code is 0, the machine will be reclaimed, and the output consists of the number of seconds until then, if known, and a
+text. Exit code 1 means that there is no notice. Other exit codes are errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from elastic.driver.preemption.source import PreemptionNotice, SourceError
 from elastic.driver.processes import orphan_reaper
 
 ANSWER_S = 10.0
-MOST_S = 1e6  # upper limit of the printed seconds, which may also be infinite
+# maximum number of seconds; larger printed values, including infinity, are reduced to it
+MOST_S = 1e6
 
 
 class Command:
@@ -51,9 +52,9 @@ class Command:
         return ""
 
     def _run(self) -> tuple[int, str, str]:
-        """Run the user's command.
+        """Run the user's command. Return its exit code, stdout and stderr.
 
-        Return its exit code, stdout and stderr. All processes of the command are killed after ANSWER_S seconds.
+        After ANSWER_S seconds, all processes of the command are killed.
         """
         try:
             process = subprocess.Popen(
@@ -72,7 +73,7 @@ class Command:
             try:
                 printed, wrote = process.communicate(timeout=ANSWER_S)
             except subprocess.TimeoutExpired as error:
-                # The command's child processes are killed too.
+                # Child processes of the command are killed as well.
                 orphan_reaper.kill_group(process.pid)
                 raise SourceError(f"the command did not finish within {ANSWER_S:g} s") from error
         return process.returncode, printed, wrote
@@ -90,5 +91,6 @@ class Command:
             return PreemptionNotice(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
-            at = known.at  # The time of the earlier notice is kept.
+            # Keep the time of the earlier notice, because rounded seconds make the time drift.
+            at = known.at
         return PreemptionNotice(text, at)

@@ -1,7 +1,7 @@
-"""Google Compute Engine: preemption, 30 seconds in advance, and maintenance that ends the machine.
+"""Source of Google Compute Engine notices: preemption, 30 seconds in advance, and maintenance that ends the machine.
 
-cloud.google.com/compute/docs: "Query metadata server for maintenance event notices", "Spot VMs". The server answers a
-request once the value has changed. Live migration is ignored, since it does not end the machine.
+See "Query metadata server for maintenance event notices" and "Spot VMs" in cloud.google.com/compute/docs. The server
+answers a request when the value has changed. Live migration is ignored, because it does not end the machine.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from urllib.parse import quote
 from elastic.driver.preemption.metadata import Answer, MetadataServer
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
 
-HOST = "169.254.169.254"  # Address of metadata.google.internal, which needs no name resolution.
-HOST_VARIABLE = "GCE_METADATA_HOST"  # name of the variable that Google's own libraries read
+# address of metadata.google.internal, used directly to avoid name resolution
+HOST = "169.254.169.254"
+HOST_VARIABLE = "GCE_METADATA_HOST"  # environment variable that Google's libraries also read
 HEADERS = {"Metadata-Flavor": "Google"}
-WAIT_S = 20  # seconds for which the server waits for a change
-PREEMPTED_S = 30.0  # seconds from the notice to the end
-# Seconds from a maintenance notice to the end. With a GPU they are an hour, but the server does not report this.
+WAIT_S = 20  # maximum number of seconds that the server waits for a change
+PREEMPTED_S = 30.0  # seconds from the preemption notice to the end of the machine
+# Seconds from a maintenance notice to the end of the machine. On machines with GPUs it is an hour, but the server does
+# not report this.
 MAINTENANCE_S = 60.0
 
 
@@ -41,7 +43,7 @@ class GoogleCloud:
     def look(self) -> PreemptionNotice | None:
         """Return the current notice, or None.
 
-        The first call returns immediately, later calls after a change or after WAIT_S seconds.
+        The first call returns immediately. Later calls return after a change, or after WAIT_S seconds without one.
         """
         query = "recursive=true"
         if self._etag:

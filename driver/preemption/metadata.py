@@ -1,4 +1,7 @@
-"""Client of a cloud's metadata server, which has a link-local address on every machine. It never uses a proxy."""
+"""Client of a cloud's metadata server, which is reachable at a link-local address on every machine.
+
+The client never uses a proxy.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a metadata server.
+    """Response of a metadata server.
 
     Args:
-        skew_s: seconds by which the server's clock is ahead of this machine's.
+        skew_s: seconds by which the server's clock is ahead of the clock of this machine.
     """
 
     status: int
-    headers: Mapping[str, str]  # names in lower case
+    headers: Mapping[str, str]  # header names are in lower case
     body: bytes
     skew_s: float
 
@@ -36,7 +39,7 @@ class Answer:
         return self.body.decode(errors="replace").strip()
 
     def json(self) -> Any:
-        """Return the body of the answer, decoded from JSON.
+        """Return the body, decoded from JSON.
 
         Raises:
             SourceError: the body is not JSON.
@@ -78,10 +81,10 @@ class MetadataServer:
         body: bytes | None = None,
         within_s: float = ANSWER_S,
     ) -> Answer:
-        """Send one request on a new connection, and return the answer.
+        """Send one request on a new connection, and return the response.
 
         Raises:
-            SourceError: no complete answer arrived within the time limit.
+            SourceError: no complete response arrived within ``within_s`` seconds.
         """
         deadline = time.monotonic() + within_s
         connection = http.client.HTTPConnection(self._host, self._port, timeout=within_s)
@@ -98,17 +101,16 @@ class MetadataServer:
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # ValueError means that the request contained part of an earlier answer that is invalid there.
+            # A ValueError is raised if part of an earlier response, such as a token, is not valid in a request.
             raise SourceError(str(error) or type(error).__name__) from error
         finally:
             connection.close()
 
 
 def _skew_s(headers: Mapping[str, str]) -> float:
-    """Return the difference between the server's clock, according to the header Date, and this machine's clock in
-    seconds.
+    """Return the seconds by which the server's clock, as given in the Date header, is ahead of this machine's clock.
 
-    A difference of less than two seconds is ignored, because the header contains whole seconds.
+    A difference of less than two seconds is treated as 0, because the header contains whole seconds.
     """
     try:
         skew = email.utils.parsedate_to_datetime(headers["date"]).timestamp() - time.time()

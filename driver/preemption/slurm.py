@@ -1,8 +1,8 @@
-"""Slurm as a source of preemption notices: the end of the allocation, and the signal of `sbatch --signal`.
+"""Slurm as a source of preemption notices: the end of the allocation, and the signal sent by `sbatch --signal`.
 
-slurm.schedmd.com/sbatch.html: SLURM_JOB_END_TIME is in seconds since 1970. Slurm 22.05 does not set it yet.
---signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` to pass it on. Only `squeue`
-knows whether the time limit was extended meanwhile.
+See slurm.schedmd.com/sbatch.html. SLURM_JOB_END_TIME is in seconds since 1970. Slurm 22.05 does not set it yet.
+--signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` so that elasticrun receives the
+signal. Only `squeue` shows whether the time limit has been extended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from elastic.driver.preemption.source import PreemptionNotice
 
 JOB, END = VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_END_TIME")
-LEAD_S = 120.0  # seconds before the end at which the notice is given
-SIGNALLED_S = 60.0  # seconds from the signal to the end, if the end is not known otherwise
-# Interval of queries to the controller, which serves a whole cluster. Doubled while the job has no end.
+LEAD_S = 120.0  # seconds before the end of the allocation at which the notice is given
+SIGNALLED_S = 60.0  # assumed number of seconds from the signal to the end, if the end is unknown
+# Minimum and maximum interval, in seconds, between two queries to the controller, which serves the whole cluster. The
+# interval doubles while the job has no end.
 ASK_S, ASK_AT_MOST_S = 30.0, 900.0
 ANSWER_S = 10.0
 
@@ -27,7 +28,7 @@ class Slurm:
     pause_s = 1.0
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        # Slurm then prints times in seconds since 1970.
+        # With this setting, Slurm prints times in seconds since 1970.
         self._environ = {**environ, "SLURM_TIME_FORMAT": "%s"}
         self._job = environ.get(JOB, "")
         self._end_at = _seconds(environ.get(END, ""))
@@ -41,7 +42,7 @@ class Slurm:
     def look(self) -> PreemptionNotice | None:
         """Return the current notice, or None.
 
-        Slurm's controller is queried while the end of the allocation is unknown, and again once the end is near,
+        Slurm's controller is queried while the end of the allocation is unknown, and again when the end is near,
         because the time limit may have been extended.
         """
         now = time.time()
@@ -56,7 +57,7 @@ class Slurm:
         return self._signalled
 
     def signalled(self) -> None:
-        """Record that SIGUSR1 arrived. Thread-safe, because a single assignment is atomic."""
+        """Record that SIGUSR1 arrived. Thread-safe, because it only makes one assignment."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
         self._signalled = PreemptionNotice(
             f"Slurm announced the end of job {self._job} with a signal", at
@@ -84,7 +85,7 @@ class Slurm:
                 timeout=ANSWER_S,
                 check=False,
             )
-            # The first task of an array has the ID of the array, for which squeue lists all tasks.
+            # A job array has the ID of one of its tasks, so for this ID squeue lists all tasks.
             lines = done.stdout.splitlines() if done.returncode == 0 else []
             ends = [
                 end for line in lines for job, _, end in [line.partition(" ")] if job == self._job

@@ -12,30 +12,32 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """Notice that this machine will end.
+    """Notice that this machine will be reclaimed.
 
     Args:
-        at: time of the end in seconds since 1970 on this machine's clock, or None if unknown.
+        at: time at which the machine ends, in seconds since 1970 on this machine's clock, or None if unknown.
     """
 
-    text: str  # name of the source, and the content of its notice
+    text: str  # text for the log: the source, and what it announced
     at: float | None
 
 
 class NoticeSource(Protocol):
-    """Source of preemption notices. All its methods are called in one thread, and limit their own time."""
+    """Source of preemption notices. All methods are called in one thread. Each must return within a limited time."""
 
     name: str
-    pause_s: float  # interval between queries
+    pause_s: float  # interval between two queries, in seconds
 
     def here(self) -> bool:
-        """Return whether the source exists on this machine, within about a second. Never raises."""
+        """Return whether this machine has such a source. Returns within about a second, and never raises an
+        exception.
+        """
 
     def look(self) -> PreemptionNotice | None:
         """Return the current notice, or None.
 
         Raises:
-            SourceError: the source did not answer as documented.
+            SourceError: the source did not respond as documented.
         """
 
     def released(self) -> None:
@@ -46,4 +48,4 @@ class NoticeSource(Protocol):
         """
 
     def hint(self) -> str:
-        """Return information for the operator, or an empty string. Each piece of information is returned only once."""
+        """Return a message for the operator, or an empty string. Each message is returned only once."""

@@ -1,6 +1,6 @@
-"""Watch of the sources of preemption notices for this machine, each in its own thread. Makes no decisions.
+"""Monitor of the sources of preemption notices for this machine, each in a separate thread. Makes no decisions.
 
-`auto` detects once which sources exist. If no source exists, nothing is logged.
+With ``auto``, the available sources are detected once. If there are none, nothing is logged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NAMED: dict[str, Callable[[Mapping[str, str]], NoticeSource]] = {
     "slurm": Slurm,
 }
 FAILS = 5  # number of consecutive failures after which a failure is logged
-LONGEST_PAUSE_S = 30.0  # upper limit of the pause after a failure
-SAME_S = 2.0  # two times that differ by less are considered equal
+LONGEST_PAUSE_S = 30.0  # maximum interval between queries after failures, in seconds
+SAME_S = 2.0  # two end times that differ by fewer seconds count as equal
 
 
 def check(wanted: str) -> None:
@@ -50,7 +50,7 @@ def check(wanted: str) -> None:
 
 
 class Watch:
-    """Watch of one machine for preemption notices.
+    """Monitor of the preemption notices for one machine.
 
     ``changed`` is called in the event loop's thread, with the current notice or None.
     """
@@ -87,9 +87,9 @@ class Watch:
 
     @property
     def notice(self) -> Notice | None:
-        """Return the current notice with the remaining time, or None.
+        """Current notice with the remaining time, or None.
 
-        Of several notices, it is the one with the earliest end.
+        If there are several notices, it is the one with the earliest end.
         """
         if not self._standing:
             return None
@@ -98,7 +98,7 @@ class Watch:
         return Notice(first.text, None if first.at is None else max(0.0, first.at - now))
 
     def released(self) -> None:
-        """Acknowledge the notices, because no worker runs on this host now."""
+        """Acknowledge the current notices, because no worker runs on this host any longer."""
         if self._standing:
             self._released.set()
 
@@ -124,7 +124,7 @@ class Watch:
         return sources
 
     def _catch_signals(self, slurm: Slurm) -> None:
-        # Signal handlers can be set only in the main thread.
+        # Setting a signal handler fails outside the main thread.
         with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
             self._loop.add_signal_handler(signal.SIGUSR1, slurm.signalled)
             self._catches_signals = True
@@ -175,7 +175,7 @@ class Watch:
         if ends is None:
             del self._standing[name]
             if not self._standing:
-                # The acknowledgement belonged to the notice that was withdrawn.
+                # Discard an acknowledgement that was not sent, because its notice was withdrawn.
                 self._released.clear()
         else:
             self._standing[name] = ends

@@ -1,8 +1,8 @@
 """Non-blocking output to the driver's stdout and stderr. Makes no decisions.
 
 A paused terminal, a pager or a full disk may block a write indefinitely, so one thread per stream writes from a bounded
-queue. When the queue is full, training continues and the oldest lines are dropped, since the newest lines explain why a
-job ends. A line then reports the number of dropped bytes. A closed pipe ends the output, never the job.
+queue. When the queue is full, training continues and the oldest lines are dropped, because the newest lines explain why
+a job ends. A line reports the number of dropped bytes. A closed pipe ends the output, never the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLOURS = {"debug": "2", "info": "", "warning": "33", "error": "31"}
 class WriterThread:
     """Queue of writes, with a thread that performs them in order. ``put`` is thread-safe.
 
-    ``failed`` is called in the writing thread when a write fails for the first time.
+    ``failed`` is called in the writer's thread when a write fails for the first time.
     """
 
     def __init__(self, name: str, failed: Callable[[str], None], limit: int = QUEUE_LIMIT) -> None:
@@ -37,7 +37,7 @@ class WriterThread:
         self._limit = limit
         self._queue: deque[tuple[Write, bytes]] = deque()
         self._queued = 0  # number of queued bytes
-        self._dropped = 0  # number of bytes dropped since the last line that reported them
+        self._dropped = 0  # number of dropped bytes that were not reported yet
         self._writing = False
         self._closed = False
         self._failure_told = False
@@ -45,7 +45,7 @@ class WriterThread:
         self._thread: threading.Thread | None = None
 
     def put(self, write: Write, data: bytes) -> None:
-        """Queue a call of ``write(data)`` without blocking. Drops the oldest data if the queue is full."""
+        """Queue the call ``write(data)`` without blocking. If the queue is full, drop the oldest data."""
         with self._changed:
             if self._closed or not data:
                 return
@@ -63,18 +63,18 @@ class WriterThread:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait until all data are written, for at most ``timeout_s`` seconds. None means no limit.
+        """Wait until all data has been written, for at most ``timeout_s`` seconds. None means no limit.
 
-        Return False on timeout.
+        Returns False on timeout.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._writing, timeout_s)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Wait as `wait` does, then end the thread. Later writes are discarded."""
+        """Call `wait`, then end the thread. Later writes are discarded. Return the result of `wait`."""
         try:
             complete = self.wait(timeout_s)
-        finally:  # Ctrl-C ends the wait.
+        finally:  # also after Ctrl-C, which ends the wait
             with self._changed:
                 self._closed = True
                 self._changed.notify_all()
@@ -83,7 +83,7 @@ class WriterThread:
         return complete
 
     def waits_for(self) -> str:
-        """Return a line that reports the number of unwritten bytes."""
+        """Return a line for the user that reports the number of unwritten bytes after the end of the job."""
         with self._changed:
             left = f"more than {self._queued} bytes of output are pending: {self._name} is slow"
         return f"elastic | the job has ended, but {left}; Ctrl-C ends the wait without them\n"
@@ -114,7 +114,7 @@ class WriterThread:
             return self._queue[0][0], notice.encode()
         write, data = self._queue.popleft()
         pieces, size = [data], len(data)
-        # Compare with ==, because each access creates a new bound method.
+        # Compared with == instead of `is`, because each access to a method creates a new bound method.
         while self._queue and self._queue[0][0] == write and size < BATCH_LIMIT:
             pieces.append(self._queue.popleft()[1])
             size += len(pieces[-1])
@@ -147,16 +147,16 @@ def write_to(stream: TextIO | None) -> Write:
             try:
                 rest = rest[os.write(fd, rest) :]
             except BlockingIOError:
-                # The terminal is nonblocking because another process changed its mode.
+                # Another process has set the terminal to non-blocking mode.
                 select.select([], [fd], [], 1.0)
 
     return write_fd
 
 
 def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Write]:
-    """Return the result of `write_to` for each stream.
+    """Return the results of `write_to` for two streams.
 
-    If both have the same destination, as with ``2>&1``, return the same function twice.
+    If both streams have the same destination, as with ``2>&1``, both results are the same function.
     """
     out = write_to(stdout)
     try:
@@ -169,13 +169,13 @@ def write_both(stdout: TextIO | None, stderr: TextIO | None) -> tuple[Write, Wri
 def replace_closed_streams() -> None:
     """Open /dev/null for each standard stream that was closed before Python started, as in some batch systems.
 
-    Otherwise the next file or socket could get descriptor 2 and receive the output for stderr.
+    Otherwise, the next file or socket could get file descriptor 2 and receive the output for stderr.
     """
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            # The new file gets the lowest free descriptor, which is that of the closed stream.
+            # The new file gets the lowest free file descriptor, which is that of the closed stream.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(fd, True)
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115

@@ -9,12 +9,12 @@ from typing import Protocol
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-# Seconds for the messages of a worker that exited with code 0 to arrive, which may include a large result.
+# Seconds to wait for the messages of a worker that exited with code 0. They may include a large result.
 PARTING_S = 2.0
 
 
 class Connections(Protocol):
-    """Interface to the workers' connections, as used by `ExitBarrier`."""
+    """Interface to the connections of workers that `ExitBarrier` uses."""
 
     def drain(self, worker: Worker) -> None: ...
     def connected(self, worker: Worker) -> bool: ...
@@ -22,7 +22,7 @@ class Connections(Protocol):
 
 
 class ExitBarrier:
-    """Barrier that delays each exit event until all messages of the worker have arrived."""
+    """Barrier that delays a worker's exit event until all messages of the worker have been handled."""
 
     def __init__(self, connections: Connections, exited: Callable[[WorkerExited], None]) -> None:
         self._connections = connections
@@ -39,7 +39,7 @@ class ExitBarrier:
             self._part(event.worker)
 
     def disconnected(self, worker: Worker) -> None:
-        """Handle the end of a worker's connection. No more messages of the worker can arrive."""
+        """Handle the end of a worker's connection, after which no more messages of the worker can arrive."""
         self._part(worker)
 
     def _part(self, worker: Worker) -> None:

@@ -22,14 +22,14 @@ from elastic.health.exit_codes import WRONG_RESULT
 from elastic.protocol.messages import Worker
 
 COMMAND, TIMEOUT = "ELASTIC_HEALTH_CHECK", "ELASTIC_HEALTH_CHECK_TIMEOUT"
-# Runs the module like python -m, but excludes the working directory from imports.
+# Runs the module like python -m, but does not import from the working directory.
 RUN_AUTO = (
     "import sys; sys.path[:] = filter(None, sys.path);"
     " import runpy; runpy.run_module('elastic.health.check', None, '__main__', True)"
 )
 KEPT_BYTES = 4096  # number of bytes kept from the end of the check's output
-LINE = 200  # number of characters kept from the last line of the output
-# Variables removed for the check: the worker's secret, its life lock, the pipe for its exceptions, and the like.
+LINE = 200  # maximum number of characters reported from the last line of the output
+# Variables that the check does not receive: secrets, the worker's life lock, and the pipe for its exceptions.
 WITHHELD = frozenset(
     {"ELASTIC_SECRET", "ELASTIC_TLS_KEY", "ELASTIC_LIFE_LOCK", "ELASTIC_DIAGNOSTICS"}
 )
@@ -49,8 +49,9 @@ def command_of(check: str, worker_command: Sequence[str]) -> list[str]:
 
 
 def without_check(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a worker without this job's health check, because the worker may itself start another
-    job.
+    """Return a worker's environment without the variables for its health check.
+
+    The worker may start another job, to which this health check must not apply.
     """
     return {name: value for name, value in env.items() if name not in (COMMAND, TIMEOUT)}
 
@@ -92,7 +93,7 @@ class HealthCheckRun:
         self._popen: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        # The exit codes of `auto`, a program of this package, are known.
+        # The exit codes of the built-in check have known meanings.
         self._builtin = env[COMMAND] == AUTO
         program = command_of(env[COMMAND], command)
         try:
@@ -110,7 +111,7 @@ class HealthCheckRun:
         self._alarm = self._loop.call_later(limit_s, self._late, limit_s)
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)
-        except OSError:  # Some sandboxes forbid pidfds. A thread then waits for the exit.
+        except OSError:  # Some sandboxes forbid pidfds. In that case, a thread waits for the exit.
             threading.Thread(
                 target=self._wait_in_thread, args=(self._popen.pid,), daemon=True
             ).start()
@@ -119,11 +120,11 @@ class HealthCheckRun:
 
     @property
     def running(self) -> bool:
-        """Return whether the check's process has not been reaped yet."""
+        """Whether the process of the check has not been reaped yet."""
         return self._popen is not None
 
     def cancel(self) -> None:
-        """End the check without reporting a result."""
+        """Kill the check without reporting a result."""
         self._done = None
         self._kill()
 
@@ -148,7 +149,9 @@ class HealthCheckRun:
         return bool(data)
 
     def _late(self, limit_s: float) -> None:
-        """Report the timeout without waiting for the exit, because a process that hangs in the kernel may survive
+        """Report the timeout, then kill the check.
+
+        The report does not wait for the exit, because a process that is blocked in the kernel does not react to
         SIGKILL.
         """
         self._end(HealthOutcome.TIMED_OUT, None, self._last_line() or f"no result in {limit_s:g} s")

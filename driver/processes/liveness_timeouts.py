@@ -18,13 +18,14 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-PAUSE_S = 1.0  # If two checks are further apart than this, the observer was paused.
+# If the interval between two checks exceeds this many seconds, the observer was paused.
+PAUSE_S = 1.0
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class LivenessTimeouts(Generic[Key]):
-    """Liveness timeouts of the same length, one for each key. Times are in seconds on the caller's clock."""
+    """Set of liveness timeouts of the same length, one for each key. Times are in seconds on the caller's clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -59,9 +60,7 @@ class LivenessTimeouts(Generic[Key]):
         self._out.discard(key)
 
     def expired(self, now: float) -> list[Key]:
-        """Return the keys that have expired since the last check, least recently renewed first. Each is returned
-        once.
-        """
+        """Return the keys that have expired since the last check, least recently renewed first."""
         if now - self._looked_at > PAUSE_S:
             for key, renewed_at in self._renewed.items():
                 self._renewed[key] = max(now, renewed_at)
@@ -88,6 +87,6 @@ class LivenessTimeouts(Generic[Key]):
 
     def _put(self, key: Key, now: float) -> None:
         if not self._renewed:
-            self._looked_at = now  # There was no key before, so no check was due.
+            self._looked_at = now  # No check was due before, because there was no key.
         self._renewed[key] = now
         self._renewed.move_to_end(key)

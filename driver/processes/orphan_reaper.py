@@ -1,9 +1,10 @@
-"""Process that kills the remaining workers after the driver has exited, and then exits.
+"""Process that kills the remaining workers after its agent has exited, and then exits.
 
-The agent starts the reaper in a new session. The reaper's standard input is a pipe from the agent with lines
-``+pgid`` and ``-pgid``. When the pipe is closed or the driver's process exits, the reaper kills every listed session
-with SIGKILL and exits. After ``kill -9`` of the driver, PDEATHSIG ends the workers but not their children. The reaper
-imports only a few standard modules, to start within tens of milliseconds and to use little memory.
+The agent, which may be part of the driver's process, starts the reaper in a new session. The reaper's standard input is
+a pipe from the agent, with the lines ``+pgid`` and ``-pgid``. When the pipe is closed or the agent's process exits, the
+reaper kills all registered sessions with SIGKILL and exits. It is needed because after a ``kill -9`` of the agent,
+PDEATHSIG ends the workers but not their children. The reaper imports only a few standard modules, so it starts within
+tens of milliseconds and uses little memory.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 
-# Number of scans. A process may fork during a scan; the next scan finds the child.
+# Maximum number of scans of /proc. A process may fork during a scan; the next scan finds the child.
 SCANS = 5
 
 
 def kill_sessions(sessions: Collection[int]) -> None:
     """Kill all processes of these sessions.
 
-    The process groups of the session leaders are killed first, then other groups.
-
-    The caller ensures that the session IDs have not been reused. For this, each leader must be running or a zombie.
+    The process groups of the session leaders are killed first, then all other processes. The caller must ensure that
+    each session leader is running or a zombie. Otherwise, its ID might have been reused.
     """
     for session in sessions:
         kill_group(session)
@@ -62,7 +62,7 @@ def state_of(pid: int) -> tuple[str, int]:
     """Return the state letter and the session of a process. Return ("X", 0) if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command name is in parentheses and may itself contain any character.
+            # The command name is in parentheses and may contain any character.
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[3])
     except (OSError, IndexError):
@@ -81,12 +81,14 @@ def heed(groups: set[int], text: bytes) -> bytes:
 
 
 def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Pass data from standard input to ``heard`` until standard input is closed or the driver exits."""
+    """Pass data from standard input to ``heard`` until standard input is closed or the parent process ``driver``
+    exits.
+    """
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
-    with contextlib.suppress(OSError):  # Without a pidfd, only the pipe is watched.
-        # A forked child of the driver may keep the pipe open after the driver exits.
+    with contextlib.suppress(OSError):  # If pidfds are not available, only the pipe is watched.
+        # The pidfd is needed because a forked child of the driver may keep the pipe open.
         poll.register(os.pidfd_open(driver), select.POLLIN)
     gone = False
     while not gone:
@@ -100,7 +102,7 @@ def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
 
 
 def watch(driver: int) -> set[int]:
-    """Wait until the driver exits. Return the process groups that are still registered."""
+    """Wait until the parent process ``driver`` exits. Return the process groups that are still registered."""
     groups: set[int] = set()
     rest = b""
 

@@ -1,4 +1,4 @@
-"""Agent side of the orphan reaper: keeps one reaper running and sends it the workers' process groups.
+"""Agent's side of the orphan reaper, which keeps one reaper running and sends it the workers' process groups.
 
 Makes no decisions.
 """
@@ -24,9 +24,9 @@ class OrphanReaper:
     ``groups`` returns all current process groups, which are sent to a new reaper.
     """
 
-    # An exit within this number of seconds after the start counts as a failure.
+    # An exit within this many seconds after the start counts as a failure.
     QUICK_S = 1.0
-    ATTEMPTS = 3  # number of consecutive failures after which no reaper is started any more
+    ATTEMPTS = 3  # number of consecutive failures after which no further reaper is started
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, groups: Callable[[], list[int]], log: Log
@@ -44,10 +44,10 @@ class OrphanReaper:
         return self._popen.pid if self._popen else None
 
     def ensure(self) -> None:
-        """Start a reaper, unless one is running or too many have failed."""
+        """Start a reaper, unless one is running or ATTEMPTS in a row have failed."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
-        # Standard error is redirected too, because a reaper must not keep the driver's terminal or pipes open.
+        # All standard streams are redirected, because a reaper must not keep the driver's terminal or pipes open.
         command = [sys.executable, "-I", "-S", str(Path(orphan_reaper.__file__)), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
@@ -74,7 +74,7 @@ class OrphanReaper:
     def tell(self, line: str) -> None:
         """Send one or more lines to the reaper.
 
-        A reaper that does not read them is replaced, and the new reaper receives all groups.
+        If the reaper does not read them, it is replaced, and the new reaper receives all groups.
         """
         if self._popen is None:
             return
@@ -82,14 +82,14 @@ class OrphanReaper:
         data = line.encode()
         try:
             complete = os.write(self._popen.stdin.fileno(), data) == len(data)
-        except OSError:  # The reaper has exited or is stopped.
+        except OSError:  # The reaper has exited, or its pipe is full because it is stopped.
             complete = False
         if not complete:
             self._popen.kill()
             self._on_exit()
 
     def announce(self, pid: int) -> None:
-        """Announce a child process to the reaper.
+        """Register a child process with the reaper.
 
         Called in the child between fork and exec, so that every child is registered before its program runs.
         """
@@ -140,7 +140,7 @@ class OrphanReaper:
         """Close the pipe to the reaper, which then kills the remaining sessions and exits."""
         if self._popen is None:
             return
-        self._unwatch()  # This prevents that the exit of this reaper starts another one.
+        self._unwatch()  # Otherwise, the exit of this reaper would start another one.
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         deadline = self._loop.time() + 5.0

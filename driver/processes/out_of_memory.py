@@ -1,8 +1,8 @@
 """Detection of out-of-memory kills by the kernel, and queries of the memory limit. Makes no decisions.
 
-The exit status (SIGKILL) is the same as for any other kill. Each memory cgroup counts its out-of-memory kills
+The exit status (SIGKILL) does not distinguish them from other kills. Each memory cgroup counts its out-of-memory kills
 (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat counts those of the
-machine. Workers are in the cgroup of their agent, unless they were moved.
+machine. Workers are in the cgroup of their agent, unless they were moved to another one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-UNLIMITED_BYTES = 1 << 60  # cgroup v1 reports at least this number if memory is unlimited
+UNLIMITED_BYTES = 1 << 60  # if memory is unlimited, cgroup v1 reports at least this limit
 USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
@@ -25,7 +25,11 @@ def parse_counts(text: str) -> dict[str, int]:
 
 
 def memory_groups(text: str) -> tuple[str | None, str | None]:
-    """Return the memory cgroups of version 2 and version 1 in /proc/self/cgroup, or None for a missing one."""
+    """Return the paths of the memory cgroups of version 2 and version 1, or None for a missing one.
+
+    Args:
+        text: contents of /proc/self/cgroup.
+    """
     paths: dict[str, str] = {}
     for line in text.splitlines():
         number, _, rest = line.partition(":")
@@ -53,8 +57,8 @@ class OutOfMemory:
     def __post_init__(self) -> None:
         second, first = memory_groups(_read(self.root / "proc/self/cgroup"))
         mounted = self.root / "sys/fs/cgroup"
-        # In a container, this path may be relative to the host's hierarchy, but only the container's own group is
-        # mounted.
+        # In a container, the path may refer to the host's hierarchy although only the container's own group is mounted,
+        # so the root of the mount is tried as well.
         places: list[tuple[Path, str, str]] = []
         for path in (first, "/") if first is not None else ():
             folder = mounted / "memory" / path.lstrip("/")
@@ -70,7 +74,7 @@ class OutOfMemory:
         self._kills = self._read_kills()
 
     def look(self) -> str:
-        """Return a description of out-of-memory kills since the last call, or an empty string if there were none."""
+        """Return a text if out-of-memory kills have occurred since the last call, otherwise an empty string."""
         before, self._kills = self._kills, self._read_kills()
         if self._kills <= before:
             return ""
@@ -78,7 +82,7 @@ class OutOfMemory:
         return "out of memory" + ("" if limit is None else f", the limit is {limit / 1e9:.1f} GB")
 
     def limit_bytes(self) -> int | None:
-        """Return the memory limit of this process's cgroup in bytes, or None without a limit."""
+        """Return the memory limit of this process's cgroup in bytes, or None if it has no limit."""
         text = "" if self._limit is None else _read(self._limit).strip()
         limited = text.isdigit() and int(text) < UNLIMITED_BYTES
         return int(text) if limited else None
@@ -86,9 +90,9 @@ class OutOfMemory:
     def available_bytes(self) -> int:
         """Return the number of bytes that this process's cgroup can still allocate.
 
-        This is MemAvailable of the machine, or less if the cgroup has a memory limit.
+        This is MemAvailable of the machine, or less if the cgroup has a memory limit. File caches count as available.
 
-        File caches count as available. Return 0 if the kernel reports neither value.
+        Returns 0 if the kernel does not report MemAvailable.
         """
         machine = _counts(self.root / "proc/meminfo", unit=1024).get("MemAvailable:", 0)
         limit = self.limit_bytes()

@@ -1,6 +1,6 @@
-"""Output of workers, forwarded line by line with the rank as a prefix. Makes no decisions.
+"""Forwarding of the workers' output, line by line with the rank as a prefix. Makes no decisions.
 
-The prefix of a line is the worker's current rank, ``[2] ``, or ``[host:slot] `` before it has a rank. Bytes are
+The prefix of a line is the worker's current rank, such as ``[2] ``, or ``[host:slot] `` while it has no rank. Bytes are
 forwarded unchanged, in any encoding. A carriage return also ends a line, so that progress bars work. If a folder is
 given, the same bytes are also written without a prefix to its files ``rank.<r>/stdout`` and ``rank.<r>/stderr``.
 """
@@ -22,15 +22,15 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 
-# called with the worker, its name, the stream and the lines
+# callback for lines; called with the worker, its name, the stream and the lines
 Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]
 
-LINE_LIMIT = 64 * 1024  # Maximum length of a line in bytes. A longer line is split.
-STACKS_S = 0.2  # seconds for all lines of a worker's stack dump to arrive
-# Seconds at the end of a job after which a line reports that output is not being read.
+LINE_LIMIT = 64 * 1024  # maximum length of a line, in bytes; longer lines are split
+STACKS_S = 0.2  # seconds to wait for all lines of a worker's stack dump
+# Seconds after the end of a job at which a line reports that the remaining output is not being read.
 REMIND_S = 5.0
 
-# Wait for the byte after a final carriage return, because it may be the first half of "\r\n".
+# A carriage return at the end of the data does not match yet, because it may be the first half of "\r\n".
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
@@ -38,17 +38,17 @@ class Output:
     """Writer of the output of all workers.
 
     Args:
-        place_of: returns a worker's current place, or None.
+        place_of: function that returns a worker's current place, or None.
         stdout: function that writes to the driver's stdout.
         stderr: function that writes to the driver's stderr.
         failed: called once when a stream cannot be written.
-        verbose: whether to show exceptions with all frames.
-        unsaid: called when ``tracebacks.rest()`` has new lines to log.
-        asked: returns whether an operator requested a worker's stacks.
+        verbose: whether to show all frames of exceptions.
+        unsaid: called when ``tracebacks.rest()`` would return new lines to log.
+        asked: function that returns whether an operator requested a worker's stacks.
         timestamps: whether to prefix lines with the time.
         folder: folder for output files. None means no files.
-        clock: returns the time as text.
-        heard: called with all lines.
+        clock: function that returns the current time as text.
+        heard: called with all lines, for other readers of the output.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Output:
         self._on_lines = heard
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
-        # stdout and stderr share a queue if they have the same destination, so that the reason for an exit appears
-        # after the output. Errors on stderr cannot be reported.
+        # If stdout and stderr have the same destination, they share a queue, so that the reason for an exit appears
+        # after the preceding output. Errors on stderr cannot be reported.
         err = out if stdout == stderr else WriterThread("stderr", lambda text: None)
         self._writers: dict[Stream, WriterThread] = {"stdout": out, "stderr": err}
         self._files = WriterThread(f"files under {folder}", failed)
@@ -86,11 +86,11 @@ class Output:
         self._verbose = verbose
         self._asked = asked
         self._stacks: dict[Worker, list[str]] = {}  # stack dumps that are being received
-        self.sent: set[Worker] = set()  # workers whose exception has arrived
+        self.sent: set[Worker] = set()  # workers that have sent their uncaught exception
         self._appends: dict[Path, Write] = {}
 
     def say(self, data: bytes) -> None:
-        """Write a line of the driver to stderr, without splitting lines of workers."""
+        """Write a line of the driver to stderr, never in the middle of a worker's line."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
     def write_separately(self, write: Write, data: bytes) -> None:
@@ -149,7 +149,7 @@ class Output:
         self._diagnostics.drop(worker)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until all pending data are written, or the reader has closed the stream.
+        """Wait until all pending data has been written, or the reader has closed the stream.
 
         Args:
             timeout_s: time limit for each stream, in seconds. By default there is no limit, because no other process
