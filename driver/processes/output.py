@@ -152,9 +152,9 @@ class Output:
         """Wait until all pending data has been written, or the reader has closed the stream.
 
         Args:
-            timeout_s: time limit for each stream, in seconds. By default there is no limit, because no other process
-                waits for the driver, and the user may read a pager much later. Ctrl-C ends the wait
-                (KeyboardInterrupt).
+            timeout_s: time limit for each stream, in seconds. There is none by default, because no other process waits
+                for the driver, and a user may read the output in a pager much later. Ctrl-C ends the wait with
+                KeyboardInterrupt.
         """
         for worker, stream in list(self._partial):
             self.finish(worker, stream)
@@ -172,9 +172,9 @@ class Output:
         self._keep(worker, stream, b"".join(pieces))
 
     def _uncaught(self, worker: Worker, uncaught: Uncaught) -> None:
-        """Show the uncaught exception of a worker, unless another worker's identical exception was already shown.
+        """Show the uncaught exception of a worker, unless the same exception of another worker was already shown.
 
-        Each worker's file contains the worker's own exception with all frames.
+        The output file of each worker contains its own exception with all frames.
         """
         self.sent.add(worker)
         text = self.tracebacks.add(worker, self._name(worker), uncaught)
@@ -226,18 +226,18 @@ def _pieces(text: str) -> list[bytes]:
 def _prefixed(prefix: bytes, piece: bytes) -> bytes:
     """Add the prefix to a line.
 
-    An incomplete line is completed by a newline, so that the output of another worker starts on a new line.
+    If the line has no end, a newline is appended, so that the output of another worker starts on a new line.
     """
     if piece == b"\r":
-        # A progress bar may start with a carriage return, so no newline is inserted before it.
+        # A progress bar may start with a carriage return, which therefore gets neither a prefix nor a newline.
         return piece
     return prefix + piece if piece[-1:] in b"\r\n" else prefix + piece + b"\n"
 
 
 def _append_to(path: Path) -> Write:
-    """Return a function that appends to a file, which is opened for each write.
+    """Return a function that appends to a file and opens it for each write.
 
-    Keeping the files of thousands of ranks open would exceed the limit of open files, and log files may be moved.
+    Keeping the files of thousands of ranks open would exceed the limit on open files, and log files may be moved.
     """
 
     def append(data: bytes) -> None:

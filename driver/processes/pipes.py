@@ -10,7 +10,7 @@ from elastic.driver.sinks import Sink, Stream
 from elastic.protocol.messages import Worker
 
 CHUNK = 64 * 1024
-# Maximum number of bytes read from an exited worker's pipe before the exit is reported.
+# maximum number of bytes read from the pipe of an exited worker before the exit is reported
 DRAIN_LIMIT = 1024 * 1024
 PROMPT_S = 0.1  # seconds after which an incomplete line is treated as a prompt
 
@@ -41,7 +41,7 @@ class Pipe:
         self._open = True
         self._prompts = prompts
         self._prompt: asyncio.TimerHandle | None = None
-        # Pipes whose data must be forwarded before the data of this pipe.
+        # Pipes that are drained before data of this pipe is forwarded.
         self.later_than: list[Pipe] = []
         self.closed: Callable[[Pipe], None] = lambda pipe: None
         os.set_blocking(fd, False)
@@ -73,7 +73,7 @@ class Pipe:
             self._prompt = None
 
     def drain(self) -> None:
-        """Forward the available data, up to a limit, without waiting."""
+        """Forward the available data, up to DRAIN_LIMIT bytes, without waiting."""
         for _ in range(DRAIN_LIMIT // CHUNK):
             if not self._read():
                 return

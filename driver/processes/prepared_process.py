@@ -1,4 +1,4 @@
-"""Preloaded Python process: imports the modules that a worker needs, then waits for the worker's command.
+"""Preloaded Python process, which imports the modules that a worker needs and then waits for the worker's command.
 
     python -c "... main()" FOLDER TOLD WHAT MODULES SCRIPT ROOM
 
@@ -34,7 +34,7 @@ AUTO, MODULE = "auto", "-m "
 TORCH = "torch"
 OURS = (
     TORCH,
-    "torch._dynamo",  # torch imports this module only when the first optimizer is created.
+    "torch._dynamo",  # torch itself imports this module only when the first optimizer is created
     *("elastic.data.loader", "elastic.run_loop", "elastic.runtime.basics"),
     *("elastic.optimizer.distributed_optimizer", "elastic.optimizer.adasum_optimizer"),
     *("elastic.state.torch_state", "elastic.state.join_preparation"),
@@ -42,7 +42,7 @@ OURS = (
 )
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 OOM_SCORE = "/proc/self/oom_score_adj"
-OOM_FIRST = "1000"  # score with which the out-of-memory killer selects this process first
+OOM_FIRST = "1000"  # score with which a process is the first target of the out-of-memory killer
 
 
 def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], bool]:
@@ -51,8 +51,8 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
     Returns:
         The names of the modules, and whether the file consists only of imports.
 
-    Statements before an import may affect it, so the search stops at the first statement that is not an import, and at
-    the first import of a module of the script's own package or folder (``own``).
+    The search stops at the first statement that is not an import, because it may affect later imports, and at the first
+    import of a module in ``own``, which are the modules of the script's own package or folder.
 
     Raises:
         SyntaxError: ``source`` is not valid Python.
@@ -64,7 +64,7 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
                 found = [each.name for each in node.names]
             case ast.ImportFrom(module=str(module), level=0):
                 found = [] if module == "__future__" else [module]
-            # The docstring, if any, is the first statement.
+            # The first statement may be a docstring.
             case ast.Expr(ast.Constant()) if number == 0:
                 found = []
             case _:
@@ -113,10 +113,10 @@ def script_imports(script: str, folder: str) -> list[str]:
 
 
 def prepare(modules: str, script: str, folder: str) -> None:
-    """Import the given modules that exist. An error about a missing module is raised later by the worker's script.
+    """Import the given modules, ignoring errors, which occur again when the worker's script imports the modules.
 
     With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
-    statement. Otherwise the script may first set variables that torch reads when it is imported.
+    statement. Otherwise, the script may first set variables that torch reads when it is imported.
     """
     wanted = modules.split(",")
     names = [name for name in wanted if name != AUTO]
@@ -137,9 +137,9 @@ def _import(names: Iterable[str]) -> None:
 
 
 def offer_to_oom_killer() -> str | None:
-    """Make this process the preferred target of the out-of-memory killer.
+    """Make this process the first target of the out-of-memory killer.
 
-    Returns the score adjustment to restore later, or None if the kernel does not support it.
+    Returns the previous score adjustment, to be restored later, or None if it could not be changed.
     """
     try:
         with open(OOM_SCORE, "r+") as file:
@@ -154,11 +154,11 @@ def offer_to_oom_killer() -> str | None:
 def become(
     words: Sequence[str], environ: Mapping[str, str], folder: str | None, oom_score: str | None
 ) -> None:
-    """Adopt the command line, environment, folder and out-of-memory score of the worker."""
+    """Turn this process into the worker: adopt its command line, environment, folder and out-of-memory score."""
     if oom_score is not None:
         with contextlib.suppress(OSError):
             Path(OOM_SCORE).write_text(oom_score)
-    coerced = os.environ.get("LC_CTYPE")  # variable that the interpreter may have set (PEP 538)
+    coerced = os.environ.get("LC_CTYPE")  # The interpreter may have set this variable (PEP 538).
     os.environ.clear()
     os.environ.update(environ)
     if coerced is not None:
@@ -172,10 +172,10 @@ def become(
 def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     """Make the worker's command line and environment visible in /proc/PID/cmdline and /proc/PID/environ.
 
-    They are used by `ps` and by tools that look for a worker's rank.
+    `ps`, and tools that look for a worker's rank, read these files.
 
-    This does not affect libc's environment variables, which are stored elsewhere: os.environ.clear() removed the
-    originals, and setenv() allocated new ones.
+    libc's environment is not overwritten: os.environ.clear() removed the original variables, and setenv() allocated new
+    ones elsewhere.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, variables_begin, variables_end = map(int, fields[45:49])
@@ -183,7 +183,7 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
     line = line if len(line) <= end - begin else line[: end - begin - 1] + b"\0"
     ctypes.memmove(begin, line + bytes(end - begin - len(line)), end - begin)
     shorter = ctypes.c_ulong(begin + len(line))
-    # Without the required permission, this call fails, and `ps` then shows padding after the command.
+    # If the process lacks the permission, this call fails, and `ps` shows padding after the command.
     ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, shorter, 0, 0)
     block, room = (
         _strings([f"{n}={text}" for n, text in environ.items()]),
@@ -217,7 +217,7 @@ def run(words: Sequence[str]) -> None:
     except Exception as error:
         trace = error.__traceback__
         assert trace is not None
-        error.__traceback__ = trace.tb_next  # The traceback omits the frame of this file.
+        error.__traceback__ = trace.tb_next  # Omit the frame of this file from the traceback.
         sys.excepthook(type(error), error, trace.tb_next)
         sys.exit(1)
 

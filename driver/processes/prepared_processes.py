@@ -19,18 +19,18 @@ from elastic.driver.processes import orphan_reaper
 from elastic.driver.sinks import Log
 
 PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
-PREPARED = "ELASTIC_PREPARED"  # variable that marks a process that is not a worker yet
+PREPARED = "ELASTIC_PREPARED"  # environment variable that marks a process that is not a worker yet
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
 MOST = 64  # maximum number of preloaded processes
-# Minimum available memory. A process that has imported torch uses 0.3 GB (measured with the CPU build of torch 2.13),
-# and a host with less memory needs it for training.
+# Minimum available memory for preloading. A process that has imported torch uses 0.3 GB (measured with the CPU build of
+# torch 2.13), and a host with less available memory needs it for training.
 AVAILABLE_BYTES_MIN = 2 << 30
-# Delay after the last worker start, in seconds, because starting workers need the CPUs.
+# Seconds after the last start of a worker at which preloading begins, because starting workers need the CPUs.
 QUIET_S = 3.0
 # Bytes reserved for the worker's command line and its additional variables.
 ROOM = "." * 4096
-# Variables that identify a worker. init() and scripts read them; imports do not.
+# Prefixes of variables that identify a worker. init() and scripts read these variables, but imports do not.
 OWN = ("HOROVOD_", "ELASTIC_", "TORCHELASTIC_")
 PLACES = {
     f"{prefix}{name}"
@@ -38,22 +38,25 @@ PLACES = {
     for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")
 }
 
-# Timeout in seconds of the wait for all preloaded processes after SIGKILL. On a busy host, it takes time until they
-# have released their memory, and the driver is blocked meanwhile.
+# Seconds to wait for the exit of all preloaded processes after SIGKILL. On a busy host, releasing their memory takes
+# time, during which the driver is blocked.
 DEATH_S = 10.0
 REAP_S = 0.005
 LOOK_S = 0.05
 
-# Starts a process, given the command, environment, folder and inherited descriptors. Raises like `spawning.spawn`.
+# Function that starts a process, given the command, environment, folder and inherited file descriptors. It raises the
+# same exceptions as `spawning.spawn`.
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
 ]
-# the interpreter, whether its output is unbuffered, and the words that name the script or module
+# the interpreter, whether its output is unbuffered, and the arguments from the script or -m on
 Plain = tuple[str, bool, list[str]]
 
 
 def plain(command: Sequence[str]) -> Plain | None:
-    """Parse ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``. Return None for other commands."""
+    """Parse a command ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``. Return None for any other
+    command.
+    """
     words = [*command]
     program = os.path.basename(words[0]) if words else ""
     if not program.startswith("python"):
@@ -68,7 +71,7 @@ def plain(command: Sequence[str]) -> Plain | None:
 
 
 def shared(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that imports may read."""
+    """Return the variables that imports may read, which exclude those that identify a worker."""
     return {
         name: text
         for name, text in environ.items()
@@ -78,7 +81,7 @@ def shared(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class _Kept:
-    """Waiting preloaded process, and the workers that it can become."""
+    """Waiting preloaded process, with the command and environment for which it was started."""
 
     process: subprocess.Popen[bytes]
     told: int  # the driver's end of the pipe to the process
@@ -123,10 +126,10 @@ class PreparedProcesses:
 
     Args:
         modules: modules to import. Empty means that no process is preloaded.
-        spawn: starts a process in the same way as a worker.
+        spawn: function that starts a process in the same way as a worker.
         gone: called with the process ID when a process exits without having become a worker.
-        available: returns the available memory of the host or container, in bytes.
-        log: called with a level and a text.
+        available: function that returns the available memory of the host or container, in bytes.
+        log: function that logs; called with a level and a text.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class PreparedProcesses:
         self._gone = gone
         self._log = log
         self._kept: list[_Kept] = []  # waiting processes, oldest first
-        # killed processes whose exit is not confirmed
+        # killed processes that have not been reaped yet
         self._killed: list[subprocess.Popen[bytes]] = []
         self._next: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
@@ -152,9 +155,9 @@ class PreparedProcesses:
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
     ) -> subprocess.Popen[bytes] | None:
-        """Return the preloaded process that becomes this worker, and schedule a replacement.
+        """Turn a preloaded process into this worker and return it, and schedule a replacement.
 
-        Return None if no preloaded process is suitable.
+        Returns None if no suitable process is available.
         """
         if not self.modules:
             return None
@@ -237,7 +240,7 @@ class PreparedProcesses:
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:
                 pipe.close()
-        if kept.process.returncode is None:  # The process ID may be reused after the exit.
+        if kept.process.returncode is None:  # After the exit, the process ID may be reused.
             orphan_reaper.kill_group(kept.process.pid)
         self._killed.append(kept.process)
 

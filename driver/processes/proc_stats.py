@@ -26,7 +26,7 @@ class Stat:
     """Content of /proc/PID/stat.
 
     Args:
-        ticks: processor time of all threads and reaped children of the process, in clock ticks.
+        ticks: CPU time of all threads and reaped children of the process, in clock ticks.
     """
 
     state: str
@@ -53,7 +53,7 @@ class ThreadStatus:
 
 @dataclass(frozen=True)
 class ProcSample:
-    """Resources used by all processes of a session together.
+    """Total resource usage of all processes in a session.
 
     Args:
         io_bytes: cumulative number of bytes read and written, including cached I/O.
@@ -71,7 +71,7 @@ class ProcSample:
 
 
 def parse_stat(text: bytes) -> Stat:
-    """Parse a line of /proc/PID/stat. The command name in parentheses may contain anything.
+    """Parse the content of /proc/PID/stat. The command name in parentheses may contain any character.
 
     Raises:
         ValueError: the line has too few fields.
@@ -84,20 +84,26 @@ def parse_stat(text: bytes) -> Stat:
 
 
 def parse_end(text: bytes) -> tuple[bool, int]:
-    """Return whether a thread has ended or is exiting, and the wait status of its process."""
+    """Parse /proc/PID/task/TID/stat. Return whether the thread has ended or is exiting, and the wait status of its
+    process.
+    """
     fields = text.rpartition(b")")[2].split()
     ending = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
     return ending, int(fields[49])
 
 
 def parse_status(text: bytes) -> tuple[int, int]:
-    """Return the process ID of the tracer (0 without a tracer) and a bit mask of the handled signals."""
+    """Parse /proc/PID/status. Return the process ID of the tracer (0 if none) and a bit mask of the handled signals."""
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     return int(fields.get(b"TracerPid", b"0")), int(fields.get(b"SigCgt", b"0"), 16)
 
 
 def parse_thread(text: bytes) -> ThreadStatus:
-    """Parse /proc/PID/task/TID/status. Raises ValueError if a field is missing."""
+    """Parse /proc/PID/task/TID/status.
+
+    Raises:
+        ValueError: a field is missing.
+    """
     fields = dict(line.partition(b":")[::2] for line in text.splitlines())
     try:
         return ThreadStatus(
@@ -118,7 +124,7 @@ def parse_io(text: bytes) -> int:
 
 
 def parse_statm(text: bytes) -> tuple[int, int]:
-    """Parse /proc/PID/statm. Return the number of resident pages, and how many of them may be shared."""
+    """Parse /proc/PID/statm. Return the number of resident pages, and the number of those that may be shared."""
     fields = text.split()
     return (int(fields[1]), int(fields[2])) if len(fields) > 2 else (0, 0)
 
@@ -136,9 +142,9 @@ def parse_mounts(text: bytes) -> dict[str, str]:
 
 
 def parse_cgroup(text: bytes, mounts: Mapping[str, str]) -> list[str]:
-    """Return the files with the freezer state of a process's cgroups.
+    """Return the paths of the files that contain the freezer state of a process's cgroups.
 
-    A root cgroup cannot be frozen and has no such file.
+    Root cgroups are omitted, because they cannot be frozen and have no such file.
     """
     files = []
     for line in text.decode(errors="surrogateescape").splitlines():
@@ -171,13 +177,13 @@ def stat_of(pid: int) -> Stat:
 def end_of(pid: int) -> int | None:
     """Return the exit code, or the negative signal number, of a process whose threads have all ended or are exiting.
 
-    Return None for a process that is still running. The kernel may not have released the memory, descriptors and
-    sockets of the process yet.
+    Returns None if the process is still running. When this function returns a code, the kernel may not have released
+    the memory, descriptors and sockets of the process yet.
     """
     try:
         _, code = parse_end(_read(f"/proc/{pid}/stat"))
         for thread in os.listdir(f"/proc/{pid}/task"):
-            # The process may have been reaped in the meantime.
+            # The thread or process may be gone by now.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if not parse_end(_read(f"/proc/{pid}/task/{thread}/stat"))[0]:
                     return None
@@ -187,12 +193,12 @@ def end_of(pid: int) -> int | None:
 
 
 def uses_devices(pid: int) -> bool:
-    """Return whether a process has a device such as a GPU open, which may still be working for it.
+    """Return whether a process still has a device such as a GPU open.
 
     Returns True if this cannot be determined.
 
-    The threads of an exiting process release their descriptors one by one, the main thread early. Therefore the first
-    thread that still has descriptors is examined.
+    The threads of an exiting process release their descriptors one after another, the main thread early. The first
+    thread that still has descriptors is therefore examined.
     """
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -222,7 +228,7 @@ def traced(pid: int) -> bool:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for this signal. Without one, the signal would end the process."""
+    """Return whether a process has a handler for this signal. If it has none, the signal would end the process."""
     return bool(_status(pid)[1] >> (number - 1) & 1)
 
 
@@ -253,7 +259,7 @@ def frozen(pid: int) -> bool:
 
 
 def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
-    """Return the reason why a process cannot run now (empty if it can), and its current Stat.
+    """Return why a process cannot run now (empty if it can), and its current Stat.
 
     Args:
         pid: process ID.
@@ -261,7 +267,7 @@ def cannot_run(pid: int, last: Stat | None) -> tuple[str, Stat]:
     """
     stat = stat_of(pid)
     if stat.state == STOPPED:
-        # A process that a debugger has stopped does not count as frozen.
+        # A process that was stopped by a debugger does not count as frozen.
         return ("" if traced(pid) else "stopped by a signal such as SIGSTOP"), stat
     moved = last is None or stat.ticks != last.ticks
     if stat.state in "SD" and not moved and frozen(pid):

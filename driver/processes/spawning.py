@@ -27,15 +27,15 @@ def spawn(
     pass_fds: Sequence[int] = (),
     stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process.
+    """Start a process in a new session, with pipes for stdout and stderr.
 
     Args:
         command: program and arguments.
         env: environment.
-        announce: called with the pid, in the child.
+        announce: called in the child, with its process ID, before the program runs.
         folder: working folder (default: the current one).
-        pass_fds: descriptors that the child keeps.
-        stdin: descriptor for standard input (default: /dev/null).
+        pass_fds: file descriptors that the child inherits.
+        stdin: file descriptor for standard input (default: /dev/null).
 
     Raises:
         OSError: the program can't be started.
@@ -44,14 +44,15 @@ def spawn(
     """
     driver = os.getpid()
 
-    def before_exec() -> None:  # Runs in the child.
+    def before_exec() -> None:  # runs in the child
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != driver:  # The driver exited before PDEATHSIG was set.
+        if os.getppid() != driver:  # the driver exited before PDEATHSIG was set
             os.kill(os.getpid(), signal.SIGKILL)
         announce(os.getpid())
 
     with warnings.catch_warnings():
-        # Python 3.12 warns about forks in a process with threads. This child only makes a few system calls before exec.
+        # Python 3.12 warns about a fork in a multi-threaded process. Here it is safe: the child makes only a few system
+        # calls before exec.
         warnings.simplefilter("ignore", DeprecationWarning)
         return subprocess.Popen(
             list(command),
@@ -67,7 +68,7 @@ def spawn(
 
 
 def why_not_started(program: str, error: Exception) -> str:
-    """Return a sentence with the cause of a failed start and the remedy."""
+    """Return a sentence with the cause of a failed start and a remedy."""
     match getattr(error, "errno", None):
         case errno.ENOENT | errno.ENOTDIR:
             if os.path.exists(program):

@@ -1,7 +1,7 @@
 """Status line at the bottom of a terminal, below the scrolling output. Makes no decisions.
 
-It is drawn after output that ends a line, and erased before the next output. An incomplete line, such as a progress bar
-that begins with a carriage return, is left unchanged. Files and pipes get no status line.
+The status line is drawn after output that ends with a newline, and erased before the next output. After an incomplete
+line, such as a progress bar, it is not drawn. Files and pipes get no status line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class StatusLine:
     """Status line of one terminal. Thread-safe.
 
     Args:
-        write: writes bytes to the terminal.
-        columns: returns the width of the terminal in characters.
+        write: function that writes bytes to the terminal.
+        columns: function that returns the width of the terminal, in characters.
     """
 
     def __init__(self, write: Write, columns: Callable[[], int]) -> None:
@@ -36,7 +36,7 @@ class StatusLine:
         self._changing = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        """Write scrolling output. This method replaces the terminal's original write function."""
+        """Write scrolling output. Must be used instead of the terminal's original write function."""
         with self._changing:
             self._at_start = data.endswith(b"\n")
             drawn, self._drawn = self._drawn, self._at_start and bool(self._line)
@@ -44,7 +44,7 @@ class StatusLine:
             self._write((ERASE if drawn else b"") + data + line)
 
     def show(self, data: bytes) -> None:
-        """Set the text of the line. An empty text removes the line."""
+        """Set the text of the status line. An empty text removes the line."""
         with self._changing:
             text = data.decode(errors="replace").strip()
             self._line = self._fitted(text) if text else b""
@@ -53,8 +53,9 @@ class StatusLine:
                 self._drawn = bool(self._line)
 
     def _fitted(self, text: str) -> bytes:
-        """Return the text, truncated to one row. The last column stays free, because the terminal would otherwise wrap
-        the line.
+        """Truncate the text to one row.
+
+        The last column is left free, because the terminal would otherwise wrap the line.
         """
         plain = "".join(c if c.isprintable() else " " for c in text)
         return f"{DIM}{set_cell_size(plain, max(1, self._columns() - 1)).rstrip()}{PLAIN}".encode()

@@ -1,4 +1,4 @@
-"""End of each worker's stderr, and the exception that ended the worker. Decides which tracebacks are shown.
+"""Storage of the end of each worker's stderr and of its uncaught exception, and selection of the tracebacks to show.
 
 Pure: no I/O, no clock.
 """
@@ -17,8 +17,9 @@ from elastic.protocol.uncaught.sending import LostDriver, StackOf, TrainingThrea
 
 TAIL_LIMIT = 20 * 1024  # number of bytes kept from the end of a worker's stderr
 LINE_LIMIT = 1024 * 1024  # maximum size of an exception as JSON, in bytes
-KNOWN_LIMIT = 256  # maximum number of stored exceptions, which are not shown again
-NAMED = 16  # maximum number of rank ranges in a line
+# maximum number of exceptions that are remembered, so that they are not shown again
+KNOWN_LIMIT = 256
+NAMED = 16  # maximum number of rank ranges listed in a log line
 
 Raiser = tuple[
     str, Worker
@@ -30,14 +31,15 @@ class DiagnosticLines:
 
     def __init__(self) -> None:
         self._partial: dict[Worker, bytearray] = {}
-        self._training: dict[Worker, int] = {}  # native ID of the training thread
-        self._next: dict[Worker, StackOf] = {}  # thread whose stack may arrive next
+        self._training: dict[Worker, int] = {}  # native ID of each worker's training thread
+        # for each worker, the thread whose stack may arrive next
+        self._next: dict[Worker, StackOf] = {}
 
     def add(self, worker: Worker, data: bytes) -> list[Uncaught | LostDriver | bytes]:
         """Add a chunk of a worker's stream.
 
         Returns:
-            The reports that are now complete, and lines of stacks without line ends. Each stack begins with the header
+            The reports that are now complete, and lines of stacks, without newlines. Each stack begins with the header
             of its thread. A thread without Python code has no stack.
         """
         rest = self._partial.setdefault(worker, bytearray())
@@ -85,7 +87,9 @@ def _decoded(line: bytes) -> _Message | bytes:
 
 
 class StderrTails:
-    """Last lines of each worker's stderr, and exceptions that workers have reported but not printed."""
+    """Storage of the last lines of each worker's stderr, and of exceptions that workers have reported but not
+    printed.
+    """
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}
@@ -129,25 +133,28 @@ def _cause_of(report: Uncaught | LostDriver) -> ExitCause:
 
 
 class TracebackLedger:
-    """Record of exceptions. Shows each exception once, and counts the other workers that raised it or only lost a peer.
+    """Ledger of uncaught exceptions, which shows each exception once.
+
+    Further workers that raised the same exception, or only lost a peer, are summarized.
 
     Args:
         verbose: whether to show every frame, and also exceptions about lost peers.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
-        self.shown = 0  # number of tracebacks shown
+        self.shown = 0  # number of tracebacks that were shown
         # whether an operator stopped the job, in which case all workers lose their peers
         self.stopped = False
         self._verbose = verbose
-        # summary, and the worker whose traceback was shown, by digest; oldest first
+        # for each digest, the summary and the worker whose traceback was shown; oldest first
         self._known: dict[str, tuple[str, Raiser]] = {}
-        # summary, the worker whose traceback was shown, and workers to report, by digest
+        # for each digest, the summary, the worker whose traceback was shown, and the further workers to report
         self._more: dict[str, tuple[str, list[Raiser]]] = {}
-        self._lost: dict[tuple[str, str], list[Raiser]] = {}  # workers by summary and script line
+        # workers that lost a peer, by summary and script line
+        self._lost: dict[tuple[str, str], list[Raiser]] = {}
 
     def add(self, worker: Worker, name: str, uncaught: Uncaught) -> str:
-        """Return the text to show now for an exception. It is empty if nothing is shown.
+        """Record an exception. Return the text to show now, or an empty string if the exception was already shown.
 
         Args:
             worker: the worker that raised the exception.
@@ -171,10 +178,10 @@ class TracebackLedger:
         return uncaught.whole if self._verbose else uncaught.folded
 
     def rest(self) -> list[str]:
-        """Return and clear the pending lines.
+        """Return the pending lines, and clear them.
 
-        Each line reports which other workers raised an exception that was already shown. The workers that only lost a
-        peer are added to the first line, or listed in a separate line.
+        Each line lists the further workers that raised an exception that was already shown. The workers that only lost
+        a peer are added to the first line, or listed in a separate line if there is no other.
         """
         lost = self._lost_peers()
         lines = []
@@ -201,9 +208,7 @@ class TracebackLedger:
 
 
 def _labels(raisers: Sequence[Raiser]) -> list[str]:
-    """Return a label for each worker. Workers that had the same rank in different generations are labelled by their
-    slots.
-    """
+    """Return a label for each worker: its rank, or its slot if another worker had the same rank."""
     holders: dict[str, set[Worker]] = {}
     for name, worker in raisers:
         holders.setdefault(name, set()).add(worker)

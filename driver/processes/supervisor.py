@@ -3,19 +3,19 @@
 It carries out orders and reports events, but makes no decisions.
 
 A worker's exit is detected by its pidfd, not by the end of its output, because its children may hold the pipes longer.
-The steps are, in order: read the exit status without reaping, kill the rest of the worker's process group, read its
-pipes, report the exit. Shortly afterwards the whole session is killed. Only then is the worker reaped, so that its
-process ID cannot be reused earlier.
+The supervisor then reads the exit status without reaping, kills the rest of the worker's process group, reads its
+pipes, and reports the exit. Shortly afterwards, it kills the whole session. Only then does it reap the worker, so that
+the process ID cannot be reused earlier.
 
-The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds for an imported
-framework, and seconds for a large model. If a signal or an error ended the worker, its exit is reported earlier, as
+The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds if a framework has
+been imported, and seconds for a large model. If a signal or an error ended the worker, its exit is reported earlier, as
 soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
 
-The state of all processes is checked four times a second. A process that cannot run for a whole liveness timeout is
-reported as frozen, and as thawed when it runs again. Resource counters are only read on request.
+The state of all processes is checked four times a second. A process that has been unable to run for a whole liveness
+timeout is reported as frozen, and as thawed when it can run again. Resource counters are read only on request.
 
-Each worker runs in a separate session and is killed when the thread that started it exits (PDEATHSIG). The orphan
-reaper kills its children if the driver is killed. All code here runs in the event loop's thread.
+Each worker runs in a separate session and is killed when the thread that started it exits (PDEATHSIG). If the driver is
+killed, the orphan reaper kills the children of workers. All code here runs in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -53,17 +53,20 @@ from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
 from elastic.protocol.uncaught.at_start import sitecustomize
 from elastic.protocol.uncaught.sending import DIAGNOSTICS, StackOf
 
-LINGER_S = 0.5  # seconds for reading a dead worker's pipes, in case another process holds them
-SWEEP_S = 0.01  # delay that combines the session kills of workers that exit together
-# seconds for a process to exit after SIGKILL; only a process stuck in the kernel takes longer
+# maximum number of seconds for reading the pipes of an exited worker, which another process may keep open
+LINGER_S = 0.5
+# delay, in seconds, after which the sessions of exited workers are killed, in one pass for all of them
+SWEEP_S = 0.01
+# seconds to wait for an exit after SIGKILL; only a process that is blocked in the kernel takes longer
 DEATH_S = 10.0
-# Seconds between two checks of all processes. With a shorter liveness timeout, the interval is a quarter of it.
+# Interval between two checks of all processes, in seconds. If a quarter of the liveness timeout is less, that is used.
 LOOK_S = 0.25
-LEAST_LOOK_S = 0.05  # minimum of LOOK_S, in seconds
-# Seconds between two checks whether all threads of a process have ended. The checks begin when its main thread has
-# ended.
+LEAST_LOOK_S = 0.05  # minimum of this interval
+# Interval between two checks of whether all threads of a process have ended, in seconds. The checks begin when its main
+# thread has ended.
 ENDING_S = 0.001
-ENDING_LOOKS = 50  # number of such checks; afterwards, wait for the exit of the process instead
+# maximum number of such checks, after which the supervisor waits for the exit of the process
+ENDING_LOOKS = 50
 
 
 class ProcessSupervisor:
@@ -71,9 +74,9 @@ class ProcessSupervisor:
 
     Args:
         exited: called once for each started worker.
-        noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed, WorkerHealthChecked.
+        noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed and WorkerHealthChecked.
         sink: receives the workers' output.
-        log: called with a level and a text.
+        log: function that logs; called with a level and a text.
         lease_s: liveness timeout, in seconds.
     """
 
@@ -92,12 +95,12 @@ class ProcessSupervisor:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._processes: dict[Worker, _Process] = {}
-        # processes whose exit was reported but which are not reaped yet
+        # processes whose exit was reported, but which have not been reaped yet
         self._dying: set[_Process] = set()
-        # starts that wait for the end of such a process
+        # starts that wait until the previous process of their slot has been reaped
         self._held: dict[Worker, Callable[[], None]] = {}
         self._unreaped: set[_Process] = set()
-        # health checks that accompany the starts of workers
+        # health checks of workers that are starting
         self._checks: dict[Worker, HealthCheckRun] = {}
         self._pipes: set[Pipe] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -110,7 +113,7 @@ class ProcessSupervisor:
         self._measures = False
         self._memory = OutOfMemory()
         self._dumps: set[asyncio.Task[None]] = set()
-        # memory shared with forked children, into which they write their process IDs
+        # memory shared with forked children, to which they write their process IDs
         self._born = mmap.mmap(-1, 8)
         self._life_locks = LifeLocks()
         self._reaper = OrphanReaper(self._loop, self._groups, log)
@@ -133,16 +136,16 @@ class ProcessSupervisor:
     ) -> None:
         """Start a worker. See `elastic.driver.launch.interface.Launcher.start`.
 
-        The start waits until the previous process of the slot has exited and has released its ports, locks and memory,
-        but at most DEATH_S seconds.
+        The start waits for at most DEATH_S seconds until the previous process of the slot has exited and released its
+        ports, locks and memory.
 
         Args:
             worker: the worker.
             command: program and arguments.
             env: environment.
             folder: working folder (default: that of this process).
-            stdin: descriptor of the worker's standard input (default: empty). A worker with standard input never uses a
-                preloaded process.
+            stdin: file descriptor of the worker's standard input (default: empty input). A worker with standard input
+                never uses a preloaded process.
         """
         assert worker not in self.alive(), f"{worker} is already running"
         if any(_one_slot(worker, each.worker) for each in self._dying):
@@ -184,7 +187,7 @@ class ProcessSupervisor:
             os.close(written)
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
-        # The line is sent again, because the reaper may have been replaced since.
+        # Register the process again, because the reaper may have been replaced since the fork.
         self._reaper.tell(f"+{process.pid}\n")
         self._processes[worker] = process
         self._check_health(worker, command, given, folder)
@@ -252,7 +255,7 @@ class ProcessSupervisor:
             self._noticed(probed)
 
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
-        """Make a worker write its stacks. See `elastic.driver.launch.interface.Launcher.dump`."""
+        """Make a worker print its stacks. See `elastic.driver.launch.interface.Launcher.dump`."""
         process = self._processes.get(worker)
         if process is None:
             return
@@ -317,7 +320,7 @@ class ProcessSupervisor:
             task.cancel()
         for worker in self.alive():
             self.kill(worker)
-        # This blocks, so it happens after the end of the workers, which would compete for the CPUs.
+        # This call blocks, so it is made after the workers were killed, which would otherwise compete for the CPUs.
         self.prepared.close()
         deadline = self._loop.time() + DEATH_S
         while (
@@ -327,7 +330,7 @@ class ProcessSupervisor:
             or self._pipes
             or any(check.running for check in self._checks.values())
         ) and self._loop.time() < deadline:
-            # The loop keeps handling exits and pipes during the wait.
+            # The event loop keeps handling exits and pipes during the wait.
             await asyncio.sleep(0.002)
         for process in (*self._processes.values(), *self._dying):
             self._log("error", f"{process.worker} (pid {process.pid}) could not be killed")
@@ -356,13 +359,14 @@ class ProcessSupervisor:
             raise
 
     def _has_exited(self, pid: int) -> None:
-        """Remove an exited process from the orphan reaper, because its process ID may now be reused."""
+        """Unregister an exited process from the orphan reaper, because its process ID may now be reused."""
         self._reaper.tell(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
-        """Announce a child to the orphan reaper, from within the child.
+        """Register a child with the orphan reaper. Called in the child.
 
-        If its exec fails, the parent can only learn its process ID from the shared memory.
+        The child also writes its process ID to shared memory. If its exec fails, the parent cannot obtain the ID in any
+        other way.
         """
         self._born[:] = pid.to_bytes(len(self._born), "little")
         self._reaper.announce(pid)
@@ -380,7 +384,7 @@ class ProcessSupervisor:
                 self._noticed(WorkerThawed(worker))
         expired = self._leases.expired(now)
         for worker, process in self._processes.items():
-            # The report is repeated, because a delayed message may have made a frozen worker appear to run.
+            # Repeat the report, because a delayed message may have made the frozen worker appear to run.
             said_at = process.frozen_said_at
             again = said_at is not None and now - said_at >= self._leases.lease_s
             if worker in expired or (again and process.hindrance):
@@ -413,7 +417,7 @@ class ProcessSupervisor:
     def _watch(self, process: _Process) -> None:
         try:
             process.pidfd = os.pidfd_open(process.pid)
-        except OSError:  # Some sandboxes forbid pidfds. A thread then waits for the exit.
+        except OSError:  # Some sandboxes forbid pidfds. In that case, a thread waits for the exit.
             target = self._wait_in_thread
             threading.Thread(target=target, args=(process,), daemon=True).start()
         else:
@@ -463,7 +467,7 @@ class ProcessSupervisor:
         why = ""
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
-        # Otherwise the worker's DataLoader processes would keep its sockets open.
+        # Otherwise, the worker's DataLoader processes would keep its sockets open.
         orphan_reaper.kill_group(process.pid)
         for pipe in list(process.pipes):
             pipe.drain()
@@ -524,7 +528,7 @@ def _one_slot(a: Worker, b: Worker) -> bool:
 
 
 class _Process:
-    """One worker process, from its start until it is reaped."""
+    """State of one worker process, from its start until it is reaped."""
 
     def __init__(
         self,
@@ -534,7 +538,7 @@ class _Process:
         written: int,
     ) -> None:
         self.worker = worker
-        # The worker's end of the diagnostics pipe, open until its exit is reported.
+        # The worker's end of the diagnostics pipe, which stays open until the exit is reported.
         self.written = written
         self.popen = popen
         self.life_lock = life_lock
@@ -546,11 +550,13 @@ class _Process:
         self.stat: proc_stats.Stat | None = None  # state of the process at the last check
         self.hindrance = ""  # reason why the process could not run at the last check
         self.frozen_said_at: float | None = None
-        # Threads write their stacks one at a time, because they share a pipe.
+        # Held while stacks are printed: stacks in one pipe must not be interleaved.
         self.stacks = asyncio.Lock()
 
     def status(self) -> tuple[int, str]:
-        """Return the exit code, or the negative signal number, and the state of the process, without reaping it."""
+        """Return the exit code or the negative signal number, and a reason if these are unknown. Does not reap the
+        process.
+        """
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:

@@ -1,6 +1,6 @@
-"""Signals that make a worker's threads write their Python stacks one after another. `in_order` is pure.
+"""Signals that make the threads of a worker print their Python stacks one after another. `in_order` is pure.
 
-The signal handler writes the stack of the thread that receives the signal. For a thread without Python code, it writes
+The signal handler prints the stack of the thread that receives the signal. For a thread without Python code, it prints
 nothing. The signal is blocked while the handler runs, so a thread has finished when the signal is neither pending nor
 blocked.
 """
@@ -17,29 +17,29 @@ from functools import partial
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import ThreadStatus
 
-STACKS_S = 4.0  # timeout in seconds for all threads of a worker
-LOOK_S = 0.001  # seconds between two checks whether a thread has finished
+STACKS_S = 4.0  # timeout for all threads of a worker together, in seconds
+LOOK_S = 0.001  # interval between two checks of whether a thread has finished, in seconds
 UNINTERRUPTIBLE = "D"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _TGKILL = {
     "x86_64": 234,
     "aarch64": 131,
-}  # numbers of the system call tgkill, for which glibc has a function only from 2.30 on
+}  # numbers of the system call tgkill, for which glibc has no function before 2.30
 
 
 def in_order(
     threads: Sequence[ThreadStatus], number: int, first: int, *, all_threads: bool
 ) -> list[ThreadStatus]:
-    """Return the threads that can receive a signal, in the order in which it is sent to them. Pure.
+    """Return the threads that can receive a signal, in the order in which to send it. Pure.
 
-    A thread in an uninterruptible system call comes last, because the threads after it would have to wait.
+    Threads in an uninterruptible system call come last, because all later threads wait for them.
 
     Args:
         threads: all threads of a process.
-        number: the signal. Threads that block it are omitted.
-        first: ID of the most important thread.
-        all_threads: whether to return the other threads too.
+        number: signal number. Threads that block the signal are omitted.
+        first: ID of the thread that comes first.
+        all_threads: whether to return the other threads as well.
     """
     chosen = [
         thread
@@ -61,7 +61,8 @@ async def signal_in_turn(
         announce: called with each thread before the signal is sent to it.
 
     Returns:
-        Number of threads that did not finish within STACKS_S seconds. The signal was sent only to the first of these.
+        Number of threads that have not finished within STACKS_S seconds. Of these, only the first has received the
+        signal.
 
     Raises:
         OSError: the signal cannot be sent.
@@ -74,7 +75,7 @@ async def signal_in_turn(
             signal_thread(pid, thread.id, number)
         except ProcessLookupError:
             continue
-        # The kernel clears the pending bit shortly before it blocks the signal, so a single check is not sufficient.
+        # The kernel clears the pending bit shortly before it blocks the signal, so one check may find neither.
         finished = 0
         while finished < 2:
             if loop.time() >= deadline:

@@ -1,7 +1,7 @@
 """Measurement of the CPU, memory and GPU usage of each worker of this host, including all processes of its session.
 
 `Rates` is pure. `Gpus` queries NVML if nvidia-ml-py (extra ``gpu-usage``) and the driver are installed. In a container
-with its own pid namespace, NVML reports different pids, so the use of GPUs is unknown.
+with its own PID namespace, NVML reports process IDs of another namespace, so GPU usage is unknown.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import ProcSample
 from elastic.driver.sinks import Usage
 
-USAGE_S = 5.0  # interval between two measurements
-# Utilization of the process's busiest GPU (0 to 1), and its bytes on all GPUs.
+USAGE_S = 5.0  # interval between two measurements, in seconds
+# utilization of the process's busiest GPU (0 to 1), and the bytes that the process uses on all GPUs
 Gpu = tuple[float | None, int]
 
 
 class Rates:
-    """CPU time per second of processes, from two consecutive samples."""
+    """Calculator of the CPU usage of processes from consecutive samples."""
 
     def __init__(self) -> None:
         # Time of the last measurement and CPU time in seconds, by process ID.
@@ -32,7 +32,7 @@ class Rates:
     ) -> dict[int, Usage]:
         """Return the usage of each running process since the previous call.
 
-        In the first measurement of a process, ``cores`` is missing.
+        In the first measurement of a process, ``cores`` is None.
         """
         found: dict[int, Usage] = {}
         before, self._before = self._before, {}
@@ -50,7 +50,7 @@ class Rates:
 
 
 class Gpus:
-    """GPU usage of processes, from NVML.
+    """Query of the GPU usage of processes through NVML.
 
     Args:
         nvml: the NVML module (default: pynvml, if it is installed and works).
@@ -69,7 +69,7 @@ class Gpus:
         if self._nvml is None:
             return found
         count = 0
-        with contextlib.suppress(self._nvml.NVMLError):  # The GPU or its driver may have failed.
+        with contextlib.suppress(self._nvml.NVMLError):  # a GPU or its driver has failed
             count = self._nvml.nvmlDeviceGetCount()
         for index in range(count):
             with contextlib.suppress(self._nvml.NVMLError):
@@ -106,7 +106,7 @@ def _started(nvml: Any) -> Any:
 
 
 class UsageMeter:
-    """Resource usage of the workers of one host.
+    """Meter of the resource usage of the workers on one host.
 
     Must be called by one thread at a time. A call may wait for the driver of a GPU.
     """
@@ -116,5 +116,9 @@ class UsageMeter:
         self._gpus = Gpus()
 
     def look(self, pids: Collection[int], now: float) -> dict[int, Usage]:
-        """Return the usage of those of the given processes that are running. Raises OSError if /proc cannot be read."""
+        """Return the usage of the given processes that are running.
+
+        Raises:
+            OSError: /proc cannot be read.
+        """
         return self._rates.between(proc_stats.samples_of(pids), self._gpus.used_by(pids), now)

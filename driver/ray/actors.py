@@ -1,6 +1,6 @@
 """Operations on named actors of Ray: create, find, call and kill them. Makes no decisions.
 
-All methods except `ask` may block while Ray's head does not respond, so call them in a thread.
+All methods except `ask` may block while Ray's head node does not respond, so they must be called in a thread.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-# Maximum number of concurrent calls. Calls that wait for log lines or for workers' answers must not block others.
+# Maximum number of concurrent calls of an actor. Calls that wait for log lines or for workers' answers must not block
+# others.
 MAX_CALLS = 10_000
 
 
@@ -20,7 +21,7 @@ class Actors(Protocol):
     """Interface for operations on actors. Actor handles are opaque, and Ray's errors propagate."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
-        """Create an AgentActor pinned to this node. Returns before the actor runs.
+        """Start to create an AgentActor pinned to this node. Returns before the actor runs.
 
         Raises:
             Taken: a live actor already has this name.
@@ -40,7 +41,7 @@ class Actors(Protocol):
 
 
 class RayActors:
-    """Actors in this process's namespace."""
+    """Implementation of `Actors` with Ray, in the namespace of this process."""
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
         import ray
