@@ -1,4 +1,4 @@
-"""Reasons of decisions as values: a kind and its facts. Their sentences are for display only. Pure: no I/O, no clock.
+"""Reasons for decisions, each consisting of a kind and facts. Pure: no I/O, no clock.
 
     because(ReasonKind.FROZEN, how="stopped by a signal")      as str(): it is frozen (stopped by a signal)
 
@@ -31,7 +31,7 @@ GONE = (
 
 
 class ReasonKind(enum.Enum):
-    """The kind of a reason."""
+    """Kind of a reason."""
 
     TOLD = "told"  # text received from outside the driver
     # Reasons for the start of a worker.
@@ -78,12 +78,12 @@ class ReasonKind(enum.Enum):
     SLOT_COOLS = "slot cools"
     SLOT_GIVEN_UP = "slot given up"
     UNHEALTHY = "unhealthy"
-    # Answers to an accepted request of an operator.
+    # Answers to an accepted operator request.
     SCALED = "scaled"
     DRAINS = "drains"
     DRAINS_NO_MORE = "drains no more"
     REMOVES = "removes"
-    # Answers to a refused request of an operator.
+    # Answers to a refused operator request.
     FIXED_SIZE = "fixed size"
     BELOW_LEAST = "below least"
     NO_SUCH_HOST = "no such host"
@@ -178,7 +178,10 @@ Fact = Union[str, bool, int, float, None, "Reason", List["Reason"]]  # noqa: UP0
 
 
 class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A kind and the ``facts`` of its sentence. Workers have the form ``h:2#1``, and times are in seconds."""
+    """Reason for a decision: its kind, and the ``facts`` for its sentence.
+
+    In facts, workers have the form ``h:2#1``, and times are in seconds.
+    """
 
     kind: ReasonKind
     facts: dict[str, Fact] = {}
@@ -188,18 +191,19 @@ class Reason(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def because(kind: ReasonKind, **facts: Fact) -> Reason:
-    """Return a reason of this kind."""
+    """Create a reason of this kind with these facts."""
     return Reason(kind, facts)
 
 
 def as_sentence(text: str) -> Reason:
-    """Return a reason that consists of a text from outside the driver."""
+    """Create a reason whose sentence is a text from outside the driver."""
     return Reason(ReasonKind.TOLD, {"text": text})
 
 
 def brief(reason: Reason | None) -> str:
-    """Return the beginning of a reason's sentence, for example ``it is frozen`` of ``it is frozen (stopped by a
-    signal)``.
+    """Return the beginning of a reason's sentence, without details.
+
+    For example ``it is frozen`` for ``it is frozen (stopped by a signal)``.
     """
     if reason is None:
         return ""
@@ -209,7 +213,7 @@ def brief(reason: Reason | None) -> str:
 def in_one_line(reason: Reason) -> str:
     """Return the first line of a reason's sentence, and the most informative line of the worker's output.
 
-    The latter is the line with the worker's exception or, without an uncaught exception, the last line. It is "" if the
+    The latter is the line with the worker's uncaught exception or, if there is none, the last line. It is empty if the
     sentence has only one line.
     """
     lines = str(reason).rstrip().splitlines()
@@ -221,14 +225,14 @@ def in_one_line(reason: Reason) -> str:
         without = msgspec.structs.replace(reason, facts={**reason.facts, "wrote": ""})
         lines[0] = str(without).splitlines()[0]
     if reason.kind is ReasonKind.SCRIPT_RAISED:
-        return lines[0].rstrip(":")  # The sentence already contains the summary.
+        return lines[0].rstrip(":")  # the sentence already contains the summary
     if not reason.facts.get("caught"):
         last = exception_line(str(wrote or trace or "")) or shortened(last)
     return f"{lines[0].rstrip(':')}: {last}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if necessary: ``1 worker``, ``2 workers``."""
+    """Format a number and a noun, which is in the plural if necessary: ``1 worker``, ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -253,10 +257,11 @@ def commit_id(fact: object) -> str:
 
 
 class _Words(string.Formatter):
-    """Formatter of sentences, with five additional formats.
+    """Formatter for the templates of sentences, with five additional format specifiers.
 
-    ``{n:+worker}`` is a number with its noun, ``{x:brief}`` the beginning of a reason's sentence, ``{x:wrote}`` the
-    last output of a worker, ``{x:because}`` why the worker was killed, if it was, and ``{x:commit}`` a commit's ID.
+    ``{n:+worker}`` inserts a number and its noun, ``{x:brief}`` the beginning of a reason's sentence, ``{x:wrote}`` the
+    last output of a worker, ``{x:because}`` the reason why the worker was killed, if it was, and ``{x:commit}`` a
+    commit ID.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -318,10 +323,10 @@ def _next_world(facts: Mapping[str, Any]) -> str:
 
 
 def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return a function that describes a hang for which no worker is blamed. ``begin`` is the beginning of the
-    sentence.
+    """Return a function that describes a hang for which no worker is blamed.
 
-    The facts contain ``before``, the number of worlds that hung since the last new commit.
+    ``begin`` is the beginning of the sentence. The facts contain ``before``, the number of worlds that have hung since
+    the last new commit.
     """
 
     def sentence(facts: Mapping[str, Any]) -> str:
@@ -351,8 +356,8 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
     """Describe the rejection of a worker whose state differs.
 
     Args:
-        facts: contains ``first``, a worker that was rejected earlier for the same state, or None if shards were lost
-            with ``worker``.
+        facts: contain ``worker``, the rejected worker, and ``first``, a worker that was rejected earlier for the same
+            state, or None if shards were lost with ``worker``.
     """
     again = ", like that of {first} earlier" if facts["first"] else ", and its shards are lost"
     said = "the state of {worker} differs from that of {rank_0}" + again
@@ -364,8 +369,8 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
     """Describe the end of a job that finished successfully.
 
     Args:
-        facts: ``members`` and ``generation`` of the last world. If scripts failed, also ``failed``, the failures as
-            texts, and ``began``, the number of workers that started.
+        facts: contain ``members`` and ``generation`` of the last world. If scripts failed, they also contain
+            ``failed``, the texts of the failures, and ``began``, the number of workers that started.
     """
     if not facts.get("failed"):
         return f"all {counted(facts['members'], 'member')} of generation {facts['generation']} returned"
@@ -382,10 +387,11 @@ def _went_back(facts: Mapping[str, Any]) -> str:
 
 
 def _scaled(facts: Mapping[str, Any]) -> str:
-    """Describe a new number of workers.
+    """Describe the effect of a request to scale the job.
 
     Args:
-        facts: contains ``before``, the previous number, or None if it was limited only by the slots.
+        facts: contain ``before``, the previous number of workers, or None if it was limited only by the number of
+            slots.
     """
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
     was = "one per slot" if before is None else str(before)
@@ -410,7 +416,7 @@ def _unhealthy(facts: Mapping[str, Any]) -> str:
     """Describe a failed health check.
 
     Args:
-        facts: contains ``outcome``, a value of `HealthOutcome`, and ``code``, the exit code, if there is one.
+        facts: contain ``outcome``, a value of `HealthOutcome`, and ``code``, the exit code or None.
     """
     how = {
         "timed_out": "timed out",
@@ -429,7 +435,7 @@ def describe_bandwidth(facts: Mapping[str, Any]) -> str:
     """Describe the bandwidth of a host that is far below that of the others.
 
     Args:
-        facts: contains ``direction`` ("sent" or "received"), ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``.
+        facts: contain ``direction`` ("sent" or "received"), ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``.
     """
     way = "sends {} to" if facts["direction"] == "sent" else "receives {} from"
     rate, median = (f"{facts[name] / 1e6:.3g} MB/s" for name in ("bytes_s", "median_bytes_s"))
@@ -446,11 +452,11 @@ def _only_slots(slots: int) -> str:
 
 
 def _too_few_slots(facts: Mapping[str, Any]) -> str:
-    """Describe a lack of slots.
+    """Describe a shortage of slots.
 
     Args:
-        facts: contains ``usable``, the number of slots that have a worker or can have one, and ``given_up``, the first
-            slots that were given up, as text.
+        facts: contain ``usable``, the number of slots that run a worker or can run one, and ``given_up``, a text that
+            lists the slots that were given up.
     """
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
@@ -459,10 +465,10 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
 
 
 def _first_world(facts: Mapping[str, Any]) -> str:
-    """Describe the first world.
+    """Describe the start of the first world.
 
     Args:
-        facts: contains ``wanted``, the value of -np, if fewer workers are ready.
+        facts: contain ``wanted``, the value of -np, if fewer workers are ready.
     """
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
@@ -475,7 +481,7 @@ def _first_world(facts: Mapping[str, Any]) -> str:
 
 
 def _nowhere_else(facts: Mapping[str, Any]) -> str:
-    """Describe the refusal of a drain, because the fixed list of hosts would then have no slots for ``least``
+    """Describe why a drain was refused: the remaining hosts of a fixed list would have too few slots for ``least``
     workers.
     """
     if not facts["slots"]:
@@ -490,14 +496,15 @@ def _drains(facts: Mapping[str, Any]) -> str:
         return f"drained {host}: no worker runs there"
     verb = "leaves" if workers == 1 else "leave"
     when = "at the next commit"
-    if least:  # The host's workers are needed for --min-np.
+    if least:  # The workers on this host are needed for --min-np.
         when = f"once {least} {'runs' if least == 1 else 'run'} elsewhere"
     return f"drained {host}: its {counted(workers, 'worker')} {verb} {when}"
 
 
 def _script_fails(facts: Mapping[str, Any]) -> str:
-    """Describe the end of a job in which every worker fails early. Older journals lack ``worker``, the last failed
-    worker.
+    """Describe the end of a job in which every worker fails early.
+
+    In older journals, the fact ``worker``, the last failed worker, is missing.
     """
     last = f"the last, {facts['worker']}," if "worker" in facts else "the last"
     text = f"every worker ended before training began, {last} with {{exit}}{{killed_for:because}}{{wrote:wrote}}"
@@ -525,7 +532,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
 
 
 def _awaits_commit(facts: Mapping[str, Any]) -> str:
-    """Describe the wait of workers that can join or leave only at a commit of the members."""
+    """Describe how long workers have waited to join or leave, for which the members must reach a commit."""
     text = f"{waiting_workers(facts)}: the training workers have not reached a commit for {facts['for_s']:.0f} s"
     if facts.get("within_s") is None:
         return text
@@ -548,10 +555,10 @@ def _awaits_init(facts: Mapping[str, Any]) -> str:
 
 
 def _slot_cools(facts: Mapping[str, Any]) -> str:
-    """Describe the exit of a worker, after which its slot is used again.
+    """Describe the exit of a worker whose slot will be used again after a cooldown.
 
     Args:
-        facts: contains ``what``, the worker's exception or "", if the worker had not entered elastic.run.
+        facts: contain ``what``, the worker's exception or an empty string, if the worker had not entered elastic.run.
     """
     text = f"{facts['worker']} ended with {facts['exit']}"
     if "what" in facts:
@@ -560,7 +567,7 @@ def _slot_cools(facts: Mapping[str, Any]) -> str:
 
 
 def _not_left(facts: Mapping[str, Any]) -> str:
-    """Describe that a removed worker did not exit. Journals of earlier versions lack ``within_s``."""
+    """Describe that a removed worker did not exit in time. In older journals, ``within_s`` is missing."""
     within = f"within {facts['within_s']:g} s" if "within_s" in facts else "in time"
     return f"it did not exit {within} after it was removed"
 

@@ -1,5 +1,6 @@
-"""Settings of a job, which are validated when they are created. `cli` creates them from flags, configuration file and
-environment. Pure.
+"""Settings of a job, which are validated when they are created. Pure.
+
+`cli` creates them from flags, a configuration file and the environment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from elastic.errors import Invalid
 
 UNBOUNDED = 2**31 - 1  # value of workers_max if the size is limited only by the slots
 
-# The flag that sets each field. Fields that are missing here have no flag.
+# The flag that sets each field. Fields that are not listed have no flag.
 FLAGS = {
     "np": "-np",
     "workers_min": "--min-np",
@@ -48,11 +49,11 @@ QUARANTINES = ("slot", "host", "off")
 
 
 class StartCheckpoint(msgspec.Struct, frozen=True):
-    """The checkpoint from which a job begins.
+    """Checkpoint from which a job begins.
 
     Args:
-        name: name of the checkpoint's folder in ``place``.
-        place: the folder or URL of the checkpoints.
+        name: name of the checkpoint's folder inside ``place``.
+        place: folder or URL of all checkpoints of the job.
         step: step counter of the state, or None if the state has none.
     """
 
@@ -63,9 +64,12 @@ class StartCheckpoint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a job. Limits are numbers of workers, and names that end in ``_s`` are seconds.
+    """Settings of a job.
 
-    Raises Invalid with a message that names the option to change.
+    Values of fields whose names end in ``_s`` are in seconds.
+
+    Raises:
+        Invalid: a value is not allowed. The message names the option to change.
     """
 
     np: int
@@ -73,26 +77,26 @@ class Settings:
     workers_max: int
     elastic: bool
     standbys: int = 0  # number of standbys: workers beyond workers_max that wait for a place
-    start_timeout_s: float = 120.0  # seconds from a worker's start to its init()
-    # seconds to wait for enough workers, or for survivors to gather
+    start_timeout_s: float = 120.0  # timeout from a worker's start to its call of init()
+    # timeout for enough workers to be available, and for survivors to gather
     elastic_timeout_s: float = 600.0
-    reset_limit: int | None = None  # maximum number of failures; planned changes do not count
+    reset_limit: int | None = None  # maximum number of failed worlds; planned changes do not count
     # seconds before a failed slot is used again, doubled after each failure
     cooldown_min_s: float = 1.0
     cooldown_max_s: float = 60.0  # longest cooldown of a failed slot, in seconds
-    # Number of consecutive incarnations that exited before training, after which a slot is given up.
+    # Number of consecutive workers without progress after which their slot is given up.
     slot_attempts: int = 5
-    # Number of given-up slots after which a host is given up. None means never.
+    # Number of given-up slots after which their host is given up. None means never.
     host_attempts: int | None = None
-    settle_s: float = 0.3  # seconds that a ready newcomer waits for others that are starting
-    prepare_s: float = 5.0  # seconds for all members to answer a planned change
-    leave_s: float = 30.0  # seconds from the request to leave until the exit
+    settle_s: float = 0.3  # seconds that a ready newcomer waits for other workers that are starting
+    prepare_s: float = 5.0  # timeout for the answers of all members to a planned change
+    leave_s: float = 30.0  # timeout from the request to leave until the worker's exit
     # seconds from a lost connection until the worker is fenced, if its exit is not observed
     disconnect_s: float = 2.0
-    reconnect_s: float = 15.0  # seconds for all workers to reconnect to a restarted driver
-    # Consecutive failures of a world, without a lost worker or a new commit, before the job ends.
+    reconnect_s: float = 15.0  # timeout for all workers to reconnect to a restarted driver
+    # Number of consecutive failed worlds, without a lost worker or a new commit, after which the job ends.
     stranded_failures: int = 3
-    # Liveness timeout in seconds: a worker that was not observed running for this long counts as frozen.
+    # Liveness timeout: a worker that has been unable to run for this many seconds counts as frozen.
     lease_s: float = 2.0
     # Seconds after which a host that does not respond counts as lost, if other workers wait for it. 0 disables this.
     silence_s: float = 0.0
@@ -105,15 +109,16 @@ class Settings:
     gpu_hang_s: float = 10.0
     # Seconds that a collective may take after all ranks have launched it, if the cause is unclear.
     gpu_limit_s: float = 180.0
-    dump_s: float = 0.5  # seconds for writing the stacks of a stuck worker before it is killed
+    # seconds that a stuck worker has for writing its stacks before it is killed
+    dump_s: float = 0.5
     # seconds from a kill to the exit, after which the kill counts as failed
     kill_s: float = 1.0
-    # maximum number of new workers that start at the same time while a world trains
+    # maximum number of new workers that start at the same time while a world is training
     starting_max: int | None = None
-    # Maximum number of restarts from one checkpoint before a newer one is made. Without checkpoints, None.
+    # Maximum number of restarts from the same checkpoint. None if the job makes no checkpoints.
     restarts: int | None = None
-    # Whether the job ends if its script fails again in the same way, and the log names the workers that are missing
-    # because of it.
+    # Whether the job ends if its script fails again in the same way, and whether the log names the workers that are
+    # missing because of script failures.
     judge_scripts: bool = False
     # whether the job fails if workers are missing at its end because their script failed
     strict: bool = False
@@ -121,14 +126,15 @@ class Settings:
     # Command that checks a slot before its worker is admitted. AUTO selects the built-in check, None no check.
     health_check: str | None = None
     health_check_s: float = 60.0  # time limit of the health check, in seconds
-    # Share of the other hosts' median bandwidth below which the built-in check fails. 0 disables this.
+    # Fraction of the other hosts' median bandwidth below which the built-in check fails. 0 disables this.
     bandwidth_factor: float = 0.2
-    # What is quarantined after a worker has computed wrong results: "slot", "host" or "off".
+    # What to quarantine after a worker has computed wrong results: "slot", "host", or "off" for nothing.
     quarantine: str = "slot"
-    # Share of the other workers' median speed below which a worker is a straggler. 0 disables this.
+    # Fraction of the other workers' median speed below which a worker is a straggler. 0 disables this.
     straggler_factor: float = STRAGGLER_FACTOR
     replace_stragglers: bool = False  # whether stragglers are replaced by standbys
-    timeline: str | None = None  # absolute path of the file with the timeline of all ranks
+    # absolute path of the file to which the timeline of all ranks is written
+    timeline: str | None = None
     # additional environment variables of every worker
     env: dict[str, str] = field(default_factory=dict)
 

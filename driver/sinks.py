@@ -13,18 +13,18 @@ from elastic.protocol.messages import Worker
 # "diagnostics": messages of a worker in addition to its output (see `elastic.protocol.uncaught`). "usage": one Usage as
 # JSON per chunk, measured by the worker's host.
 Stream = Literal["stdout", "stderr", "diagnostics", "usage"]
-# called with a level ("debug", "info", "warning" or "error") and a text
+# function that logs; called with a level ("debug", "info", "warning" or "error") and a text
 Log = Callable[[str, str], None]
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Resources that one worker uses. None means that a value is unknown.
+    """Resource usage of one worker. None means that a value is unknown.
 
     Args:
         cores: number of CPU cores in use, averaged since the last measurement.
-        memory: bytes of memory.
+        memory: memory, in bytes.
         gpu: utilization of the worker's busiest GPU by all processes, from 0 to 1.
-        gpu_memory: bytes of GPU memory.
+        gpu_memory: GPU memory, in bytes.
     """
 
     cores: float | None = None
@@ -43,13 +43,13 @@ class Sink(Protocol):
         """Forward an incomplete last line, because the stream has ended or the worker waits for input."""
 
     def tail(self, worker: Worker) -> str:
-        """Return the end of the worker's stderr so far, about 20 KB at most, including its final exception."""
+        """Return the end of the worker's stderr so far, at most about 20 KB, including its uncaught exception."""
 
     def cause(self, worker: Worker) -> ExitCause:
-        """Return the reason for the exit, as far as the worker has reported it."""
+        """Return the reason for the worker's exit, as far as the worker has reported it."""
 
     def training_thread(self, worker: Worker) -> int | None:
         """Return the native ID of the worker's training thread, or None before its ``init()``."""
 
     def drop(self, worker: Worker) -> None:
-        """Discard the state of a worker after its exit and the end of its streams."""
+        """Discard the state of a worker. Called after its exit and the end of its streams."""

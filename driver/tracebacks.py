@@ -1,6 +1,6 @@
-"""Finds the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
+"""Search for the exception in a worker's output: its class and the first line of its message. Pure: no I/O, no clock.
 
-Python prints an uncaught exception as follows. Of a chain of exceptions, the last one counts.
+Python prints an uncaught exception as follows. If it prints a chain of exceptions, the last one is used.
 
     Traceback (most recent call last):
       File "train.py", line 3, in <module>
@@ -18,18 +18,18 @@ from elastic.errors import shortened
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"  + Exception Group {_HEADER}"
 _GROUP_EDGE = "  | "
-# torch.distributed begins each line with this prefix.
+# torch.distributed adds this prefix to each line.
 _RANK = re.compile(r"^\[rank\d+\]:(?: |$)")
 _FRAME = '  File "'
-# A syntax error in the script is printed without the header.
+# A syntax error in the script is printed without the "Traceback" header.
 _NOT_COMPILED = ("SyntaxError", "IndentationError", "TabError")
 
 
 def exception_line(text: str) -> str:
     """Return the line ``OSError: the first line`` of the last traceback in ``text``, truncated.
 
-    Return an empty string if there is no traceback. Earlier tracebacks belong to exceptions that were caught, and are
-    ignored.
+    Returns an empty string if there is no traceback. Earlier tracebacks are ignored, because their exceptions were
+    caught.
     """
     lines = [_RANK.sub("", line) for line in text.splitlines()]
     for number in range(len(lines) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Horovod's API, including its quirks, for scripts that were written for Horovod. The implementation is in `elastic`.
+"""Horovod's API, for scripts that were written for Horovod. The implementation is in `elastic`.
 
 ``__version__`` is the version of Horovod whose API is provided, for scripts that compare versions. The part after the
 ``+`` names the implementation.

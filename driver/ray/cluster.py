@@ -14,29 +14,32 @@ if TYPE_CHECKING:
 
 
 class RayUnavailable(Exception):
-    """Error raised when Ray does not respond, or responds with an error. Its text is the reason."""
+    """Error raised when Ray does not respond, or responds with an error. The message is the reason."""
 
 
 class Group(NamedTuple):
-    """A placement group, as reported by Ray."""
+    """State of a placement group, as reported by Ray."""
 
     id: str
     name: str
     state: str  # PENDING, PREPARED, CREATED, RESCHEDULING or REMOVED
     bundles: dict[int, dict[str, float]]
     nodes: dict[int, str]  # node of each bundle, or "" if the bundle is not placed
-    infeasible: bool = False  # whether the group fits on no node of the cluster
+    infeasible: bool = False  # whether no node of the cluster is large enough for the group
 
 
 class Node(NamedTuple):
-    """A node, as reported by Ray."""
+    """State of a node, as reported by Ray."""
 
     address: str
     alive: bool
 
 
 class Cluster(Protocol):
-    """Operations on Ray. All may block, and raise RayUnavailable. The implementation is `discovery_calls.RayCalls`."""
+    """Interface for operations on a Ray cluster. All may block, and raise RayUnavailable.
+
+    The implementation is `discovery_calls.RayCalls`.
+    """
 
     def claims(self, prefix: str) -> list[Group]:
         """Return the placement groups of this namespace with this name prefix, including removed ones."""
@@ -48,7 +51,8 @@ class Cluster(Protocol):
     def draining(self) -> dict[str, float | None] | None:
         """Return the draining nodes, or None if this release of Ray does not report them.
 
-        The value for each node is the time at which Ray ends it, in seconds since 1970, or None if it has no deadline.
+        The value for each node is its deadline in seconds since 1970, after which Ray may terminate it, or None if it
+        has no deadline.
         """
 
     def make(
@@ -71,10 +75,11 @@ class ClusterRequest:
     Args:
         most: maximum number of slots.
         resources: resources of each slot.
-        group: placement group whose bundles are used. It is never removed. None means that the job creates groups.
-        in_use: resources that the caller uses itself, by bundle.
-        per_bundle: number of slots in each bundle with enough resources for them.
-        labels: Ray's label selector of the nodes on which the job creates groups.
+        group: the user's placement group, whose bundles are used. It is never removed. None means that the job creates
+            groups.
+        in_use: resources that the calling process itself uses, by bundle.
+        per_bundle: number of slots in each bundle that has the resources for them.
+        labels: Ray label selector for the nodes on which the job creates groups.
     """
 
     most: int
@@ -106,7 +111,7 @@ class ClusterRequest:
 
 
 def prefix_of(job: str) -> str:
-    """Return the common prefix of the names of a job's claims. A number follows it in each name."""
+    """Return the common name prefix of a job's claims. In each name, a number follows the prefix."""
     return f"hvd-elastic:{job}:"
 
 

@@ -19,7 +19,9 @@ def actor_name(job: str) -> str:
 
 
 def find_actor(job: str) -> Any | None:
-    """Return the driver's actor, or None if the job does not exist. This process must have joined the cluster."""
+    """Return the driver actor of a job, or None if the job does not exist. This process must have joined the
+    cluster.
+    """
     try:
         return ray.get_actor(actor_name(job), namespace=NAMESPACE)
     except ValueError:
@@ -27,9 +29,12 @@ def find_actor(job: str) -> Any | None:
 
 
 def desk_of(job: str) -> tuple[str, bytes]:
-    """Return the address and key for operators of a detached job. Joins the cluster of RAY_ADDRESS if necessary.
+    """Return the address and the key with which operators reach the driver of a detached job.
 
-    Raises Invalid if there is no such cluster or job.
+    Joins the cluster in RAY_ADDRESS if necessary.
+
+    Raises:
+        Invalid: the cluster or the job does not exist.
     """
     try:
         if not ray.is_initialized():

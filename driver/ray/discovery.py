@@ -1,14 +1,14 @@
 """Discovery of hosts as the nodes of a Ray cluster on which the job holds claims. Makes no decisions.
 
-Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, then draining nodes,
-then nodes: in this order, a node that fails during the check is never considered alive. A failed check changes nothing.
-The failure is logged once, and the recovery is logged when Ray responds again. Calls to Ray may block for long while
-its head is unavailable, so they run in a thread, one at a time, with a deadline.
+Claims are placement groups: see `elastic.driver.ray.placement_groups`. A check queries the claims, the draining nodes
+and the nodes, in this order, so that a node that fails during the check is never considered alive. A failed check
+changes nothing. The failure is logged once, and the recovery is logged when Ray responds again. Calls to Ray may block
+for a long time while its head node is unavailable, so they run in a thread, one at a time, with a timeout.
 
-Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None`` they end with the Ray job of
-their creator, even if the actor that created them has ended earlier. Those created by a *detached* actor end with its
-process, even if Ray restarts it. With lifetime ``detached`` they outlive everything until `close` or `remove_claims`. A
-driver that is a detached actor therefore needs ``detached=True``, and the next one finds them by name.
+Lifetime of placement groups in Ray 2.60, as tested on a cluster: with lifetime ``None``, they end with the Ray job of
+their creator, even if the actor that created them ended earlier. Groups created by a *detached* actor end with its
+process, even if Ray restarts the actor. With lifetime ``detached``, they exist until `close` or `remove_claims` removes
+them. A driver that is a detached actor therefore needs ``detached=True``, and its successor finds the groups by name.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from elastic.driver.ray.placement_groups import (
 from elastic.errors import Invalid
 
 LOOK_S = 0.25
-ANSWER_S = 5.0  # time limit for Ray to answer one check, in seconds
+ANSWER_S = 5.0  # time limit for the queries of one check, in seconds
 CLOSE_S = 10.0
-# Maximum wait in seconds for a complete first list. An incomplete list would make the previous driver's hosts appear
-# lost.
+# Maximum wait for a complete first list, in seconds. After a driver failover, hosts missing from an incomplete list
+# would appear lost.
 SETTLE_S = 10.0
-QUIET_S = 5.0  # seconds after which waiting for resources is logged
-# Maximum fraction of one core used for checks. In large clusters, checks are less frequent because of this limit.
+QUIET_S = 5.0  # seconds of waiting for resources after which the wait is logged
+# Maximum fraction of one core used for checks. In large clusters, this makes checks less frequent.
 BUSY = 0.05
-PAUSE_S = 2.0  # maximum number of seconds between two checks
+PAUSE_S = 2.0  # maximum interval between two checks, in seconds
 
 T = TypeVar("T")
 
@@ -66,7 +66,8 @@ def host_of(address: str, node_id: str) -> str:
 class RayDiscovery:
     """Discovery of the hosts with placed claims, which maintains the requested number of claims.
 
-    A later driver finds the claims by their names, which contain ``job``. It must therefore be unique in the namespace.
+    A later driver finds the claims by their names, which contain ``job``. Therefore, ``job`` must be unique in the
+    namespace.
     """
 
     def __init__(
@@ -103,10 +104,11 @@ class RayDiscovery:
         self._names: dict[str, str] = {}  # host name of every node that was ever listed
         self._nodes: dict[str, str] = {}  # node of each host
         self._gpus: dict[str, list[str]] = {}  # last known GPU IDs of each slot of a host
-        # GPU IDs of each claim and node, which never change
+        # GPU IDs of each claim on each node, which never change
         self._known: dict[tuple[int, str], str] = {}
         self._trouble = ""
-        self._silent = False  # whether this release of Ray does not report draining nodes
+        # whether it was logged that this release of Ray does not report draining nodes
+        self._silent = False
         self._closing = False
         self._need: Callable[[], ResourceDemand] | None = None
         self._noticed: Callable[[Event], None] | None = None
@@ -115,7 +117,11 @@ class RayDiscovery:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def node_of(self, host: str) -> str:
-        """Return the node ID of a host. Raises KeyError if the host was never listed."""
+        """Return the node ID of a host.
+
+        Raises:
+            KeyError: the host was never listed.
+        """
         return self._nodes[host]
 
     def gpus_of(self, host: str) -> list[str]:
@@ -126,10 +132,10 @@ class RayDiscovery:
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]) -> None:
-        """Adjust the number of claims at each check to the number of slots that the driver needs, instead of
-        ``wanted.most``.
+        """From now on, adjust the number of claims at each check to the number of slots that the driver needs.
 
-        ``noticed`` is called with each preemption notice of a host.
+        Until then, ``wanted.most`` determines the number of claims. ``noticed`` is called with each preemption notice
+        for a host.
         """
         self._need, self._noticed = need, noticed
 
@@ -139,9 +145,10 @@ class RayDiscovery:
         return [node.address for node in nodes.values() if node.alive]
 
     async def place(self, at_least: int, within_s: float) -> None:
-        """Wait until at least ``at_least`` slots are placed.
+        """Wait until Ray has placed at least ``at_least`` slots.
 
-        Raises Invalid after ``within_s`` seconds. All claims are then released.
+        Raises:
+            Invalid: they were not placed within ``within_s`` seconds. All claims have been released.
         """
         begun = self._clock()
         waited = False
@@ -179,7 +186,7 @@ class RayDiscovery:
             if list(hosts.items()) != last and (last is not None or whole):
                 last = list(hosts.items())
                 yield dict(hosts)
-            # The list without the claim must be yielded before the claim is removed.
+            # The list of hosts without the claim must be yielded before the claim is removed.
             await self._act(self._remove)
             await self._pause()
 
@@ -223,7 +230,7 @@ class RayDiscovery:
             raise RayUnavailable(f"Ray did not respond within {within_s:g} s") from None
 
     def _ask(self) -> _Look:
-        """Query Ray. This method runs in a thread, so it must not change this object."""
+        """Query the state of the cluster. Runs in a thread, so it must not change this object."""
         begun = time.thread_time()
         if self._given is None:
             groups = self._cluster.claims(self._prefix)
@@ -259,9 +266,10 @@ class RayDiscovery:
         return _Look(claims, groups, nodes, draining, gpus, problem, cost_s)
 
     def _numbered(self, groups: list[Group]) -> list[tuple[int, int, Group]]:
-        """Return each claim with its number, the index of its bundle, and its group.
+        """Return the number, the bundle index and the group of each claim.
 
-        Raises Invalid if a group given by the user has no suitable bundle.
+        Raises:
+            Invalid: no bundle of the user's group is suitable.
         """
         if self._given is not None:
             wanted = self._wanted
@@ -334,7 +342,7 @@ class RayDiscovery:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     async def _act(self, action: Callable[[], None]) -> None:
-        """Create or remove claims. If the result is unknown, the next check decides again."""
+        """Create or remove claims. If the outcome of a call is unknown, the next check decides again."""
         if self._closing or not (self._decided.make or self._decided.remove):
             return
         try:

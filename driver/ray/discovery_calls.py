@@ -1,7 +1,7 @@
-"""Calls to Ray for the discovery. Imported only if Ray is used. All calls may block.
+"""Calls to Ray for host discovery. Imported only if Ray is used. All calls may block.
 
-Ray has no public function for the list of draining nodes. The private function used here exists in 2.30, the oldest
-supported release, and in 2.60. If it is missing, draining nodes are not recognized.
+Ray has no public function that lists draining nodes. The private function used here exists in 2.30, the oldest
+supported release, and in 2.60. If it is missing, draining nodes are not detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RayCalls:
     """Implementation of `elastic.driver.ray.cluster.Cluster` for the cluster that this process is connected to."""
 
     def __init__(self) -> None:
-        # for each group ID, whether the group belongs to this namespace
+        # for each group ID, whether the placement group belongs to this namespace
         self._ours: dict[str, bool] = {}
         # for each group, bundle and node, the task that queries its GPU IDs
         self._asked: dict[tuple[str, int, str], Any] = {}
@@ -39,7 +39,7 @@ class RayCalls:
         return [group for group in groups if self._is_ours(group)]
 
     def _is_ours(self, group: Group) -> bool:
-        """Return whether a group belongs to this namespace.
+        """Return whether a placement group belongs to this namespace.
 
         Ray's table contains the groups of all namespaces, but not the names of the namespaces.
         """
@@ -115,7 +115,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
     check: Any = getattr(ray.util.placement_group, "__module__", "")
     validate = getattr(sys.modules.get(check), "_validate_bundle_label_selector", None)
     if validate is not None:
-        # Otherwise an invalid selector would be detected only when the first group is created.
+        # Otherwise, an invalid selector would be detected only when the first group is created.
         try:
             validate([dict(labels)])
         except ValueError as error:
@@ -125,14 +125,14 @@ def check_labels(labels: Mapping[str, str]) -> None:
 def held_of(group: PlacementGroup) -> dict[int, dict[str, float]]:
     """Return the resources that this task or actor holds in each bundle of its placement group.
 
-    Ray has a public function only for the total of all bundles.
+    Ray's public function returns only the total of all bundles.
     """
     own: Any = ray._private.worker.global_worker
     return held(own.core_worker.resource_ids(), group.id.hex())
 
 
 def remove_claims(job: str) -> int:
-    """Remove the claims of a killed driver, and return their number."""
+    """Remove the claims of a driver that was killed. Return the number of removed claims."""
     calls = RayCalls()
     left = present(calls, prefix_of(job))
     for _, group in left:

@@ -3,22 +3,21 @@
     journal/<job>/writers/000002                            the ID of the driver that has the second turn
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
-A record is a batch of entries, a snapshot preceded by the header, or a take-over. A large record is split into numbered
-pieces, and is valid once the last piece exists. A driver writes chapters: each snapshot begins one (000001 is the
+A record is a batch of entries, a snapshot preceded by the header, or a takeover. A large record is split into numbered
+pieces, and is valid once the last piece exists. A driver writes chapters: each snapshot begins a new one (000001 is the
 driver's second), and the earlier ones are then removed. The first record of a driver that resumes a job states which
-record of which chapter it continues. Actions are omitted. A digest shows whether recomputed actions are the same.
+record of which chapter it continues. Actions are omitted. A digest shows whether recomputed actions are equal to them.
 
 The store has no transactions, so it cannot reject writes of a deposed driver. Readers ignore them instead:
 
 - A driver takes a turn by creating a key that does not exist yet. Turns are numbered, each belongs to one driver, and
   no two drivers write the same key. A driver reads the store after taking its turn.
-- After writing a record, a driver checks whether the turn is still its own and the next is not taken. If so, the next
-  driver has read the record or will read it, and the decisions in it may be carried out. If not, LeadershipLost is
-  raised.
-- Valid records are found by reading backwards, from the last turn with a record to the start of a chapter. Records that
+- After writing a record, a driver checks that the turn is still its own and that the next turn is not taken. If so, any
+later driver will read the record, and the decisions in it may be carried out. If not, LeadershipLost is raised. - Valid
+records are found by reading backwards, from the last turn with a record to the start of a chapter. Records that
   were written too late are ignored, and records before that start are not needed, so any driver may remove both.
 
-The store is as durable as the head of the cluster: without Redis, it is lost with that process.
+The store is as durable as the head process of the cluster: without Redis, it is lost with that process.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ FORGET_S = 10.0
 
 
 class RayArchive:
-    """Journal of one job in Ray's key-value store.
+    """Archive with the journal of one job in Ray's key-value store.
 
     ``lost`` is set when another driver writes the journal, or when the store has lost it.
 
@@ -64,31 +63,35 @@ class RayArchive:
     def __init__(
         self, job: str, *, log: Log = lambda level, text: None, kv: RetryingKV | None = None
     ) -> None:
-        """Prepare the access to the journal. Raises Invalid if the name is invalid or Ray is not installed."""
+        """Create the archive. Does not access the store.
+
+        Raises:
+            Invalid: the name of the job is invalid, or Ray is not installed.
+        """
         self._job = job
         self._root = f"journal/{job_root(job).removeprefix(ROOT)}"
         self._log = log
         self._kv = kv or RetryingKV(_ray(), log)
         self._turn: WriterTerm | None = None
         self._chapters: list[str] = []  # names of all existing chapters
-        # end of the last valid record, after which this driver writes
+        # end of the last valid record, where this driver continues
         self._place: Place | None = None
         self.lost = asyncio.Event()
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None. Waits until Ray responds.
+        """Read the journal. Return the job to resume, or None. Waits until Ray responds.
 
         Raises:
             Invalid: the journal is corrupted.
-            LeadershipLost: another driver became the writer during the read.
+            LeadershipLost: another driver became the writer of the journal meanwhile.
         """
         self._turn = self._turn or await self._take()
         writers = await self._writers()
         chapters = await self._read()
-        # The previous driver must not remove records while they are read.
+        # Ensure that no other driver has removed records during the read.
         await self._turn.check()
         self._chapters, self._place = sorted(chapters), None
-        # A record whose turn is missing was written too late by a driver of an earlier job.
+        # A record whose turn is missing was written late, by a driver of an earlier job.
         known = {name: pieces for name, pieces in chapters.items() if writer_of(name) in writers}
         try:
             found, self._place = counting(known)
@@ -127,8 +130,10 @@ class RayArchive:
     async def forget(self, within_s: float = FORGET_S) -> None:
         """Remove the journal of a job after its outcome has been read.
 
-        Only the driver that writes the journal may call this method. Raises LeadershipLost if another driver writes the
-        journal. Keys that cannot be removed in time remain.
+        Only the driver that writes the journal may call this method. Keys that cannot be removed in time remain.
+
+        Raises:
+            LeadershipLost: another driver writes the journal.
         """
         try:
             await within(self._forget(), within_s)
@@ -144,8 +149,8 @@ class RayArchive:
     async def _forget(self) -> None:
         if self._turn is not None:
             await self._turn.check()
-        # Turns are removed first, because they validate records. Otherwise the rest of the journal could be mistaken
-        # for a complete one.
+        # Remove the turns first, because records are valid only with their turns. Otherwise, the rest of the journal
+        # could be mistaken for a complete one.
         await self._kv.remove(f"{self._root}writers/")
         await self._kv.remove(f"{self._root}records/")
         self._turn = None
@@ -175,10 +180,10 @@ class RayArchive:
 
 
 class WriterTerm:
-    """The turn of one driver as the writer of a journal.
+    """Turn of one driver as the writer of a journal.
 
     Args:
-        number: number of the turn, greater than those of all earlier turns.
+        number: number of the turn, which is greater than those of all earlier turns.
     """
 
     def __init__(
@@ -202,8 +207,9 @@ class WriterTerm:
         self._log = log
 
     async def take(self) -> bool:
-        """Take the turn. Return whether this driver now has it, even if an earlier attempt succeeded and its answer was
-        lost.
+        """Take the turn. Return whether this driver has it.
+
+        The result is also True if an earlier attempt succeeded but its answer was lost.
         """
         if await self._kv.create(self._key, self._own.encode()):
             return True
@@ -226,12 +232,13 @@ class WriterTerm:
         )
 
     def chapter(self, number: int) -> str:
-        """Return the name of a chapter. Names of chapters sort in the order of the chapters."""
+        """Return the name of a chapter. The names sort in the order of the chapters."""
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:
-        """Write a piece of a record. The call may be repeated. Afterwards, `check` raises LeadershipLost if the piece
-        is invalid.
+        """Write a piece of a record. The call may be repeated.
+
+        If the piece is invalid because another driver has taken the turn, a later `check` raises LeadershipLost.
 
         Raises:
             LeadershipLost: another driver is known to have taken the turn.
@@ -263,7 +270,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
         self._obsolete = deque(obsolete)
         self._header = header
         self._chapter = 0
-        self._place = Place(turn.chapter(0), 0)  # position of the next piece
+        self._place = Place(turn.chapter(0), 0)  # position at which the next piece is written
 
     async def begin(self) -> None:
         """Begin the journal of a new job."""
@@ -271,7 +278,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
         await self.settle()
 
     async def go_on(self, after: Place) -> None:
-        """Resume the journal of a job."""
+        """Continue the journal of a resumed job."""
         self.waiting.append(SegmentedRecord(bytearray(encoded(Resumed(self.writer))), after=after))
         await self.settle()
 
@@ -279,7 +286,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
         return encoded(self._header)
 
     async def _put(self, record: SegmentedRecord) -> None:
-        """Write a record piece by piece. A piece that is not acknowledged is written again under the same key."""
+        """Write a record piece by piece. If a piece is not acknowledged, it is written again under the same key."""
         if not record.begun and record.begins and self._place.end:
             self._obsolete.append(self._place.chapter)
             self._chapter += 1
@@ -294,7 +301,7 @@ class RayJournal(RecordJournal[SegmentedRecord]):
             while self._obsolete:
                 await self._turn.remove(self._obsolete[0])
                 self._obsolete.popleft()
-            # The removal may have taken long, so the turn is checked again.
+            # The removal may have taken a long time, so check the turn again.
             await self._turn.check()
 
 

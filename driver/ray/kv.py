@@ -1,8 +1,8 @@
 """Access to Ray's key-value store with retries. Never imports ray: `kv_calls` makes the calls. Makes no decisions.
 
-While Ray's head (its GCS) is unavailable, each call waits without a time limit. The outage and its end are logged once.
-Ray itself limits the wait: it ends the processes of a cluster whose head does not return, after 60 s by default
-(``gcs_rpc_server_reconnect_timeout_s``).
+While Ray's head process (its GCS) is unavailable, each call waits without a time limit. The outage and its end are
+logged once. Ray itself limits the wait: if the head process does not return, it ends all processes of the cluster,
+after 60 s by default (``gcs_rpc_server_reconnect_timeout_s``).
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import SequentialCalls
 from elastic.driver.ray.cluster import RayUnavailable
 
-ANSWER_S = 5.0  # Time limit in seconds for a call whose own timeout did not take effect.
+ANSWER_S = 5.0  # time limit, in seconds, for a call whose own timeout did not take effect
 GRACE_S = 3.0  # seconds without a response after which the outage is logged
-PAUSE_S = 0.5  # maximum interval between two attempts
+PAUSE_S = 0.5  # maximum interval between two attempts, in seconds
 
 T = TypeVar("T")
 
 
 class KVStore(Protocol):
-    """Operations on the key-value store.
+    """Interface for operations on the key-value store.
 
     All operations may block. They raise RayUnavailable if it is unknown whether the operation was performed.
     """
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value. An existing value is replaced."""
+        """Write a value, or replace an existing one."""
 
     def create(self, key: str, value: bytes) -> bool:
         """Write a value if the key does not exist. Return whether the value was written."""
 
     def get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Return the values of the keys that exist."""
+        """Return the values of those keys that exist."""
 
     def keys(self, prefix: str) -> list[str]: ...
 
@@ -45,7 +45,7 @@ class KVStore(Protocol):
 
 
 class RetryingKV:
-    """Access to Ray's key-value store. Repeats each operation until Ray responds.
+    """Client of Ray's key-value store that repeats each operation until Ray responds.
 
     Operations run sequentially in a thread, outside the event loop.
     """
@@ -65,7 +65,7 @@ class RetryingKV:
         self._clock = clock
         self._pause = pause
         self._calls = SequentialCalls("ray key-value store")
-        self._failures = 0  # number of failures since the last answer
+        self._failures = 0  # number of failed attempts since the last answer
         self._silent_since = 0.0  # time of the first of these failures
         self._logged = False
 

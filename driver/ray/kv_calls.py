@@ -1,9 +1,9 @@
 """Calls to Ray's key-value store. Imported only if Ray is used. All calls may block.
 
 As tested with Ray 2.60, a call fails with RpcError after its timeout ("Deadline Exceeded"), or within a second after
-the exit of the head's process ("Timed out while waiting for GCS to become available."). A call that timed out may still
-be performed. Values of 60 MB work. A call for a key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and similar
-functions have no timeout, and wait until Ray ends the process.
+the exit of the head process ("Timed out while waiting for GCS to become available."). An operation whose call timed out
+may still be performed. Values of 60 MB work. A call for a key of one kilobyte takes 0.4 ms. ``_internal_kv_put`` and
+similar functions have no timeout, and wait until Ray ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALL_S = 2.0
 
 
 class RayKV:
-    """The key-value store of the cluster that this process is connected to. See `kv.KVStore`."""
+    """Implementation of `kv.KVStore` for the cluster to which this process is connected."""
 
     def put(self, key: str, value: bytes) -> None:
         with _answering() as gcs:
@@ -53,7 +53,7 @@ class RayKV:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[Any]:
-    """Provide this process's client of Ray's head (GCS). Errors of the client are converted to RayUnavailable."""
+    """Context manager that yields this process's GCS client and converts its errors to RayUnavailable."""
     gcs = _untyped.internal_kv_get_gcs_client()
     if gcs is None:
         raise RuntimeError("this process is not connected to a Ray cluster: call ray.init() first")

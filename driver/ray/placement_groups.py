@@ -1,4 +1,4 @@
-"""Decide which nodes of a Ray cluster have slots, and which claims to create and remove.
+"""Decisions about which nodes of a Ray cluster have slots, and which claims to create and remove.
 
 Pure: no I/O, no clock.
 
@@ -14,13 +14,13 @@ worker that it can use. Pending claims cause the autoscaler to add nodes.
     with other resources                   no     removed; it belonged to an earlier job of this name
     more than wanted                       no     removed, pending ones first, then the youngest; kept with a worker
 
-The wanted number is the number of slots that the driver needs, since an operator may scale the job. Claims on a host
-that an operator drains are kept in addition: replacements are requested on other nodes, and the kept claims prevent
-other workloads on the host.
+The wanted number is the number of slots that the driver needs, which an operator may change by scaling the job. Claims
+on a host that an operator drains are kept in addition: replacements are requested on other nodes, and the kept claims
+keep other workloads off the host.
 
-A node that has drained is never used again. The removal of a claim is repeated until Ray confirms it, even if the
-claim was placed elsewhere meanwhile. A claim may be removed before its workers have left, because they do not run in
-it, and nothing else is placed on a draining node.
+A node that was draining is never used again. The removal of a claim is repeated until Ray confirms it, even if Ray has
+placed the claim elsewhere meanwhile. A claim on a draining node may be removed before its worker has left, because the
+worker does not run inside the claim, and Ray places nothing else on the node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from enum import Enum
 
 from elastic.errors import Invalid
 
-_LEAST = 1e-4  # Ray's resolution of resource quantities, below which differences are ignored.
+_LEAST = 1e-4  # Ray's resolution of resource quantities. Smaller differences are ignored.
 
 
 class ClaimStage(Enum):
@@ -54,18 +54,18 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, as reported by Ray. Numbers are never reused, so a claim with a larger number is younger."""
+    """State of a claim, as reported by Ray. Numbers are never reused, so a claim with a larger number is younger."""
 
     number: int
     stage: ClaimStage
     node: str = ""  # node of the claim, or empty if it is not placed
-    ready: bool = True  # whether all data required to start a worker in the claim are known
+    ready: bool = True  # whether all data needed to start a worker in the claim is known
     fits: bool = True  # whether the claim has the resources that this job requests
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of a check of the claims.
+    """Result of a check of the claims.
 
     Args:
         seats: for each node, its claims in the order of the slots. Nodes are in order of preference.
@@ -85,7 +85,7 @@ class Decision:
 class SlotTable:
     """Assignment of claims to slots.
 
-    Existing claims keep their slots, and new claims get the following slots, oldest first.
+    Existing claims keep their slots. New claims get the slots after them, oldest claim first.
     """
 
     def __init__(self, most: int) -> None:
@@ -94,14 +94,14 @@ class SlotTable:
 
     @property
     def all(self) -> Mapping[str, Sequence[int]]:
-        """Claims of each node, in the order of its slots."""
+        """For each node, its claims in the order of their slots."""
         return self._seats
 
     def want(self, most: int) -> None:
         self._most = most
 
     def settle(self, placed: Mapping[int, str]) -> dict[str, list[int]]:
-        """Assign usable claims to slots. Return the claims of each node, in the order of its slots.
+        """Assign usable claims to slots. Return, for each node, its claims in the order of their slots.
 
         Args:
             placed: node of each usable claim. If there are more claims than slots, those that already have a slot take
@@ -120,7 +120,7 @@ class SlotTable:
 
 
 class PlacementGroupPool:
-    """Claims of one job.
+    """Pool of the claims of one job.
 
     If ``ours`` is False, the claims are bundles of the user's placement group, and the pool neither creates nor removes
     claims.
@@ -148,14 +148,14 @@ class PlacementGroupPool:
         """
         seats = self._seats.all
         self._most = most + sum(len(seats.get(node, ())) for node in emptied)
-        if self._some:  # Before the first check, it is unknown which claims have slots.
+        if self._some:  # before the first check, it is unknown which claims have slots
             self._used = {**used, **{node: len(seats.get(node, ())) for node in emptied}}
         self._seats.want(self._most)
 
     def decide(self, found: Sequence[Claim], nodes: Mapping[str, Condition]) -> Decision:
-        """Decide which claims have slots, and which to create and remove, after a check.
+        """Decide which claims have slots, and which to create and remove.
 
-        A check without nodes, or without any of the earlier claims, is considered invalid and changes nothing.
+        If a check finds no nodes, or none of the earlier claims, it is considered invalid and changes nothing.
 
         Args:
             found: every claim that Ray knows, including removed ones.
@@ -209,8 +209,8 @@ class PlacementGroupPool:
     def _in_use(self, claim: Claim) -> bool:
         """Return whether removing a claim would affect a worker.
 
-        This is so if the claim has a worker, or a lower slot than a claim with a worker, which would then move to
-        another slot.
+        This is the case if the claim has a worker, or has a lower slot than a claim with a worker, because that claim
+        would then move to another slot.
         """
         if self._used is None:
             return True
@@ -228,7 +228,7 @@ class PlacementGroupPool:
         return claim.ready and claim.fits and self._lives(claim, nodes)
 
     def unready(self, found: Iterable[Claim], nodes: Mapping[str, Condition]) -> bool:
-        """Return whether a slot is unavailable only because its GPU IDs are not known yet."""
+        """Return whether any claim has no slot only because its GPU IDs are not known yet."""
         return any(
             not claim.ready
             and claim.fits
@@ -255,12 +255,15 @@ def suitable(
     resources: Mapping[str, float],
     in_use: Mapping[int, Mapping[str, float]] = {},
 ) -> list[int]:
-    """Return the bundles of a given group that have room for a worker. Raises Invalid if no bundle has.
+    """Return the bundles of the user's group that have room for a worker.
 
     Args:
         bundles: resources of each bundle of the group.
         resources: resources that a worker needs.
-        in_use: resources of each bundle that the caller uses.
+        in_use: resources of each bundle that the calling process uses.
+
+    Raises:
+        Invalid: no bundle has room for a worker.
     """
     left = {index: dict(bundle) for index, bundle in sorted(bundles.items())}
     for index in left.keys() & in_use.keys():
@@ -284,7 +287,9 @@ def suitable(
 def held(
     resource_ids: Mapping[str, Iterable[tuple[int, float]]], group: str
 ) -> dict[int, dict[str, float]]:
-    """Return a process's resources in each bundle of its group, given Ray's resource names such as CPU_group_1_<id>."""
+    """Return the resources of a process in each bundle of its group, parsed from Ray's names such as
+    CPU_group_1_<id>.
+    """
     found: dict[int, dict[str, float]] = {}
     for name, parts in resource_ids.items():
         matched = re.fullmatch(rf"(.+)_group_([0-9]+)_{group}", name)
@@ -329,7 +334,7 @@ def shortage(
     given: bool,
     labels: Mapping[str, str],
 ) -> str:
-    """Return the reason why Ray cannot provide enough slots, and the remedy.
+    """Return a text with the reason why Ray cannot provide enough slots, and the remedy.
 
     Args:
         at_least: number of slots that the job needs.

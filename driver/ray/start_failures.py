@@ -1,10 +1,10 @@
-"""Explanation, from Ray's error, of a failed start of an agent on a node. Pure: no I/O, no clock."""
+"""Explanations of failed agent starts on Ray nodes, derived from Ray's errors. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 import re
 
-_SHOWN = 300  # maximum number of characters of text from Ray
+_SHOWN = 300  # maximum number of characters quoted from Ray's text
 _COLOUR = re.compile(r"\x1b?\[\d+m")
 _INSTALL = (
     "install it in the nodes' image, or pass ray.init(runtime_env={'pip': ['hvd-elastic']}), or its folder in"
@@ -20,7 +20,7 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
         node: Ray node of the agent.
         kind: class name of Ray's exception, or TimeoutError after a timeout.
         text: message of the exception.
-        limit_s: time limit of the start, in seconds.
+        limit_s: time limit for the start, in seconds.
     """
     message = _COLOUR.sub("", text)
     node = node[:8]
@@ -47,7 +47,7 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
 
 
 def exit_cause(host: str, text: str) -> str:
-    """Return the reason why an actor ended although its agent was ready."""
+    """Return the reason why an actor exited after its agent had been ready."""
     return f"the agent on {host} is gone with its actor: {_cause(_COLOUR.sub('', text))}"
 
 

@@ -1,8 +1,9 @@
 """Starter of agents on the nodes of a Ray cluster. Each agent belongs to an actor on its node (see `agent_actor`).
 
-Ray may take long, for example to call an actor on a node whose death it has not noticed, or to answer any call while
-its head is unavailable. The starter never waits for Ray in the event loop, and every wait has a limit. The bootstrap
-with the job's secret is sent in a call to the actor, never in its constructor, whose arguments Ray stores.
+Ray may take a long time, for example to call an actor on a node whose loss it has not detected, or to answer any call
+while its head node is unavailable. The starter never waits for Ray in the event loop, and every wait has a time limit.
+The bootstrap with the job's secret is sent in a call to the actor, never in its constructor, whose arguments Ray
+stores.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from elastic.driver.sinks import Log
 from elastic.version import __version__
 
 NAME = "hvd-elastic-agent"
-# seconds from the first call to Ray until the agent is ready; a cold node starts Python and imports
+# time limit from the first call to Ray until the agent is ready, in seconds; starting Python is slow on a new node
 START_S = 30.0
 AT_ONCE = 32
-CLOSE_S = 12.0  # seconds for an agent to kill its workers and exit
+CLOSE_S = 12.0  # seconds that an agent has for killing its workers and exiting
 ASK_S = 10.0  # time limit for calls that return immediately, in seconds
 KILL_S = 3.0
-AGAIN_S = 0.05  # seconds until the next attempt with a name that was taken
-UNAVAILABLE_S = 1.0  # seconds until an unreachable actor is called again
+AGAIN_S = 0.05  # seconds before a retry if the actor's name is still taken
+UNAVAILABLE_S = 1.0  # seconds before an unreachable actor is called again
 
 
 def name_of(job: str, host: str) -> str:
@@ -49,17 +50,17 @@ class _Held:
 
 
 class RayStarter:
-    """Starter of agents through actors. Must be created in the event loop.
+    """Starter that starts agents through actors. Must be created in the event loop.
 
     Args:
         node_of: called with a host. Returns its node, or raises KeyError.
         call: pickled function of the workers.
-        log: called with a level and a text.
+        log: function that logs; called with a level and a text.
         job: name of the job.
         detached: whether all agents outlive this driver, instead of only those whose bootstrap requests it.
         actors: operations on actors.
         start_s: time limit for a start, in seconds.
-        close_s: time limit for the end of an agent, in seconds.
+        close_s: time limit for stopping an agent, in seconds.
         at_once: maximum number of concurrent starts.
     """
 
@@ -93,7 +94,7 @@ class RayStarter:
     async def start(self, bootstrap: Bootstrap) -> None:
         """Start the agent of a host.
 
-        An agent that is already running there is ended first, because its workers are orphaned.
+        If an agent already runs there, it is stopped first, because its workers are orphaned.
         """
         host = bootstrap.host
         try:
@@ -253,7 +254,8 @@ class RayStarter:
             try:
                 number, lines, ended = await self._ask(held.actor, "news", number, within_s=None)
             except Exception as error:
-                if type(error).__name__ == "ActorUnavailableError":  # The node may return.
+                # the node may become reachable again
+                if type(error).__name__ == "ActorUnavailableError":
                     await asyncio.sleep(UNAVAILABLE_S)
                     continue
                 lines, ended = [], ("warning", exit_cause(held.host, str(error)))

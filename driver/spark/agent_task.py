@@ -1,8 +1,9 @@
-"""Spark task that holds an agent: it runs the agent as a child process until the agent ends. Makes no decisions.
+"""Spark task that runs an agent as a child process until the agent exits. Makes no decisions.
 
-The tasks of a barrier stage elect one agent for each executor, with a slot for each of its tasks. An ordinary task
-holds an agent with one slot, because executors come and go. The agent reads its bootstrap from standard input, which
-stays open while the task lives. The agent therefore ends with the task, and the workers end with the agent.
+In a barrier stage, one task of each executor runs an agent, with one slot for each task of the executor. An ordinary
+task runs an agent with one slot, because executors may be added and removed at any time. The agent reads its bootstrap
+from standard input, which stays open while the task runs. The agent therefore exits with the task, and the workers exit
+with the agent.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.spark.task_environment import agents_environ, executor_of_command, host_of
 from elastic.errors import ElasticError
 
-# timeout in seconds for the first start of Python, which is slow on a machine without cached files
+# timeout for the first start of Python, in seconds; it is slow on a machine without cached files
 PYTHON_S = 60.0
 LOOK_S = 1.0  # seconds between two checks of the parent process
-END_S = 12.0  # timeout in seconds for an agent to kill its workers and exit
+END_S = 12.0  # timeout for an agent to kill its workers and exit, in seconds
 LINES_KEPT = 20
 
 
 class AgentEnded(ElasticError, RuntimeError):
-    """Error raised when the agent of a Spark task fails. The message contains the agent's last line of output."""
+    """Error raised when the agent of a Spark task fails. The message contains the last line of the agent's output."""
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The function that a Spark task executes. ``call`` is a broadcast of the workers' pickled function."""
+    """Function that a Spark task executes. ``call`` is a broadcast variable with the workers' pickled function."""
 
     bootstrap: bytes  # encoded parameters of the agent, without the host
     call: Any
@@ -68,11 +69,12 @@ class AgentTask:
         here = [number for number, each in enumerate(tasks) if _same_executor(each, own)]
         if here[0] == barrier.partitionId():
             self._hold(context, [tasks[number] for number in here])
-        barrier.barrier()  # The other tasks occupy their slots until the agents have ended.
+        # The other tasks keep their Spark slots occupied until the agents have exited.
+        barrier.barrier()
         return iter(())
 
     def _hold(self, context: Any, tasks: list[str]) -> None:
-        """Run the agent of these tasks until it ends.
+        """Run the agent for these tasks until it exits.
 
         Raises:
             AgentEnded: the agent exited with an error.
@@ -119,7 +121,7 @@ def _run_agent(command: list[str], environ: dict[str, str], config: Bootstrap) -
     lines: deque[str] = deque(maxlen=LINES_KEPT)
     try:
         assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # The exit is reported below.
+        with contextlib.suppress(BrokenPipeError):  # the exit is reported below
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             process.stdin.flush()
         for line in _lines(process.stdout.fileno()):
@@ -140,7 +142,7 @@ def _run_agent(command: list[str], environ: dict[str, str], config: Bootstrap) -
 
 
 def _lines(fd: int) -> Iterator[str]:
-    """Yield the lines of a pipe until its end, or until the process of Spark that started this one has exited."""
+    """Yield the lines of a pipe until its end, or until the Spark process that started this one has exited."""
     parent, rest = os.getppid(), b""
     while os.getppid() == parent:
         if not select.select([fd], [], [], LOOK_S)[0]:
@@ -164,7 +166,7 @@ def _same_executor(left: str, right: str) -> bool:
 def _executor() -> str:
     """Return the ID of this executor.
 
-    Only its JVM knows the ID: the parent of this process, or of this process's daemon.
+    Only the executor's JVM knows the ID. It is the parent of this process or of the daemon that forked this process.
     """
     pid, command = os.getppid(), b""
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,6 +1,6 @@
 """Queries of a Spark application through its JVM. Makes no decisions. All methods may block.
 
-Spark has no public function for the number of tasks that can run at the same time, and for executors that are being
+Spark's Python API has no function for the number of tasks that can run concurrently or for the executors that are being
 decommissioned. The functions used here are public in the JVM, and exist in Spark 3.5 and 4.0.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SparkCluster:
-    """Queries of the Spark application that a SparkContext belongs to."""
+    """Interface for queries of the Spark application to which a SparkContext belongs."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -19,7 +19,7 @@ class SparkCluster:
 
     @property
     def local(self) -> bool:
-        """Return whether tasks run in the process of Spark's driver, with a fixed number of slots."""
+        """Return whether tasks run in the process of the Spark driver, with a fixed number of slots."""
         master = str(self._context.master)
         return master == "local" or master.startswith("local[")
 
@@ -34,15 +34,15 @@ class SparkCluster:
         return int(self._scala.maxNumConcurrentTasks(profile))
 
     def addresses(self) -> list[str]:
-        """Return the names or addresses of all executors, followed by that of Spark's driver."""
+        """Return the names or addresses of all executors, followed by that of the Spark driver."""
         status: Any = self._scala.getExecutorMemoryStatus().keySet().toSeq()
         names = [str(status.apply(i)).rpartition(":")[0] for i in range(status.size())]
         own = str(self._context._conf.get("spark.driver.host", ""))
         return sorted(dict.fromkeys(names), key=lambda name: name == own)
 
     def leaving(self, executors: Collection[str]) -> set[str]:
-        """Return the executors, among the given ones, that accept no new tasks because they are decommissioned
-        or lost.
+        """Return those of the given executors that accept no new tasks, because they are being decommissioned or are
+        lost.
         """
         if self.local:
             return set()

@@ -1,7 +1,7 @@
-"""Discovery of hosts as the agents that Spark's tasks hold. Makes no decisions.
+"""Discovery of hosts as the agents that Spark tasks run. Makes no decisions.
 
 The list contains the hosts of the agents that are connected to the driver, except for executors that Spark is
-decommissioning. Workers on these executors leave at the next commit, so that Spark can end them.
+decommissioning. Workers on those executors leave at the next commit, so that Spark can terminate the executors.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.spark.task_environment import executor_of
 
 LOOK_S = 0.5  # seconds between two checks for decommissioned executors
-# Seconds without a new agent after which a job begins with fewer workers than requested.
+# Seconds without a new agent after which a job may begin with fewer workers than requested.
 SETTLE_S = 2.0
-QUIET_S = 5.0  # seconds after which a log line states that the job waits for tasks
+QUIET_S = 5.0  # seconds of waiting for tasks after which the wait is logged
 
 
 class SparkDiscovery:
-    """Discovery of the connected agents and their slots, as ``{host: slots}``.
+    """Discovery that lists the connected agents and their slots, as ``{host: slots}``.
 
     Args:
-        wanted: number of slots with which the job begins.
+        wanted: number of slots that the job needs to begin.
         least: number of slots that is sufficient if no more are expected.
         start_s: seconds to wait for these slots.
-        expired: called with the reason if they did not connect in time.
-        leaving: returns those of the executors that are being decommissioned. Called in a thread, and may block.
-        log: called with a level and a text.
+        expired: called with the reason if too few slots were connected in time.
+        leaving: function that returns which of the given executors are being decommissioned. Called in a thread, so it
+            may block.
+        log: function that logs; called with a level and a text.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class SparkDiscovery:
 
     async def watch(self) -> AsyncGenerator[dict[str, int], None]:
         if not await self._enough():
-            # `expired` has requested the end of the job, which also ends this wait.
+            # `expired` has requested the end of the job, which cancels this wait.
             await asyncio.Event().wait()
         over = threading.Event()
         loop = asyncio.get_running_loop()
@@ -81,7 +82,7 @@ class SparkDiscovery:
             over.set()
 
     async def _enough(self) -> bool:
-        """Wait for the slots with which the job begins. Return False after the time limit."""
+        """Wait for the slots that the job needs to begin. Return False if the time limit has passed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         said = False
@@ -122,7 +123,7 @@ class SparkDiscovery:
             executors = {executor_of(host) for host in self._hosts}
             try:
                 leaving, trouble = self._leaving(executors), ""
-            except Exception as error:  # py4j raises various exceptions.
+            except Exception as error:  # py4j raises exceptions of various types
                 leaving, trouble = set(), type(error).__name__
             with contextlib.suppress(RuntimeError):  # The event loop is closed.
                 if trouble and trouble != said:

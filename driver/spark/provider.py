@@ -1,4 +1,6 @@
-"""Provider of a job on Spark: hosts are the agents that Spark's tasks hold. See `elastic.driver.job.provider`."""
+"""Provider of hosts for a job on Spark: each host is an agent that runs in a Spark task. See
+`elastic.driver.job.provider`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from elastic.driver.spark.cluster import SparkCluster
 from elastic.driver.spark.discovery import SparkDiscovery
 from elastic.driver.spark.tasks import SparkTasks
 
-FAILED_S = 3.0  # seconds for the job to determine the cause itself after a stage has failed
+FAILED_S = 3.0  # seconds that the job has for determining the cause itself after a stage has failed
 
 
 class SparkProvider:
@@ -26,8 +28,8 @@ class SparkProvider:
         name: name of the job, unique in the application.
         call: pickled function of the workers.
         secret: secret of the job.
-        np: number of workers at the start of the job.
-        barrier: whether these workers are tasks of one barrier stage.
+        np: number of workers with which the job starts.
+        barrier: whether the agents of these workers run in one barrier stage.
         least: minimum number of workers of an elastic job.
         most: maximum number of workers of an elastic job.
         start_s: seconds to wait for the first tasks to start.
@@ -109,7 +111,7 @@ class SparkProvider:
         self._discovery.connected(hosts)
 
     async def listening(self, address: str) -> None:
-        """Submit the tasks, whose agents connect to the driver's ``address``."""
+        """Submit the tasks. Their agents connect to ``address``, on which the driver listens."""
         self._loop = asyncio.get_running_loop()
         np, _, most = self._sizes
         self._tasks = SparkTasks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Variables that Spark sets only for its own Python worker process. The first one is a secret.
+# Variables that Spark sets only for its own Python worker processes. The first one contains a secret.
 OF_SPARKS_PROCESS = (
     "PYTHON_WORKER_FACTORY_",
     "PYSPARK_",
@@ -13,7 +13,7 @@ OF_SPARKS_PROCESS = (
 )
 GPUS = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
-LOCAL = "driver"  # ID of the executor if Spark runs with a local master
+LOCAL = "driver"  # ID of the executor if Spark runs in local mode
 
 
 def agents_environ(
@@ -33,7 +33,7 @@ def agents_environ(
         programs: folder of the Python to run.
         modules: folders of modules in addition to Python's default path.
         gpus: addresses of the GPUs that Spark assigned. None means that Spark assigns no GPUs.
-        threads: number of cores of a task. None keeps the number in ``environ``.
+        threads: number of threads for each worker: the cores of a task. None keeps the number in ``environ``.
         call: path of the file with the workers' function.
         folder: working folder.
     """
@@ -51,14 +51,14 @@ def agents_environ(
 
 
 def executor_of_command(command: bytes) -> str:
-    """Return the ID of an executor from the content of its ``/proc/PID/cmdline``, or `LOCAL` if it contains none."""
+    """Return the executor ID in the content of an executor's ``/proc/PID/cmdline``, or `LOCAL` if it contains none."""
     words = command.decode("utf-8", "replace").split("\0")
     at = words.index("--executor-id") + 1 if "--executor-id" in words else len(words)
     return words[at] if at < len(words) else LOCAL
 
 
 def host_of(machine: str, executor: str, attempt: int) -> str:
-    """Return the name of a host for the driver.
+    """Return the host name under which the driver lists an agent.
 
     ``attempt`` is the ID of the task attempt, which Spark never uses twice.
     """
@@ -66,5 +66,5 @@ def host_of(machine: str, executor: str, attempt: int) -> str:
 
 
 def executor_of(host: str) -> str:
-    """Return the ID of the executor that the name of a host contains."""
+    """Return the executor ID that a host name contains."""
     return host.rsplit("-", 2)[1]

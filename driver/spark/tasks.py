@@ -1,8 +1,8 @@
-"""Spark jobs whose tasks hold agents. Makes no decisions. Each job runs in a separate thread.
+"""Spark jobs whose tasks run agents. Makes no decisions. Each Spark job runs in a separate thread.
 
 A barrier stage starts all of its tasks together, and ends them together. Each ordinary task is a separate Spark job,
-because Spark ends a whole job if one of its tasks has failed a few times, even because of lost executors. A task that
-ends before the training job does is restarted.
+because Spark ends a whole job if one of its tasks has failed a few times, even if the failures are due to lost
+executors. A task that ends before the training job is restarted.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 from elastic.driver.sinks import Log
 from elastic.driver.spark.agent_task import AgentTask
 
-AGAIN_S = (0.2, 30.0)  # first and longest delay before a failed task is restarted, in seconds
-RETURNS_S = 3.0  # timeout in seconds for tasks to return after their agents have ended
-CANCELLED_S = 15.0  # timeout in seconds for Spark to end the remaining tasks
+AGAIN_S = (0.2, 30.0)  # initial and maximum delay before a failed task is restarted, in seconds
+RETURNS_S = 3.0  # timeout for tasks to return after their agents have exited, in seconds
+CANCELLED_S = 15.0  # timeout for Spark to end the remaining tasks, in seconds
 # maximum number of failures of a task before the first agent has connected; equal to Spark's own limit
 TRIES = 4
 
 
 class SparkTasks:
-    """The Spark tasks of one training job.
+    """Manager of the Spark tasks of one training job.
 
     Args:
         context: the SparkContext.
         group: name of the Spark job group, unique in the application.
         number: number of tasks.
         barrier: whether to run the tasks in one barrier stage.
-        log: called in any thread with a level and a text.
-        failed: called in any thread with the reason if the tasks cannot hold agents.
+        log: function that logs; called in any thread with a level and a text.
+        failed: called in any thread, with the reason, if the tasks cannot run agents.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class SparkTasks:
             thread.start()
 
     def close(self) -> None:
-        """End the tasks, within a time limit. Their agents must have been dismissed before."""
+        """End the tasks, within a time limit. Their agents must have been told to exit before."""
         self._closing.set()
         if not self._joined(RETURNS_S):
             try:
@@ -101,19 +101,21 @@ class SparkTasks:
     def _keep(self, partitions: Sequence[int], task: AgentTask) -> None:
         """Run the tasks of one Spark job.
 
-        Unless they are a barrier stage, run them again whenever they end, until the training job ends.
+        Unless they form a barrier stage, run them again whenever they end, until the training job ends.
         """
         pause_s, tries = AGAIN_S[0], 0
         while not self._closing.is_set():
             try:
                 self._run(partitions, task)
                 pause_s, why = AGAIN_S[0], ""
-            except Exception as error:  # Spark, its JVM and the task may raise any exception.
+            # Spark, its JVM and the task may raise exceptions of any type
+            except Exception as error:
                 why, tries = cause(error), tries + 1
             if self._closing.is_set():
                 return
             if self._barrier:
-                if why:  # Otherwise the agents had been dismissed, so the job has ended.
+                # otherwise, the agents were told to exit, because the training job has ended
+                if why:
                     self._failed(f"the barrier stage of Spark failed: {why}")
                 return
             if why:
@@ -129,7 +131,7 @@ class SparkTasks:
     def _run(self, partitions: Sequence[int], task: AgentTask) -> None:
         text = "agents of hvd-elastic"
         self._context.setJobGroup(self._group, text, interruptOnCancel=True)
-        # range() is not used, because each task of it has the numbers of all partitions.
+        # SparkContext.range() is not used, because each of its tasks would receive the numbers of all partitions.
         data = self._context.parallelize(list(partitions), len(partitions))
         (data.barrier() if self._barrier else data).mapPartitions(task).collect()
 
@@ -140,7 +142,7 @@ def first_line(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Return the reason why a Spark job failed: the last line of a task's Python traceback, if there is one."""
+    """Return the reason why a Spark job failed: the last line of a task's traceback or, without one, of the error."""
     java: Any = getattr(error, "java_exception", None)
     text = str(error) if java is None else str(java.getMessage())
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Horovod's functions that query build options. MPI is not supported. Gloo and NCCL are those of torch.
+"""Horovod's functions that query build options. MPI is not supported. Gloo and NCCL are the libraries in torch.
 
 The argument ``verbose`` has no effect. In Horovod, it prints why a library could not be loaded.
 """
@@ -29,7 +29,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Return NCCL's version as one number, such as 22105 for 2.21.5, or 0 without NCCL."""
+    """Return the version of NCCL as one number, such as 22105 for 2.21.5, or 0 if NCCL is not available."""
     if not torch.distributed.is_nccl_available():
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]

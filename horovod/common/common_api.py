@@ -1,4 +1,4 @@
-"""Names that all of Horovod's framework modules have: the world, process sets, reductions, build options."""
+"""Names that all framework modules of Horovod provide: world queries, process sets, reductions, build options."""
 
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum
 from elastic.monitoring.tracing import start_timeline, stop_timeline

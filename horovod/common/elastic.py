@@ -1,4 +1,7 @@
-"""State for scripts that implement their own, and the run loop without a framework, under Horovod's path."""
+"""Base classes of states, for scripts that define their own state, and the run loop without a framework.
+
+They are available under Horovod's module path.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ notification_manager = WorkerNotificationManager()
 
 
 def run_fn(func: Callable[..., Value], reset: Callable[[], None]) -> Callable[..., Value]:
-    """Wrap a function in `elastic.run`. This is Horovod's form of it, with a second argument ``reset``.
+    """Wrap a function in `elastic.run`. This is Horovod's form, which has a second argument ``reset``.
 
     In Horovod, ``reset`` calls ``shutdown()`` and ``init()`` between two worlds. It is not called here, because the run
     loop itself forms the next world. If ``reset`` contains other code, register that code with

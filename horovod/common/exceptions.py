@@ -1,4 +1,6 @@
-"""Horovod's exceptions, at the path that scripts import. The import selects Horovod's classes."""
+"""Horovod's exceptions, under the path that scripts import. Importing this module selects Horovod's exception
+classes.
+"""
 
 from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from elastic.horovod_errors import HorovodVersionMismatchError, raise_as_horovod

@@ -1,4 +1,4 @@
-"""Process sets, under Horovod's path."""
+"""Process sets, under Horovod's module path."""
 
 from elastic.negotiation.process_sets import (
     ProcessSet,

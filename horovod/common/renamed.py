@@ -1,4 +1,4 @@
-"""Handle arguments that Horovod has renamed."""
+"""Handling of arguments that Horovod has renamed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from elastic.errors import Invalid
 
 
 def renamed(what: str, new: str, value: Any, old: str, old_value: Any, default: Any = None) -> Any:
-    """Return the value of an argument that was renamed, and warn if it has the old name.
+    """Return the value of a renamed argument, and warn if it was passed under the old name.
 
     Args:
         what: name of the function.
-        default: value of an argument that was not passed.
+        default: value that indicates that an argument was not passed.
 
     Raises:
         Invalid: (a ValueError) both names are given.

@@ -1,4 +1,4 @@
-"""Build options and utility functions, under Horovod's path without a framework."""
+"""Build options and utility functions of Horovod that need no framework."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Value = TypeVar("Value")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether Horovod is available for a framework, or True for "torch"."""
+    """Return whether Horovod is available for a framework."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether a framework finds a GPU on this machine."""
+    """Return whether a framework detects a GPU on this machine."""
     return extension_available(ext_base_name) and check_has_gpu()
 
 
@@ -54,7 +54,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[Value], n: int) -> list[Sequence[Value]]:  # noqa: E741, as in Horovod
-    """Split a list into ``n`` parts in order. Their lengths differ by at most 1."""
+    """Split a list into ``n`` consecutive parts whose lengths differ by at most 1."""
     least, more = divmod(len(l), n)
     ends = [part * least + min(part, more) for part in range(n + 1)]
     return [l[begin:end] for begin, end in itertools.pairwise(ends)]

@@ -1,6 +1,6 @@
-"""Base class of loaders of batches, and a mixin that prefetches batches in a thread.
+"""Base class of data loaders, and a mixin that prefetches batches in a thread.
 
-Each iteration over the loader has its own thread and queue, so that no batch of an abandoned epoch appears in the next
+Each iteration over a loader has a separate thread and queue, so that no batch of an abandoned epoch appears in the next
 epoch.
 """
 
@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-CLOSE_S = 10.0  # timeout in seconds for the read in progress to end
+CLOSE_S = 10.0  # timeout for the read in progress to end, in seconds
 
 
 class BaseDataLoader:
-    """Base class of loaders. Subclasses define ``_iterate`` and ``__len__``. ``_process_batch`` may change each
-    batch.
+    """Base class of data loaders.
+
+    Subclasses define ``_iterate`` and ``__len__``. They may override ``_process_batch`` to change each batch.
     """
 
     def __len__(self) -> int:
@@ -37,7 +38,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Mixin that adds prefetching: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``, with the mixin first."""
+    """Mixin that adds prefetching to a data loader.
+
+    It must be the first base class: ``class MyAsyncLoader(AsyncDataLoaderMixin, MyLoader)``.
+    """
 
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
         if async_loader_queue_size < 0:
@@ -50,8 +54,9 @@ class AsyncDataLoaderMixin:
         self._ahead: list[_Ahead] = []
 
     def close_async_loader(self) -> None:
-        """Stop all prefetch threads. An iteration in progress still yields the batches that were already read.
-        Idempotent.
+        """Stop all prefetch threads. Idempotent.
+
+        An iteration in progress still yields the batches that were already read.
         """
         for ahead in list(self._ahead):
             ahead.close()
@@ -119,7 +124,7 @@ class _Ahead:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            # The thread may be reading a batch in the user's code, which cannot be interrupted.
+            # The thread may be executing user code that reads a batch, which cannot be interrupted.
             self._thread.join(CLOSE_S)
 
 

@@ -1,10 +1,10 @@
-"""Actor on a Ray node for one job: runs the node's agent process and forwards calls to its workers.
+"""Actor that runs a job's agent process on a Ray node and forwards calls to the workers there.
 
 Makes no decisions.
 
 The async actor starts the agent in a private folder and writes the configuration to its standard input, which stays
-open while the actor lives. If the actor exits, the agent exits and kills its workers. If the agent exits, so does the
-actor. The actor returns plain values, so the caller unpickles no untrusted data.
+open while the actor runs. If the actor exits, the agent exits and kills its workers. If the agent exits, the actor
+exits as well. The actor returns only plain values, so that the caller unpickles no untrusted data.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from elastic.driver.ray.node.environment import environ_of_bytes, workers_enviro
 from elastic.driver.ray.node.worker_calls import CallFailed, WorkerCalls
 from elastic.version import __version__
 
-LINES_KEPT = 200  # number of log lines kept until the starter fetches them
+LINES_KEPT = 200  # maximum number of log lines kept until the starter fetches them
 UNUSED_S = 120.0  # seconds after which an actor without an agent exits
-FETCHED_S = 1.0  # seconds for the starter to fetch the last log lines
-SENT_S = 0.3  # seconds for Ray to send an answer before the process is killed
-# timeout in seconds for the agent to kill its workers, after which the agent is killed
+FETCHED_S = 1.0  # seconds that the starter has for fetching the last log lines
+SENT_S = 0.3  # seconds that Ray has for sending an answer before the process is killed
+# seconds that the agent has for killing its workers, after which it is killed
 END_S = 10.0
-# shorter replacement for END_S if the node is already lost, because its workers are killed as well
+# the same if Ray has already declared the node lost
 DYING_S = 2.0
-REAP_S = 2.0  # timeout in seconds for a killed agent to exit
+REAP_S = 2.0  # timeout for the exit of a killed agent, in seconds
 
 Line = tuple[str, str]  # level and text of a log line
 
 
 @dataclass(frozen=True)
 class RayProcess:
-    """Ray's information about the process of the actor.
+    """Information from Ray about the process of the actor.
 
     Args:
-        given: the ``env_vars`` of its runtime_env.
+        given: the ``env_vars`` in the runtime_env of the process.
     """
 
     address: str
@@ -86,26 +86,28 @@ class RayEngine:
         )
 
     def leave(self) -> None:
-        """Exit the actor regularly. Ray permits this only inside one of the actor's methods."""
+        """Exit the actor without an error. Ray allows this only in a method of the actor, so its method ``leave`` is
+        called.
+        """
         import ray
 
         ray.get_runtime_context().current_actor.leave.remote()
 
     def die(self, code: int = 1) -> None:
-        """End the process immediately. Used if Ray cannot be reached."""
+        """Exit the process immediately. Used if Ray cannot be reached."""
         os._exit(code)
 
     def exit(self) -> None:
-        """Exit the actor. Must be called in one of its methods."""
+        """Exit the actor. Must be called in one of the actor's methods."""
         import ray.actor
 
         ray.actor.exit_actor()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 class AgentActor:
-    """Actor that runs one agent from start to end.
+    """Actor that runs one agent, from its start to its exit.
 
-    ``python`` runs the agent, and its folder is first in the PATH of workers.
+    ``python`` is the interpreter that runs the agent. Its folder comes first in the PATH of workers.
     """
 
     def __init__(
@@ -123,10 +125,10 @@ class AgentActor:
         self._calls: WorkerCalls | None = None
         self._host = ""
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
-        self._number = 0  # number of lines stored so far
+        self._number = 0  # number of lines stored so far, including dropped ones
         self._left = SAID_LINES
-        self._ended: Line | None = None  # reason for the end of the agent, or None while it runs
-        self._fetched = False  # whether the reason for the end was fetched
+        self._ended: Line | None = None  # reason for the exit of the agent, or None while it runs
+        self._fetched = False  # whether the starter has fetched that reason
         self._news: asyncio.Event | None = None  # event set at the next line, then replaced
         self._clearing: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -139,14 +141,16 @@ class AgentActor:
     # ---- called by the starter ---------------------------------------------------------------------------------------
 
     async def hello(self) -> str:
-        """Return the release of this package that is installed on the node."""
+        """Return the release of this package on the node."""
         return __version__
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def start(self, bootstrap: bytes, call: bytes, ready_s: float) -> str:
-        """Start the agent. Return "" once the agent is ready, or the reason why it could not be started."""
+        """Start the agent. Return an empty string when the agent is ready, or the reason why it could not be
+        started.
+        """
         config = msgspec.json.decode(bootstrap, type=Bootstrap)
         self._host = config.host
         self._news = asyncio.Event()
@@ -164,10 +168,10 @@ class AgentActor:
         return why
 
     async def news(self, after: int) -> tuple[int, list[Line], Line | None]:
-        """Wait for log lines after the line with number ``after``, or for the end of the agent.
+        """Wait for log lines after the line with the number ``after``, or for the exit of the agent.
 
         Returns:
-            number of the last line, the lines, and the reason for the end of the agent, or None while it runs.
+            The number of the last line, the lines, and the reason for the exit of the agent, or None while it runs.
         """
         while self._number <= after and self._ended is None:
             assert self._news is not None, "call start() first"
@@ -178,7 +182,7 @@ class AgentActor:
         return self._number, lines, self._ended
 
     async def redirect(self, addresses: list[str]) -> None:
-        """Set the addresses at which the agent searches for the driver."""
+        """Set the addresses at which the agent looks for the driver."""
         if self._folder is not None:
             new = self._folder / "drivers.new"
             new.write_text("".join(f"{address}\n" for address in addresses))
@@ -187,14 +191,14 @@ class AgentActor:
     async def present(self, count: int = 0, within_s: float = 0.0) -> list[int]:
         """Wait until ``count`` persistent workers on this node are connected, or until the time limit.
 
-        Return their ranks.
+        Returns the ranks of the connected workers.
         """
         return [] if self._calls is None else await self._calls.present(count, within_s)
 
     async def call(
         self, rank: int, blob: bytes, timeout_s: float | None = None
     ) -> tuple[bytes, str]:
-        """Call a worker. Return its answer and "", or b"" and the reason for the failure."""
+        """Call a worker. Return its answer and an empty string, or empty bytes and the reason for the failure."""
         if self._calls is None:
             return b"", f"the worker of rank {rank} has exited together with the agent of its host"
         try:
@@ -203,7 +207,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """End the agent, which kills its workers and removes its files."""
+        """Stop the agent, which kills its workers, and remove its files."""
         self._fetched = True
         await self._clear()
 
@@ -267,13 +271,13 @@ class AgentActor:
         return ""
 
     def _follow(self, raylet: int) -> None:
-        """Watch the raylet and exit with it.
+        """Exit when the raylet exits.
 
-        If the raylet ends, Ray considers the node lost, but the processes of Ray's workers continue as orphans.
+        Ray then considers the node lost, but its worker processes, including this one, would continue as orphans.
         """
         if not raylet:
             return
-        # Some sandboxes forbid pidfds. Ray then has to detect the end of the node.
+        # Some sandboxes forbid pidfds. In that case, Ray must detect the loss of the node.
         with contextlib.suppress(OSError):
             self._raylet = os.pidfd_open(raylet)
             asyncio.get_running_loop().add_reader(self._raylet, self._raylet_exited)
@@ -293,7 +297,7 @@ class AgentActor:
     def _on_output_line(self, line: str) -> None:
         """Store a line that the agent has printed.
 
-        The agent sends its log to the driver and not here, so its output usually contains errors.
+        The agent sends its log to the driver, so what it prints is usually an error.
         """
         level, text = as_logged(line)
         if level != "debug":

@@ -1,7 +1,7 @@
 """Environment of workers on a Ray node. Pure: no I/O, no clock.
 
-A worker should run in the environment of the user's runtime_env, without the settings of its parent, Ray's worker
-process. Variables that Ray sets only for its own process would limit a worker to one thread, hide its GPUs, or
+A worker should run in the environment of the user's runtime_env, without the settings of the Ray worker process that
+started its agent. Variables that Ray sets only for that process would limit a worker to one thread, hide its GPUs, or
 interfere with its own connection to Ray.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Variables that Ray sets for each of its worker processes, either in the raylet or when the process connects.
+# Variables that Ray sets for each Ray worker process, either in the raylet or when the process connects.
 OF_RAYS_PROCESS = frozenset(
     {
         "RAY_JOB_ID",
@@ -22,11 +22,11 @@ OF_RAYS_PROCESS = frozenset(
         "SPT_NOENV",
     }
 )
-# Variables that Ray sets unless the user does. An actor without CPUs gets one thread, and an actor without GPUs sees no
-# GPU.
+# Variables that Ray sets unless the user has set them. They give an actor without CPUs one thread, and hide all GPUs
+# from an actor without GPUs.
 UNLESS_GIVEN = frozenset({"OMP_NUM_THREADS", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"})
 GPUS = "CUDA_VISIBLE_DEVICES"
-BREAKPOINT = "PYTHONBREAKPOINT"  # variable of Ray's debugger, which belongs to the actor's process
+BREAKPOINT = "PYTHONBREAKPOINT"  # Ray's debugger sets this variable for the process of the actor
 
 
 def without_rays_own(
@@ -35,7 +35,7 @@ def without_rays_own(
     """Return the environment of a Ray worker process without the variables that Ray sets only for that process.
 
     Args:
-        environ: environment of the process.
+        environ: environment of the Ray worker process.
         given: ``env_vars`` of the user's runtime_env.
         above: environment of the raylet, the parent of the process.
     """
@@ -50,7 +50,7 @@ def without_rays_own(
         return name not in OF_RAYS_PROCESS and name != GPUS
 
     clean = {name: value for name, value in environ.items() if stays(name, value)}
-    if BREAKPOINT in given:  # Ray has replaced the value that the user specified.
+    if BREAKPOINT in given:  # Restore the user's value, which Ray has replaced.
         clean[BREAKPOINT] = given[BREAKPOINT]
     return clean
 
@@ -69,7 +69,7 @@ def workers_environ(
 ) -> dict[str, str]:
     """Return the environment that the workers of a node inherit. See `without_rays_own`.
 
-    A worker sees no GPUs unless the user or the driver assigns it some.
+    Workers see no GPUs unless the user or the driver assigns some to them.
 
     Args:
         environ: environment of the actor's process.

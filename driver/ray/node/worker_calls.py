@@ -1,7 +1,8 @@
-"""Socket for calls to the persistent workers of one host. Makes no decisions and does not unpickle data.
+"""Server for calls to the persistent workers of one host. Makes no decisions and does not unpickle data.
 
-A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. Both sides then send frames: four bytes with
-the length, big endian, followed by the data. The worker answers every call with one frame, in order.
+A worker connects and sends one line of JSON, ``{"rank": 0, "slot": 0}``. Both sides then send frames, which consist of
+the length in four bytes, big endian, and the data. The worker answers every call with one frame, in the order of the
+calls.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from elastic.errors import ElasticError
 
 FRAME_LIMIT = 1 << 30  # maximum size of a frame, in bytes
 LENGTH_BYTES = 4
-HELLO_S = 30.0  # time limit from a worker's connection to its first line, in seconds
+HELLO_S = 30.0  # timeout for the first line of a new connection, in seconds
 
 
 class CallFailed(ElasticError, RuntimeError):
-    """Error raised when a worker is unavailable for a call, or exits before it has answered. Its text contains the
+    """Error raised when a worker is unavailable for a call or exits before it has answered. The message contains the
     rank.
     """
 
@@ -51,9 +52,9 @@ class _Caller:
 
 
 class WorkerCalls:
-    """Server through which the persistent workers of one host are called. The workers connect to it.
+    """Server to which the persistent workers of one host connect, and through which they are called.
 
-    Create it in the event loop, then `open` it. A new connection of a rank replaces the earlier one.
+    Must be created in the event loop, and then opened with `open`. A new connection of a rank replaces the earlier one.
     """
 
     def __init__(self, path: str) -> None:
@@ -66,24 +67,28 @@ class WorkerCalls:
         self._serving: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Listen on the socket, which only this user can access. Raises OSError if it cannot be bound."""
+        """Listen on the socket, which only this user can access.
+
+        Raises:
+            OSError: the socket cannot be bound.
+        """
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         os.chmod(self._path, 0o600)
 
     async def present(self, count: int, within_s: float) -> list[int]:
         """Wait until ``count`` workers are connected, or until the time limit.
 
-        Return the ranks of the connected workers.
+        Returns the ranks of the connected workers.
         """
         with contextlib.suppress(asyncio.TimeoutError):
             await within(self._await_count(count), within_s)
         return sorted(self._workers)
 
     async def call(self, rank: int, blob: bytes, timeout_s: float | None = None) -> bytes:
-        """Call a worker, and return its pickled answer. Calls to the same worker run one after the other.
+        """Call a worker, and return its pickled answer. Calls to the same worker run one at a time.
 
         A call that exceeds ``timeout_s`` seconds keeps running in the worker, and the next call waits until it has
-        ended.
+        returned.
 
         Raises:
             CallFailed: the call is too large, no worker of this rank runs here, or the worker did not respond in time.
@@ -162,7 +167,11 @@ class WorkerCalls:
 
 
 def _rank_of(line: bytes) -> int:
-    """Parse the rank in the first line that a worker sends. Raises ValueError if the line has no valid rank."""
+    """Parse the rank in the first line that a worker sends.
+
+    Raises:
+        ValueError: the line contains no valid rank.
+    """
     hello = json.loads(line)
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:
