@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Release series with which the tests were run.
+# Release series of each framework with which the tests were run.
 TESTED = {"tensorflow": ("2.21",), "keras": ("3.15",), "tf_keras": ("2.21",), "mxnet": ("1.9",)}
 
 
@@ -19,7 +19,8 @@ _NATIVE = "no extension is compiled; its functions are those of horovod.torch, h
 _PRIVATE = "this is private to Horovod; use the public names of horovod.tensorflow, horovod.keras or horovod.ray"
 _SPARK = "this is private to Horovod; use the public names of horovod.spark, horovod.spark.torch or horovod.spark.keras"
 _LIGHTNING = "use horovod.spark.torch, or elastic.integrations.lightning in a function under horovod.spark.run_elastic"
-# Modules of Horovod 0.28.1 without a counterpart, and their alternatives. Importing their submodules also fails.
+# Modules of Horovod 0.28.1 that this package does not provide, and their alternatives. Importing their submodules fails
+# as well.
 INTERNALS = {
     **dict.fromkeys(
         [
@@ -68,9 +69,9 @@ INTERNALS = {
 
 
 def refuse(front_end: str, instead: str) -> ImportError:
-    """Return the ImportError for a missing front end.
+    """Return the error for the import of a front end that does not exist.
 
-    Scripts that try several front ends expect an ImportError.
+    It is an ImportError, which scripts that try several front ends expect.
     """
     return ImportError(
         f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"
@@ -80,7 +81,7 @@ def refuse(front_end: str, instead: str) -> ImportError:
 
 
 class UnavailableModules(MetaPathFinder, Loader):
-    """Finder that refuses to load the modules of INTERNALS."""
+    """Module finder that refuses to load the modules in INTERNALS."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -90,29 +91,29 @@ class UnavailableModules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if known else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Raise ImportError, with the replacement of the Horovod module ``spec.name``."""
+        """Raise an ImportError that names the alternative to the Horovod module ``spec.name``."""
         name = spec.name.partition(".")[2]
         raise refuse(name, INTERNALS[name])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Never called, because `create_module` raises."""
+        """Do nothing. Required by the loader interface, but never called, because `create_module` raises an error."""
 
 
 def refuse_internals() -> None:
-    """Add a finder that refuses INTERNALS with advice. Other finders are asked first."""
+    """Add a finder that refuses to load INTERNALS and names alternatives. It is consulted after all other finders."""
     if not any(isinstance(finder, UnavailableModules) for finder in sys.meta_path):
         sys.meta_path.append(UnavailableModules())
 
 
 def need_keras(front_end: str) -> None:
-    """Import the Keras of this process, like `need`."""
+    """Import the Keras package that this process uses, like `need`."""
     from elastic.rendezvous import environment
 
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)
 
 
 def need(package: str, front_end: str) -> None:
-    """Import a framework, and warn about an untested release.
+    """Import a framework, and warn if its release was not tested.
 
     Raises:
         ImportError: the framework is missing; the message names the extra to install.

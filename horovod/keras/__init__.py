@@ -1,4 +1,7 @@
-"""``import horovod.keras as hvd``: for Keras 3 on TensorFlow, torch or JAX. The implementation is `elastic.keras`."""
+"""Horovod's API for Keras 3 on TensorFlow, torch or JAX: ``import horovod.keras as hvd``.
+
+The implementation is in `elastic.keras`.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ from horovod.keras import callbacks, elastic
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Return an operation that broadcasts all global variables from rank ``root_rank``, in a graph of TensorFlow 1.
+    """Return an operation that broadcasts all global variables of a TensorFlow 1 graph from rank ``root_rank``.
 
-    Without such a graph, RuntimeError is raised, because Keras 3 has no global variables. Use the callback
-    `BroadcastGlobalVariablesCallback` instead.
+    Raises:
+        RuntimeError: there is no such graph, because Keras 3 has no global variables. Use the callback
+            `BroadcastGlobalVariablesCallback` instead.
     """
     if _tensors.backend() != "tensorflow":
         raise RuntimeError(

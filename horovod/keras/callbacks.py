@@ -1,4 +1,4 @@
-"""Keras callbacks: ``hvd.callbacks``."""
+"""Keras callbacks, available as ``hvd.callbacks``."""
 
 from elastic.keras.callbacks import (
     BestModelCheckpoint,

@@ -1,4 +1,6 @@
-"""``hvd.elastic`` for Keras: the run loop, the state of a model, and callbacks that maintain it."""
+"""Elastic training with Keras, available as ``hvd.elastic``: run loop, model state, and callbacks that update the
+state.
+"""
 
 from elastic.keras.callbacks import (
     CommitStateCallback,

@@ -1,4 +1,4 @@
-"""``import horovod.mxnet as hvd``: Horovod's names for the functions of `elastic.mxnet`."""
+"""Horovod's API for MXNet: ``import horovod.mxnet as hvd``. The implementation is in `elastic.mxnet`."""
 
 from horovod.unavailable import need as _need
 
@@ -27,7 +27,7 @@ __all__ = [
     "broadcast_parameters",
     "elastic",
 ]
-# Type checkers cannot detect that mpi_ops has all of these names.
+# mpi_ops has all of these names, but type checkers cannot detect this.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

@@ -1,4 +1,4 @@
-"""Compression, under Horovod's module name."""
+"""Gradient compression, under Horovod's module name."""
 
 from elastic.mxnet.compression import Compression
 

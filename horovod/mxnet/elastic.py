@@ -1,4 +1,4 @@
-"""``hvd.elastic`` for MXNet, which Horovod does not have: the run loop and states."""
+"""Elastic training with MXNet, available as ``hvd.elastic``: run loop and states. Horovod has no such module."""
 
 from elastic.mxnet.state import MXNetState
 from elastic.run_loop import run

@@ -1,4 +1,4 @@
-"""Broadcasts of objects, under Horovod's module name."""
+"""Broadcast and allgather of Python objects, under Horovod's module name."""
 
 from elastic.api.broadcasting import allgather_object, broadcast_object
 

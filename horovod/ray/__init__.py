@@ -1,6 +1,6 @@
-"""``from horovod.ray import RayExecutor``: Horovod's names for the functions of `elastic.ray`.
+"""Horovod's API for Ray: ``from horovod.ray import RayExecutor``. The implementation is in `elastic.ray`.
 
-Names are loaded when they are first used. Importing this package neither imports Ray nor joins a cluster.
+Names are imported when they are first used. Importing this package neither imports Ray nor joins a cluster.
 """
 
 from __future__ import annotations

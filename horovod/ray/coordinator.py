@@ -1,4 +1,6 @@
-"""Environment variables for workers that other software, such as Ray Train, places and starts."""
+"""Coordinator of workers that other software, such as Ray Train, places and starts. It creates their environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from typing import Any
 
 from elastic.errors import Invalid, JobFailed
 
-ANSWER_S = 60.0  # timeout in seconds for a task without CPUs to start on a node that has workers
+ANSWER_S = 60.0  # timeout for a task without CPUs to start on a node that runs workers, in seconds
 
 
 class Coordinator:
-    """Registry of workers with ranks from 0 on. Call the two other methods after the last registration."""
+    """Registry of the workers of a world, and source of their environment variables.
+
+    The other methods must be called after the last worker has been registered.
+    """
 
     def __init__(self, settings: Any) -> None:
         """Create a coordinator. ``settings.timeout_s`` is the timeout for all workers to call ``hvd.init()``."""
@@ -30,12 +35,13 @@ class Coordinator:
         self._nodes[world_rank] = node_id
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
-        """Return Horovod's variables for the local and cross place of each rank. `hvd.init` computes the same
-        values.
+        """Return, for each rank, Horovod's variables for the local and cross ranks and sizes.
+
+        `hvd.init` computes the same values.
         """
         found: dict[int, dict[str, int]] = {}
-        before: dict[str, int] = {}  # number of ranks per node so far
-        alike: dict[int, int] = {}  # number of ranks per local rank so far
+        before: dict[str, int] = {}  # number of preceding ranks on each node
+        alike: dict[int, int] = {}  # number of preceding ranks with each local rank
         for rank, node in sorted(self._nodes.items()):
             local = before.get(node, 0)
             found[rank] = {
@@ -50,7 +56,7 @@ class Coordinator:
         return found
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Return the variables for all workers: the address of rank 0 and a secret.
+        """Return the variables that all workers need: the address of rank 0 and a secret.
 
         Raises:
             Invalid: a rank is not registered.
@@ -77,14 +83,14 @@ class Coordinator:
         return {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "ELASTIC_MASTER_PORT": str(port),  # makes init() use exactly this port
+            "ELASTIC_MASTER_PORT": str(port),  # makes init() use this port and no other
             "ELASTIC_SECRET": secrets.token_hex(32),
             "HOROVOD_START_TIMEOUT": str(self.settings.timeout_s),
         }
 
 
 def _address() -> tuple[str, int]:
-    """Return the address and a free port of this node. Runs on the node of rank 0."""
+    """Return the address of this node and a free port. Runs as a Ray task on the node of rank 0."""
     import ray
 
     node: Any = ray.util  # ray.util has no type annotations

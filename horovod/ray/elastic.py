@@ -1,4 +1,6 @@
-"""``ElasticRayExecutor``: Horovod's first elastic executor on Ray, deprecated in Horovod in favour of RayExecutor."""
+"""Horovod's first elastic executor on Ray, ``ElasticRayExecutor``. Horovod has deprecated it in favour of
+RayExecutor.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,7 @@ class ElasticRayExecutor:
     ) -> ElasticSettings:
         """Create settings.
 
-        The arguments ``cooldown_range``, the fields of MiniSettings, and the old names ``min_np`` and ``max_np`` are
-        also accepted.
+        Also accepts ``cooldown_range``, the fields of MiniSettings, and the old names ``min_np`` and ``max_np``.
         """
         what = "create_settings"
         least = renamed(what, "min_num_proc", min_num_proc, "min_np", min_np, 1)
@@ -54,7 +55,7 @@ class ElasticRayExecutor:
             known = ElasticSettings.__dataclass_fields__
             strange = ", ".join(name for name in kwargs if name not in known)
             raise Invalid(f"create_settings() has no parameter {strange}: omit it") from None
-        limits(settings)  # Warns about fields without effect.
+        limits(settings)  # warns about fields without effect
         return settings
 
     def __init__(
@@ -68,7 +69,8 @@ class ElasticRayExecutor:
     ) -> None:
         """Check the arguments.
 
-        Raises ValueError if ``gpus_per_slot`` is set without ``use_gpu``, or the settings are invalid.
+        Raises:
+            ValueError: ``gpus_per_slot`` is set without ``use_gpu``, or the settings are invalid.
         """
         warnings.warn(
             "ElasticRayExecutor is deprecated; use RayExecutor(settings, min_workers=...)",
@@ -95,7 +97,11 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Reserve resources. Raises PlacementTimeout if the cluster has too few free resources until the timeout."""
+        """Reserve resources.
+
+        Raises:
+            PlacementTimeout: the cluster did not have enough free resources within the timeout.
+        """
         self._executor.start(extra_env_vars=self._env_vars)
 
     def run(
@@ -105,12 +111,14 @@ class ElasticRayExecutor:
         return self._executor.run(worker_fn, callbacks=callbacks)
 
     def shutdown(self) -> None:
-        """Release the resources. Horovod has no such method: it releases them at garbage collection."""
+        """Release the resources. Horovod has no such method; it releases them when the executor is
+        garbage-collected.
+        """
         self._executor.shutdown()
 
 
 class RayHostDiscovery(elastic_v2.RayHostDiscovery):
-    """Discovery with the older argument names."""
+    """Variant of `elastic_v2.RayHostDiscovery` with the older argument names."""
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_slot: float = 1, gpus_per_slot: float | None = 1
@@ -119,7 +127,7 @@ class RayHostDiscovery(elastic_v2.RayHostDiscovery):
 
 
 class TestDiscovery(elastic_v2.TestDiscovery):
-    """Discovery for trials with the older argument names."""
+    """Variant of `elastic_v2.TestDiscovery` with the older argument names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Discovery of the hosts of a Ray cluster with free resources, for scripts. Executors have their own discovery."""
+"""Discovery of hosts with free resources in a Ray cluster, for use in scripts. Executors use another discovery."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RayHostDiscovery:
             )
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return the number of slots of each address. Joins the cluster of RAY_ADDRESS unless this process has joined
+        """Return the number of slots at each address. Joins the cluster in RAY_ADDRESS unless this process has joined
         one.
         """
         import ray
@@ -47,13 +47,16 @@ class RayHostDiscovery:
         return found
 
     def slots(self, resources: Mapping[str, float]) -> int:
-        """Return how many workers fit into these resources."""
-        # Ray counts in units of 1/10000, so a sum of many values may be slightly too small.
+        """Return the number of workers for which these resources suffice."""
+        # Ray rounds quantities to 1/10000, so a sum of many values may be slightly too small.
         return min(int(resources.get(name, 0) / each + 1e-6) for name, each in self._needed.items())
 
 
 def rooms() -> list[tuple[str, dict[str, float]]]:
-    """Return addresses and free resources, of each live node or of each bundle of the caller's placement group."""
+    """Return pairs of an address and free resources.
+
+    There is one pair for each live node or, in a placement group, for each of its bundles.
+    """
     import ray
     from ray.util.placement_group import placement_group_table
 
@@ -80,10 +83,10 @@ def rooms() -> list[tuple[str, dict[str, float]]]:
 def rooms_of(
     nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> list[tuple[str, dict[str, float]]]:
-    """Return the free resources of ``nodes``, as from ``ray.nodes()``.
+    """Return pairs of an address and free resources for ``nodes``, the result of ``ray.nodes()``.
 
     Args:
-        free: free resources by node id. All resources of a node without an entry are free.
+        free: free resources by node ID. If a node has no entry, all of its resources are free.
     """
     return [
         (
@@ -96,7 +99,9 @@ def rooms_of(
 
 
 def is_alive(node: Mapping[str, Any]) -> bool:
-    """Return whether a node is alive and has an address. In older releases of Ray, the key is "alive"."""
+    """Return whether a node is alive and has an address. Older releases of Ray use the key "alive" instead of
+    "Alive".
+    """
     return bool(node.get("Alive", node.get("alive"))) and "NodeManagerAddress" in node
 
 
@@ -105,7 +110,7 @@ def less(bundle: Mapping[str, float], taken: Mapping[str, float]) -> dict[str, f
 
 
 def _free_by_node() -> dict[str, dict[str, float]]:
-    """Return the free resources by node. Runs in a task, because a Ray client cannot query the resources itself."""
+    """Return the free resources by node ID. Runs in a task, because a Ray client cannot query the resources itself."""
     from ray._private import state
 
     free_by_node: Any = state.available_resources_per_node  # the function has no type annotations
@@ -158,7 +163,7 @@ class TestDiscovery(RayHostDiscovery):
         return left
 
     def change(self, hosts: Mapping[str, int], chance: random.Random) -> None:
-        """Hide a random host, or show a hidden one, between ``min_hosts`` and ``max_hosts``."""
+        """Hide a random host or show a hidden one, so that ``min_hosts`` to ``max_hosts`` hosts are visible."""
         self._hidden &= hosts.keys()
         shown = sorted(hosts.keys() - self._hidden)
         hide = len(shown) > self._min_hosts and (

@@ -1,4 +1,4 @@
-"""The two kinds of job behind Horovod's executors, static and elastic, with the same interface."""
+"""Static and elastic jobs, which run the calls of Horovod's executors and have the same interface."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ Callbacks = Sequence[Callable[[Any], None]]
 
 
 class PlacementTimeout(Invalid, TimeoutError):
-    """Error raised when the cluster has too few free resources for the workers until the timeout. The message lists
-    them.
+    """Error raised when the cluster does not have enough free resources for the workers within the timeout.
+
+    The message lists the resources.
     """
 
 
 class _Job:
-    """Base class of both kinds of job: an executor, which checks its arguments, and the callbacks of the current
-    call.
+    """Base class of both kinds of job.
+
+    It holds the executor, which checks its arguments, and the callbacks of the current call.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Create the executor. Raises Invalid if an argument is invalid."""
+        """Create the executor.
+
+        Raises:
+            Invalid: an argument is invalid.
+        """
         self._arguments = arguments
         self._callbacks: Callbacks = ()
         self._executor = self._made(arguments)
@@ -61,7 +67,9 @@ class _Job:
     def _called(
         self, callbacks: Callbacks | None, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a function on the workers and return the values by rank. The callbacks receive the workers' logs."""
+        """Call a function on the workers and return the values by rank. The callbacks receive the values that workers
+        log.
+        """
         self._need(fn, callbacks)
         with self._calling_back(callbacks):
             return self._executor.run(fn, *args, **kwargs)
@@ -98,7 +106,7 @@ class _Job:
 
 
 class StaticJob(_Job):
-    """A job with persistent workers. The workers keep their objects between calls."""
+    """Job with persistent workers, which keep their objects between calls."""
 
     def _start(self, variables: Mapping[str, str]) -> None:
         cls, args, kwargs = self._makes or (None, (), {})
@@ -124,7 +132,7 @@ class StaticJob(_Job):
 
 
 class ElasticJob(_Job):
-    """A job that starts new workers for each call. These workers create their objects themselves."""
+    """Job that starts new workers for each call. Each worker creates its object at the beginning of the call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._most = arguments["max_workers"]
@@ -164,7 +172,7 @@ class ElasticJob(_Job):
 
 
 class _Kept:
-    """Holder of the object of a static worker, which is None without a class."""
+    """Holder of the object of a persistent worker. The object is None if no class is given."""
 
     def __init__(
         self, cls: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]

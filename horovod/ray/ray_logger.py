@@ -1,4 +1,4 @@
-"""Logger of workers: ``ray_logger.log({...})`` calls the callbacks that were passed to ``run``."""
+"""Logger for workers: ``ray_logger.log({...})`` passes values to the callbacks that were passed to ``run``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ _queue: Any = None
 
 
 def configure(queue: Any) -> None:
-    """Set the queue whose ``put`` method receives the records of this process.
+    """Set a queue whose ``put`` method receives the values that this process logs.
 
-    If it is None, which is the default, the records are sent to the caller of ``run``.
+    If it is None, which is the default, the values are sent to the caller of ``run``.
     """
     global _queue
     _queue = queue
 
 
 def log(info_dict: Mapping[str, Any]) -> None:
-    """Log values, as `elastic.report` does: None, bool, int, float, str, one-element tensors, lists and dicts of
+    """Log values.
+
+    As in `elastic.report`, a value may be None, a bool, int, float or str, a one-element tensor, or a list or dict of
     these.
     """
     if _queue is not None:

@@ -1,4 +1,4 @@
-"""``RayExecutor``: Horovod's executor, static or elastic, on `elastic.ray.Executor`."""
+"""Horovod's ``RayExecutor`` for static and elastic jobs, implemented with `elastic.ray.Executor`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RayExecutor:
 
     A static job has ``num_workers`` workers, or ``num_workers_per_host`` on each of ``num_hosts`` hosts. They are
     started once and keep an object of ``executable_cls``. An elastic job has ``min_workers`` to ``max_workers``
-    workers, by default as many as fit into the cluster at the start. Each of its calls is a separate job, which
-    continues when workers join or leave.
+    workers. By default, the maximum is the number that fits into the cluster at the start. Each call is a separate job,
+    which continues when workers join or leave.
     """
 
     @classmethod
@@ -35,8 +35,8 @@ class RayExecutor:
         """Create settings.
 
         Args:
-            timeout_s: seconds for all workers to call ``hvd.init()`` after the first one.
-            placement_group_timeout_s: seconds for the workers to be placed.
+            timeout_s: timeout for all workers to call ``hvd.init()`` after the first one, in seconds.
+            placement_group_timeout_s: timeout for the placement of the workers, in seconds.
         """
         settings = MiniSettings(
             nics=nics,
@@ -47,7 +47,7 @@ class RayExecutor:
         )
         if ssh_str is not None:
             settings.ssh_identity_file = ssh_identity_file or "ssh_str"
-        limits(settings)  # Warns about fields without effect.
+        limits(settings)  # warns about fields without effect
         return settings
 
     def __init__(
@@ -69,15 +69,15 @@ class RayExecutor:
         cpus_per_slot: float | None = None,
         gpus_per_slot: float | None = None,
     ) -> None:
-        """Check the arguments. `start` starts the workers.
+        """Check the arguments. The workers are started by `start`.
 
         Args:
-            use_current_placement_group: if the caller runs in a placement group, as in a trial of Ray Tune, place the
-                workers in it.
+            use_current_placement_group: whether to place the workers in the caller's placement group if there is one,
+                as in a Ray Tune trial.
             cpus_per_slot, gpus_per_slot: old names of ``cpus_per_worker`` and ``gpus_per_worker``.
 
         Raises:
-            ValueError: the arguments describe no kind of job or more than one, or a value is out of range.
+            ValueError: the arguments describe neither a static nor an elastic job, or both, or a value is out of range.
         """
         cpus_per_worker = renamed(
             "RayExecutor", "cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1
@@ -138,13 +138,13 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Reserve resources, and start a static job's workers, each with an object of ``executable_cls``.
+        """Reserve resources, and start the workers of a static job, each with an object of ``executable_cls``.
 
-        An elastic job's workers create their objects at the beginning of each `execute`.
+        The workers of an elastic job create their objects at the beginning of each `execute`.
 
         Raises:
             PlacementTimeout: (a ValueError and a TimeoutError) the cluster has too few free resources.
-            Exception: any exception of the object's constructor.
+            Exception: any exception that the constructor of ``executable_cls`` raised.
         """
         self._job.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
 
@@ -161,7 +161,7 @@ class RayExecutor:
 
         Raises:
             JobFailed: (a RuntimeError) the job failed.
-            Exception: in a static job, the exception of ``fn`` on a worker.
+            Exception: in a static job, the exception that ``fn`` raised on a worker.
         """
         return self._job.run(fn, args, kwargs, callbacks)
 
@@ -171,18 +171,18 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a function like `run`, but return Ray's references to the values, by rank.
+        """Call a function like `run`, but return Ray object references to the values, by rank.
 
-        For static jobs only, because the size of an elastic job is not known in advance.
+        Supported only for static jobs, because the size of an elastic job is not known in advance.
         """
         return self._job.run_remote(fn, args, kwargs)
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], None]] | None = None
     ) -> list[Any]:
-        """Call ``fn(object)`` on every worker.
+        """Call ``fn(object)`` on every worker, and return the values by rank.
 
-        The object is None without an ``executable_cls``. Return the values by rank.
+        The object is None if there is no ``executable_cls``.
         """
         return self._job.execute(fn, callbacks)
 
@@ -191,7 +191,7 @@ class RayExecutor:
         return self._job.execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the workers and release the resources. Idempotent. No effect before `start`."""
+        """Stop the workers and release the resources. Idempotent. Has no effect before `start`."""
         self._job.shutdown()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-# Replaces Horovod's default, which is too short if many workers import torch at the same time.
+# replaces Horovod's default, which is too short if many workers import torch at the same time
 HOROVODS_TIMEOUT_S = 30
-VERBOSE = 2  # minimum for the complete log
+VERBOSE = 2  # minimum value of ``verbose`` for the complete log
 
 
 @dataclass
@@ -18,9 +18,9 @@ class MiniSettings:
     """Settings of an executor. Times are in seconds.
 
     Args:
-        nics: names of interfaces. Each host uses the first interface that it has.
-        key: no effect, because each job has its own secret.
-        ssh_port, ssh_identity_file: no effect, because Ray reaches the hosts.
+        nics: names of network interfaces. Each host uses the first one that exists there.
+        key: has no effect, because each job has its own secret.
+        ssh_port, ssh_identity_file: have no effect, because Ray starts processes on the hosts.
     """
 
     nics: Collection[str] | None = None
@@ -47,7 +47,7 @@ class ElasticSettings(MiniSettings):
 
 
 def limits(settings: Any) -> dict[str, Any]:
-    """Convert settings to arguments of `elastic.ray.Executor`. Any object with the fields of MiniSettings is accepted.
+    """Convert settings to arguments of `elastic.ray.Executor`. Accepts any object with the fields of MiniSettings.
 
     A ``timeout_s`` of 30, Horovod's default, is replaced by the default of this package, 120 s.
     """
@@ -66,7 +66,7 @@ def limits(settings: Any) -> dict[str, Any]:
 
 
 def interfaces(nics: Collection[str]) -> str:
-    """Format interfaces for a flag. The names of a set are sorted, because it has no order."""
+    """Format interfaces for a flag. If they are a set, which has no order, they are sorted."""
     if isinstance(nics, str):
         return nics
     return ",".join(sorted(nics) if isinstance(nics, set | frozenset) else nics)
@@ -88,7 +88,7 @@ def warn_of_ssh(settings: Any) -> None:
 
 
 def verbosity(verbose: bool | int | None) -> int:
-    """Convert ``verbose``, a deprecated argument of ``create_settings`` that only Horovod's documentation mentions."""
+    """Convert ``verbose``, an argument of ``create_settings`` that appears only in Horovod's documentation."""
     if verbose is None:
         return 1
     warnings.warn(
@@ -100,9 +100,12 @@ def verbosity(verbose: bool | int | None) -> int:
 
 
 def checked_environment(given: Any) -> dict[str, str]:
-    """Convert names and values to strings, like Horovod.
+    """Convert names and values of variables to strings, like Horovod.
 
-    None values are omitted. Raises ValueError if ``given`` is not a dict.
+    Variables with the value None are omitted.
+
+    Raises:
+        ValueError: ``given`` is not a dict.
     """
     try:
         items = dict(given or {}).items()

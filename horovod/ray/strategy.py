@@ -1,4 +1,4 @@
-"""Placement of the workers of a static job: arguments of `elastic.ray.Executor`. Does not import Ray."""
+"""Placement strategies for the workers of a static job, as arguments of `elastic.ray.Executor`. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.ray.arguments import CURRENT
 
 
 class BaseStrategy:
-    """Base class of placements. ``arguments`` are those of `elastic.ray.Executor`."""
+    """Base class of placement strategies. ``arguments`` contains arguments of `elastic.ray.Executor`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class BaseStrategy:
 
 
 class PGStrategy(BaseStrategy):
-    """Placement on any free resources, in the given placement group or that of the caller."""
+    """Placement on any free resources, optionally within the given placement group or that of the caller."""
 
     def __init__(
         self,
@@ -87,7 +87,11 @@ class ColocatedStrategy(BaseStrategy):
     """Placement on an exact number of hosts, with the same number of workers on each."""
 
     def __init__(self, *, num_hosts: int, num_workers_per_host: int, **resources: Any) -> None:
-        """Check the arguments. Raises ValueError if a number is less than 1, or the GPUs contradict ``use_gpu``."""
+        """Check the arguments.
+
+        Raises:
+            ValueError: a number is less than 1, or the number of GPUs contradicts ``use_gpu``.
+        """
         super().__init__(**resources)
         for name, value in (
             ("num_hosts", num_hosts),

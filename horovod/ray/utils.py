@@ -20,15 +20,15 @@ def detect_nics(
     all_host_names: Collection[str] | None = None,
     node_workers: Collection[Any] | None = None,
 ) -> Collection[str]:
-    """Return the interfaces of the settings.
+    """Return the network interfaces in the settings.
 
-    No search is needed, because each worker listens on the address through which it reaches rank 0.
+    No detection is needed, because each worker listens on the address through which it reaches rank 0.
     """
     return settings.nics or []
 
 
 def nics_to_env_var(nics: Collection[str]) -> dict[str, str]:
-    """Return the variables that set the network interfaces of a worker that is started manually."""
+    """Return the environment variables that set the network interfaces of a manually started worker."""
     if not nics:
         return {}
     names = interfaces(nics)

@@ -1,4 +1,4 @@
-"""Actor for scripts that place workers themselves: ``ray.remote(BaseHorovodWorker)``."""
+"""Actor class for scripts that place their workers themselves: ``ray.remote(BaseHorovodWorker)``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from horovod.ray.settings import checked_environment
 
 
 class BaseHorovodWorker:
-    """Actor with an environment and an object. ``executable`` is the object created by `start_executable`, or None."""
+    """Actor that holds the environment and the object of a worker.
+
+    ``executable`` is the object created by `start_executable`, or None.
+    """
 
     executable: Any = None
 
@@ -36,7 +39,7 @@ class BaseHorovodWorker:
         return list(ray.get_gpu_ids())
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Set environment variables. A variable with the value None is not changed."""
+        """Set environment variables. Variables with the value None are not changed."""
         os.environ.update(checked_environment(env_vars))
 
     def env_vars(self) -> dict[str, str]:
@@ -56,7 +59,7 @@ class BaseHorovodWorker:
         return func(self.executable)
 
     def set_queue(self, queue: Any) -> None:
-        """Set the queue of `ray_logger` in this process."""
+        """Set the queue that `ray_logger` uses in this process."""
         ray_logger.configure(queue)
 
 

@@ -1,4 +1,4 @@
-"""``horovod.run``: Horovod's function to call a function on many workers."""
+"""Horovod's ``horovod.run``, which calls a function on several workers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ``num_proc`` workers, and return the values by rank.
 
-    ``num_proc`` is 1 by default, or ``min_num_proc`` if that is given. ``min_num_proc``, ``max_num_proc`` or
-    ``host_discovery_script`` make the job elastic. It then returns all values of the last world.
+    ``num_proc`` is 1 by default, or ``min_num_proc`` if that is given. The job is elastic if ``min_num_proc``,
+    ``max_num_proc`` or ``host_discovery_script`` is given. The result then contains the values of all ranks in the last
+    world.
 
-    Times are in seconds. The other arguments are Horovod's. ``disable_cache`` and ``use_gloo`` have no effect,
-    because checks are not cached and Gloo has no alternative. ``np``, ``min_np`` and ``max_np`` are old names of
-    ``num_proc`` and its limits. HOROVOD_* variables apply as for ``horovodrun``, such as HOROVOD_LOG_LEVEL.
+    Times are in seconds. The other arguments are Horovod's. ``disable_cache`` and ``use_gloo`` have no effect, because
+    checks are not cached and Gloo has no alternative. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
+    and its limits. HOROVOD_* variables, such as HOROVOD_LOG_LEVEL, have the same effect as for ``horovodrun``.
 
     Raises:
         Invalid: (a ValueError) an argument is not supported.

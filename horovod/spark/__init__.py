@@ -1,4 +1,7 @@
-"""``horovod.spark.run``: Horovod's functions on Spark. Names are loaded at first use; the import starts nothing."""
+"""Horovod's API for Spark, such as ``horovod.spark.run``.
+
+Names are imported when they are first used. Importing this package starts nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``run`` and ``run_elastic``: Horovod's functions to call a function in the tasks of a Spark application."""
+"""Horovod's ``run`` and ``run_elastic``, which call a function on workers in the tasks of a Spark application."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on ``num_proc`` workers in tasks of Spark; return the values by rank.
+    """Call ``fn(*args, **kwargs)`` on ``num_proc`` workers in Spark tasks, and return the values by rank.
 
     Args:
-        num_proc: default: spark.default.parallelism.
-        start_timeout: seconds for Spark to start the tasks. Default: HOROVOD_SPARK_START_TIMEOUT, or 600.
-        env: added to the workers' environment.
+        num_proc: number of workers. Default: spark.default.parallelism.
+        start_timeout: timeout for Spark to start the tasks, in seconds. Default: HOROVOD_SPARK_START_TIMEOUT, or 600.
+        env: variables that are added to the workers' environment.
         stdout, stderr: text streams that receive the workers' output. Default: those of this process.
-        verbose: 2 logs everything.
+        verbose: verbosity; 2 logs everything.
         nics: names of network interfaces; each host uses the first one that it has.
-        executable: the workers' Python. Default: that of Spark's tasks.
+        executable: Python interpreter of the workers. Default: that of the Spark tasks.
 
     ``use_gloo`` has no effect, because Gloo has no alternative.
 
     Raises:
-        Invalid: (a ValueError) an argument is not supported, there is no SparkContext, or it has too few slots.
+        Invalid: (a ValueError) an argument is not supported, no SparkContext exists, or it has too few slots.
         JobFailed: (a RuntimeError) the job failed.
     """
     for name, value in {"use_mpi": use_mpi, "extra_mpi_args": extra_mpi_args}.items():
@@ -83,19 +83,19 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on workers that continue when executors of Spark are lost or join.
+    """Call ``fn(*args, **kwargs)`` on workers that continue when Spark executors are lost or added.
 
     Args:
-        num_proc: number to begin with. Default: spark.default.parallelism.
-        min_num_proc, max_num_proc: smallest and largest number. Default: ``num_proc``.
-        elastic_timeout: seconds for ``min_num_proc`` workers to become ready.
-        reset_limit: failures to survive; planned changes are not counted.
+        num_proc: number of workers to begin with. Default: spark.default.parallelism.
+        min_num_proc, max_num_proc: minimum and maximum number of workers. Default: ``num_proc``.
+        elastic_timeout: timeout for ``min_num_proc`` workers to become ready, in seconds.
+        reset_limit: maximum number of failures; planned changes are not counted.
         min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``.
 
     The other arguments are those of `run`. Returns the values of the last world, by rank.
 
     Raises:
-        Invalid: (a ValueError) an argument is not supported, there is no SparkContext, or it has too few slots.
+        Invalid: (a ValueError) an argument is not supported, no SparkContext exists, or it has too few slots.
         JobFailed: (a RuntimeError) the job failed.
     """
     context = elastic.spark.active_context()

@@ -1,4 +1,7 @@
-"""``import horovod.tensorflow as hvd``: Horovod's names for `elastic.tensorflow` and `elastic.keras`."""
+"""Horovod's API for TensorFlow: ``import horovod.tensorflow as hvd``.
+
+The implementation is in `elastic.tensorflow` and `elastic.keras`.
+"""
 
 from horovod.unavailable import need as _need
 from horovod.unavailable import need_keras as _need_keras
@@ -46,7 +49,7 @@ __all__ = [
     "check_num_rank_power_of_2",
     "elastic",
 ]
-# Type checkers cannot detect that mpi_ops has all of these names.
+# mpi_ops has all of these names, but type checkers cannot detect this.
 __all__ += mpi_ops.__all__
 __all__ += _ops.__all__
 __all__ += _door.__all__

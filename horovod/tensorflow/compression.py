@@ -1,4 +1,4 @@
-"""Compression, under Horovod's module name."""
+"""Gradient compression, under Horovod's module name."""
 
 from elastic.api.compression import NoneCompressor
 from elastic.tensorflow.compression import Compression

@@ -1,4 +1,4 @@
-"""``hvd.elastic`` for TensorFlow: the run loop and states."""
+"""Elastic training with TensorFlow, available as ``hvd.elastic``: run loop and states."""
 
 from elastic.keras.state import KerasState
 from elastic.state import ObjectState, State
@@ -7,7 +7,7 @@ from elastic.tensorflow.state import TensorFlowState
 
 
 class TensorFlowKerasState(KerasState):
-    """`elastic.keras.state.KerasState`, under its name for TensorFlow."""
+    """State of a Keras model: `elastic.keras.state.KerasState` under Horovod's name for TensorFlow."""
 
 
 __all__ = ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]

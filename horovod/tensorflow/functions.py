@@ -1,4 +1,4 @@
-"""Broadcasts of variables and objects, under Horovod's module name."""
+"""Broadcast of variables and objects, and allgather of objects, under Horovod's module name."""
 
 from elastic.tensorflow.variables import (
     allgather_object,

@@ -1,4 +1,4 @@
-"""Operations and queries, under Horovod's module name. MPI is not used."""
+"""Collectives and world queries, under Horovod's module name. MPI is not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``import horovod.torch as hvd``: Horovod's names for the functions of `elastic`, including Horovod's quirks."""
+"""Horovod's API for torch: ``import horovod.torch as hvd``. The implementation is in `elastic`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from horovod.torch.mpi_ops import *  # noqa: F403
 
 
 def _warn_of_another_horovod() -> None:
-    """Warn if two distributions have this import name, since the order of installation determines which one a script
-    imports."""
+    """Warn if two installed distributions provide the package ``horovod``.
+
+    The order of their installation determines which one a script imports.
+    """
     try:
         version = metadata.version("horovod")
     except metadata.PackageNotFoundError:

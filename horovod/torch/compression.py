@@ -1,4 +1,4 @@
-"""Compression, under Horovod's module name, and the base class for custom compressors."""
+"""Gradient compression, under Horovod's module name, and the base class for custom compressors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.api.compression import Compression, FP16Compressor, NoneCompressor
 
 
 class Compressor:
-    """Optional base class of a script's compressors. Any class with the two methods can be used."""
+    """Optional base class for custom compressors. Any class with these two methods can be used."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -19,7 +19,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the reduced tensor in the caller's form."""
+        """Convert a reduced tensor back to the form of the original tensor."""
         raise NotImplementedError
 
 

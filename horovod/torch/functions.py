@@ -1,4 +1,4 @@
-"""Broadcasts of parameters, optimizer states and objects, under Horovod's module name."""
+"""Broadcast of parameters, optimizer states and objects, under Horovod's module name."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 
-_DistributedOptimizer = WrappedOptimizer  # class of every wrapped optimizer, for isinstance()
+# class of all wrapped optimizers, for use with isinstance()
+_DistributedOptimizer = WrappedOptimizer
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]

@@ -1,1 +1,1 @@
-"""Horovod's package for code that its launcher and its integrations share."""
+"""Horovod's package for code that is shared by its launcher and its integrations."""

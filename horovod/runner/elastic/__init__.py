@@ -1,1 +1,1 @@
-"""Horovod's path to notifications of host changes: see `horovod.runner.elastic.worker`."""
+"""Horovod's package for notifications of host changes. See `horovod.runner.elastic.worker`."""

@@ -1,6 +1,6 @@
 """Horovod's host discovery classes, for scripts that use or subclass them.
 
-``horovodrun`` has its own adapters, which never block it: see docs/many-hosts.md.
+``horovodrun`` does not use these classes, but its own non-blocking adapters. See docs/many-hosts.md.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ SCRIPT_S = 60.0  # timeout for a discovery script, in seconds
 
 
 class HostDiscovery:
-    """Base class of discoveries. Subclasses define ``find_available_hosts_and_slots``."""
+    """Base class for host discovery. Subclasses define ``find_available_hosts_and_slots``."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return the slots by host, preferred hosts first."""
+        """Return the number of slots of each host, preferred hosts first."""
         raise NotImplementedError
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """Discovery by a script that prints ``host`` or ``host:slots``, one per line."""
+    """Discovery with a script that prints one ``host`` or ``host:slots`` per line."""
 
     def __init__(self, discovery_script: str, default_slots: int | None = None) -> None:
         self._discovery_script = discovery_script
@@ -33,7 +33,7 @@ class HostDiscoveryScript(HostDiscovery):
 
         Raises:
             Invalid: (a ValueError) the script cannot be run or prints an invalid line.
-            RuntimeError: the script fails or does not end.
+            RuntimeError: the script fails or does not exit within the time limit.
         """
         from elastic.driver.discovery.script import find_script
         from elastic.driver.network.hosts import parse_lines
@@ -57,7 +57,7 @@ class HostDiscoveryScript(HostDiscovery):
 
 
 class FixedHosts(HostDiscovery):
-    """Discovery with a fixed set of hosts. ``set`` replaces the set."""
+    """Discovery with a given set of hosts, which ``set`` replaces."""
 
     def __init__(self, available_hosts_and_slots: dict[str, int]) -> None:
         self._hosts = dict(available_hosts_and_slots)
@@ -70,9 +70,9 @@ class FixedHosts(HostDiscovery):
 
 
 class HostManager:
-    """Store the result of a discovery and compare it with the next one.
+    """Tracker of changes in the result of a host discovery.
 
-    There is no ``blacklist``, since the driver decides about failed hosts.
+    It has no method ``blacklist``, because the driver decides which failed hosts to exclude.
     """
 
     def __init__(self, discovery: HostDiscovery) -> None:
@@ -89,13 +89,13 @@ class HostManager:
 
     @property
     def host_slots(self) -> dict[str, int]:
-        """Return the slots by host, as of the last update."""
+        """Number of slots of each host at the last update."""
         return dict(self._hosts)
 
     def update_available_hosts(self) -> HostUpdateResult:
-        """Run the discovery again and return whether hosts or slots were added or removed.
+        """Run the discovery again, and return whether hosts or slots were added or removed.
 
-        Exceptions of the discovery propagate to the caller.
+        Exceptions raised by the discovery propagate to the caller.
         """
         before, self._hosts = self._hosts, dict(self._discovery.find_available_hosts_and_slots())
         result = HostUpdateResult.no_update

@@ -1,4 +1,4 @@
-"""``SparkBackend``, which runs the training function of an estimator."""
+"""Backends, such as ``SparkBackend``, that run the training function of an estimator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ELASTIC = {"min_num_proc", "max_num_proc", "elastic_timeout", "reset_limit"}
 
 
 class Backend:
-    """Interface of a backend, which may run the function elsewhere."""
+    """Interface of the backends, which run a function on several workers."""
 
     def run(
         self,
@@ -21,7 +21,7 @@ class Backend:
         kwargs: Mapping[str, Any] = {},
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every worker; return the values by rank."""
+        """Call ``fn(*args, **kwargs)`` on every worker, and return the values by rank."""
         raise NotImplementedError
 
     def num_processes(self) -> int:
@@ -30,7 +30,7 @@ class Backend:
 
 
 class SparkBackend(Backend):
-    """Backend that runs the function with `horovod.spark.run`, or with `run_elastic` if given one of its arguments."""
+    """Backend that uses `horovod.spark.run`, or `run_elastic` if an argument of the latter is given."""
 
     def __init__(
         self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any

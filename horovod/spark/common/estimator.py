@@ -1,4 +1,4 @@
-"""``HorovodEstimator`` and ``HorovodModel``: base classes of the estimators and models of all frameworks."""
+"""Base classes of the estimators and models of all frameworks: ``HorovodEstimator`` and ``HorovodModel``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from elastic.spark import parquet
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.params import EstimatorParams, ModelParams
 
-UNSAVED = ("backend", "store")  # parameters of a single run, which must be set again after loading
+# parameters that apply to a single run and must be set again after loading
+UNSAVED = ("backend", "store")
 PREDICTIONS = "__predictions"
 SCALARS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
@@ -38,16 +39,16 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
     framework = ""
 
     def fit(self, df: Any, params: Any = None) -> Any:
-        """Train on a DataFrame; return a model, which is a Transformer.
+        """Train on a DataFrame, and return the trained model, which is a Transformer.
 
         Raises:
-            Invalid: (a ValueError) a parameter or a column is not supported, before anything is started.
+            Invalid: (a ValueError) a parameter or a column is not supported. Raised before anything is started.
             JobFailed: the training failed.
         """
         return super().fit(df, params)
 
     def fit_on_parquet(self, params: Any = None) -> Any:
-        """Train on the Parquet data in the store's folders. Otherwise like `fit`."""
+        """Train on the Parquet data that the store's folders already contain. Otherwise like `fit`."""
         if params:
             return self.copy(params).fit_on_parquet()
         self._check_params()
@@ -90,7 +91,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
 
     @contextlib.contextmanager
     def _prepared(self, df: Any, processes: int) -> Iterator[Any]:
-        """Write the rows to the store, and remove them after the training."""
+        """Context manager that writes the rows to the store, and removes them after the training."""
         validation = self.getValidation()
         _need(df, [*self._columns(), *([validation] if isinstance(validation, str) else [])])
         store, token = self.getStore(), uuid.uuid4().hex[:12]
@@ -124,7 +125,7 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
         return f"{store.get_run_path(run_id)}/{store.get_checkpoint_filename()}"
 
     def _taken(self, run_id: str) -> bytes:
-        """Return the checkpoint of a finished run, and remove it unless the store keeps runs."""
+        """Load and return the checkpoint of a finished run, and remove it unless the store keeps runs."""
         store, url = self.getStore(), self._checkpoint(run_id)
         content: bytes = store.read(url)
         if not store.saving_runs():
@@ -140,16 +141,18 @@ class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
 
 
 class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
-    """Base class of trained models, which add a column with predictions for each label to a DataFrame."""
+    """Base class of trained models. A model adds a column with predictions for each label to a DataFrame."""
 
     def transform(self, df: Any, params: Any = None) -> Any:
-        """Return the DataFrame with the columns of `setOutputCols`, by default LABEL__output."""
+        """Return the DataFrame with the added columns, whose names are those of `setOutputCols`, or LABEL__output by
+        default.
+        """
         return super().transform(df, params)
 
     def _predicted(self, df: Any, predict: Callable[[list[Any]], list[Any]]) -> Any:
         """Add the columns with predictions.
 
-        ``predict`` is called in Spark's tasks with an array of shape ``[rows, ...]`` for each feature, and returns an
+        ``predict`` is called in Spark tasks with an array of shape ``[rows, ...]`` for each feature, and returns an
         array for each label.
         """
         import pandas
@@ -163,7 +166,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
 
         def batches(parts: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
             for part in parts:
-                # A single column is not a tuple.
+                # for a single column, Spark passes no tuple
                 columns = part if isinstance(part, tuple) else (part,)
                 given = [np.stack([np.asarray(each) for each in column]) for column in columns]
                 found = [_flat(each) for each in predict(given)]
@@ -188,7 +191,9 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
         return done.drop(PREDICTIONS)
 
     def _sizes(self, rows: list[Any], predict: Callable[[list[Any]], list[Any]]) -> list[int]:
-        """Return the number of values that the model predicts for each label, as determined from the first row."""
+        """Return the number of values that the model predicts for each label, determined by a prediction for the first
+        row.
+        """
         if not rows:
             return [0] * len(self.getOutputCols())
         found = predict([np.asarray([value]) for value in rows[0]])
@@ -224,7 +229,7 @@ class ParamsWriter(MLWriter):
 
 
 class ParamsReader(MLReader):
-    """Loader of the files that `ParamsWriter` has saved. The files are unpickled, so load only files that you trust."""
+    """Loader of the files that `ParamsWriter` has saved. The files are unpickled, so load only trusted files."""
 
     def __init__(self, cls: type) -> None:
         super().__init__()
@@ -244,7 +249,7 @@ class ParamsReader(MLReader):
 def save(url: str, options: dict[str, Any], content: bytes) -> None:
     """Write a checkpoint.
 
-    If the filesystem can rename files, readers see the previous checkpoint until this is complete.
+    If the filesystem can rename files, readers see the previous checkpoint until the new one is complete.
     """
     fs, path = url_to_fs(url, **options)
     fs.makedirs(fs._parent(path), exist_ok=True)
@@ -262,12 +267,16 @@ def _need(df: Any, columns: Iterable[str]) -> None:
 
 
 def _kind(df: Any, name: str) -> str:
-    """Return the type of a column, as Spark writes it in schemas."""
+    """Return the type of a column, as Spark writes it in schemas, for example ``array<float>``."""
     return str(df.schema[name].dataType.simpleString())
 
 
 def _numeric(df: Any, name: str) -> Any:
-    """Return a column as numbers or lists of numbers. Raises Invalid for other types."""
+    """Return a column expression that contains numbers or lists of numbers.
+
+    Raises:
+        Invalid: the column has another type.
+    """
     from pyspark.ml.functions import vector_to_array
     from pyspark.sql.functions import col
 
@@ -284,5 +293,5 @@ def _numeric(df: Any, name: str) -> Any:
 
 
 def _flat(values: Any) -> Any:
-    """Return an array of shape ``[rows, values]``."""
+    """Reshape an array to ``[rows, values]``."""
     return np.asarray(values, dtype=np.float64).reshape(len(values), -1)

@@ -1,4 +1,4 @@
-"""Parameters of estimators and their models, in the form of pyspark.ml, with Horovod's names."""
+"""Parameters of estimators and their models. They follow pyspark.ml and have Horovod's names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.errors import Invalid
 
 _bool, _int, _text = TypeConverters.toBoolean, TypeConverters.toInt, TypeConverters.toString
 _texts, _floats = TypeConverters.toListString, TypeConverters.toListFloat
-# for each parameter, the suffix of its accessors' names and its type
+# for each parameter, the suffix of its accessors' names and its type converter
 Given = Mapping[str, tuple[str, Any]]
 
 OF_ESTIMATORS: Given = {
@@ -78,7 +78,7 @@ OF_MODELS: Given = {
     "run_id": ("RunId", _text),
     "_metadata": ("Metadata", None),
 }
-# Parameters that cannot be supported, and what to do instead.
+# Parameters that are not supported, and their alternatives.
 REFUSED = {
     "transformation_fn": "transform the DataFrame with Spark before fit()",
     "transformation_edit_fields": "transform the DataFrame with Spark before fit()",
@@ -117,7 +117,7 @@ def declare(cls: type, given: Given) -> None:
 
 
 class EstimatorParams(Params):
-    """Parameters of all estimators. A value of None means the default."""
+    """Parameters of all estimators. None stands for the default value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class EstimatorParams(Params):
         return self._set(**kwargs)
 
     def _check_params(self) -> None:
-        """Raise Invalid for the first invalid parameter, before anything is written or started."""
+        """Raise Invalid for the first invalid parameter. Called before anything is written or started."""
         value = {name: self.getOrDefault(getattr(self, name)) for name in OF_ESTIMATORS}
         for name, instead in REFUSED.items():
             if value[name]:
@@ -169,7 +169,7 @@ ModelParams.setLabelColoumns = ModelParams.setLabelColumns  # alias with Horovod
 
 
 def check_validation(given: Any) -> None:
-    """Raise Invalid unless the value is None, a share of the rows (0 <= share < 1) or the name of a column."""
+    """Raise Invalid unless the value is None, a fraction of the rows (0 <= fraction < 1) or the name of a column."""
     if given is None or (isinstance(given, str) and given):
         return
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given < 1:

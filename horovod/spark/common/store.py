@@ -1,4 +1,4 @@
-"""``Store``: the place where estimators keep Parquet data and checkpoints.
+"""Stores, in which estimators keep Parquet data and checkpoints.
 
 A store is a folder or a URL of any filesystem that fsspec supports.
 """
@@ -16,12 +16,12 @@ from elastic.errors import Invalid
 
 
 class Store:
-    """Interface of a store. `create` returns the store for a path."""
+    """Interface of the stores. `create` returns a store for a path."""
 
     storage_options: dict[str, Any] | None = None
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Return whether there is a Parquet dataset at the path."""
+        """Return whether the path contains a Parquet dataset."""
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
@@ -83,13 +83,13 @@ class Store:
 
 
 class FilesystemStore(Store):
-    """A store in a folder that the driver and all executors share, or at a URL of fsspec.
+    """Store in a folder that the driver and all executors share, or at an fsspec URL.
 
     Args:
         prefix_path: folder or URL.
-        train_path, val_path, test_path, runs_path: folders or URLs instead of those below ``prefix_path``.
+        train_path, val_path, test_path, runs_path: folders or URLs that replace those below ``prefix_path``.
         save_runs: whether to keep the checkpoints of runs.
-        storage_options: options of fsspec, for example credentials.
+        storage_options: options for the fsspec filesystem, for example credentials.
         checkpoint_filename: name of the checkpoint file. Default: ``checkpoint``.
     """
 
@@ -119,7 +119,7 @@ class FilesystemStore(Store):
 
     @property
     def fs(self) -> Any:
-        """Return the filesystem of fsspec."""
+        """The fsspec filesystem of the store."""
         return url_to_fs(self.prefix_path, **(self.storage_options or {}))[0]
 
     def get_filesystem(self) -> Any:
@@ -132,7 +132,7 @@ class FilesystemStore(Store):
         return Path(os.path.abspath(path)).as_uri()
 
     def get_localized_path(self, path: str) -> str:
-        """Return a URL as a path of `fs`."""
+        """Return a URL as a path in `fs`."""
         return str(self.fs._strip_protocol(path))
 
     def is_parquet_dataset(self, path: str) -> bool:
@@ -211,7 +211,7 @@ class LocalStore(FilesystemStore):
 
 
 class HDFSStore(FilesystemStore):
-    """A store in HDFS, accessed through pyarrow, which needs libhdfs. Not tested."""
+    """Store in HDFS, accessed through pyarrow, which needs libhdfs. Not tested."""
 
     FS_PREFIX = "hdfs://"
 
@@ -243,7 +243,7 @@ class HDFSStore(FilesystemStore):
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A store in DBFS of Databricks, accessed through the folder ``/dbfs``. Not tested."""
+    """Store in Databricks DBFS, accessed through the folder ``/dbfs``. Not tested."""
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(self.normalize_path(prefix_path), *args, **kwargs)
@@ -254,7 +254,11 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def normalize_path(cls, path: str) -> str:
-        """Return the path below ``/dbfs``. Raises Invalid, a ValueError, if the path is not in DBFS."""
+        """Return the path below ``/dbfs``.
+
+        Raises:
+            Invalid: (a ValueError) the path is not in DBFS.
+        """
         rest = cls._rest(path)
         if rest is None:
             raise Invalid(f"{path!r} is not in DBFS: pass dbfs:/... or /dbfs/...")

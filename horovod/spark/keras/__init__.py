@@ -1,4 +1,4 @@
-"""``KerasEstimator`` and ``KerasModel``: train a Keras model on a DataFrame of Spark."""
+"""Training of Keras models on Spark DataFrames, with ``KerasEstimator`` and ``KerasModel``."""
 
 from horovod.spark.keras.estimator import KerasEstimator, KerasModel
 

@@ -1,4 +1,4 @@
-"""``KerasEstimator``: Horovod's estimator for Keras models, with its parameters."""
+"""Horovod's estimator for Keras models, ``KerasEstimator``, and its trained model."""
 
 from __future__ import annotations
 
@@ -25,31 +25,33 @@ MORE: Given = {
 
 
 class KerasEstimator(HorovodEstimator):
-    """Train a Keras model on the rows of a DataFrame, on ``num_proc`` elastic workers.
+    """Estimator that trains a Keras model on the rows of a DataFrame, with ``num_proc`` elastic workers.
 
     Args:
         num_proc: number of workers. Default: spark.default.parallelism.
-        model: a built model; its inputs are the feature columns in order.
-        backend: runs the training. Default: ``num_proc`` workers that continue when some of them are lost.
-        store: where the rows and checkpoints are kept during the training.
+        model: built Keras model. Its inputs are the feature columns, in order.
+        backend: backend that runs the training. Default: ``num_proc`` workers that continue when some of them are lost.
+        store: store for the rows and checkpoints during the training.
         custom_objects: classes and functions of the model, by name.
-        optimizer: default: that of the compiled model. The learning rate is multiplied by the number of workers.
-        loss, loss_weights, metrics: as of ``model.compile``.
-        sample_weight_col: column with weights of rows.
-        gradient_compression: ``hvd.Compression.fp16``, for example.
+        optimizer: optimizer. Default: that of the compiled model. The learning rate is multiplied by the number of
+            workers.
+        loss, loss_weights, metrics: arguments of ``model.compile``.
+        sample_weight_col: column that contains the weights of the rows.
+        gradient_compression: gradient compression, such as ``hvd.Compression.fp16``.
         feature_cols, label_cols: columns of numbers, vectors or arrays of a fixed length.
-        label_shapes: a shape for each label, with -1 for the rows.
-        validation: share of the rows, or a column that is true in them.
-        callbacks: of ``model.fit``, on every worker.
-        batch_size, val_batch_size: rows for each worker and step. The rows of a step do not depend on lost workers.
-        epochs, train_steps_per_epoch, validation_steps_per_epoch: the length of the training.
-        shuffle, random_seed: order of the rows, and the seed of Keras.
-        run_id: name of the run in the store. If it has a checkpoint, the training continues from that.
-        backend_env: added to the workers' environment.
+        label_shapes: shape of each label, with -1 for the number of rows.
+        validation: fraction of the rows to use for validation, or a column that is true for these rows.
+        callbacks: callbacks for ``model.fit`` on every worker.
+        batch_size, val_batch_size: number of rows per worker and step. Lost workers do not change which rows belong to
+            a step.
+        epochs, train_steps_per_epoch, validation_steps_per_epoch: length of the training.
+        shuffle, random_seed: whether to shuffle the rows, and the seed for their order and for Keras.
+        run_id: name of the run in the store. If the run has a checkpoint, the training continues from it.
+        backend_env: variables that are added to the workers' environment.
 
     These have no effect: ``shuffle_buffer_size`` (0 disables ``shuffle``), ``train_reader_num_workers``,
     ``val_reader_num_workers``, ``reader_pool_type``, ``inmemory_cache_all``, ``mp_start_method``, ``use_gpu``.
-    ``checkpoint_callback`` and ``transformation_fn`` are refused.
+    ``checkpoint_callback`` and ``transformation_fn`` are rejected.
     """
 
     framework = "keras"
@@ -139,7 +141,7 @@ class KerasEstimator(HorovodEstimator):
             optimizer = keras.optimizers.deserialize(
                 keras.optimizers.serialize(keras.optimizers.get(given))
             )
-            # the workers compile the model with the actual loss
+            # placeholder; the workers compile the model with the actual loss
             model.compile(optimizer=optimizer, loss="mse")
             optimizer.build(model.trainable_variables)
             content = keras_training.content(model)
@@ -184,7 +186,7 @@ class KerasEstimator(HorovodEstimator):
 
 
 class KerasModel(HorovodModel):
-    """A trained Keras model, which adds a column with predictions for each label to a DataFrame."""
+    """Trained Keras model, which adds a column with predictions for each label to a DataFrame."""
 
     @keyword_only
     def __init__(
@@ -222,7 +224,8 @@ def _shapes(model: Any) -> list[list[int]]:
     ]
 
 
-_models: dict[int, Any] = {}  # models of this process, by the identity of the content
+# cache of this process's model, by the identity of the serialized model
+_models: dict[int, Any] = {}
 
 
 def _predict(

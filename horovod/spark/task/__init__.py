@@ -1,4 +1,4 @@
-"""``get_available_devices``: the GPUs of a worker in a task of Spark."""
+"""Query of a worker's GPUs in a Spark task: ``get_available_devices``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def get_available_devices() -> list[str]:
-    """Return the indices of this worker's GPUs as strings, or [] if Spark has assigned none.
+    """Return the indices of this worker's GPUs as strings. The list is empty if Spark has assigned none.
 
     A worker sees only the GPUs that Spark has assigned to the tasks of its executor, numbered from 0.
     """

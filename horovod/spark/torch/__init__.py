@@ -1,4 +1,4 @@
-"""``TorchEstimator`` and ``TorchModel``: train a torch model on a DataFrame of Spark."""
+"""Training of torch models on Spark DataFrames, with ``TorchEstimator`` and ``TorchModel``."""
 
 from horovod.spark.torch.estimator import TorchEstimator, TorchModel
 

@@ -1,4 +1,4 @@
-"""``TorchEstimator``: Horovod's estimator for torch models, with its parameters."""
+"""Horovod's estimator for torch models, ``TorchEstimator``, and its trained model."""
 
 from __future__ import annotations
 
@@ -24,33 +24,34 @@ MORE: Given = {
 
 
 class TorchEstimator(HorovodEstimator):
-    """Train a torch model on the rows of a DataFrame, on ``num_proc`` elastic workers.
+    """Estimator that trains a torch model on the rows of a DataFrame, with ``num_proc`` elastic workers.
 
     Args:
         num_proc: number of workers. Default: spark.default.parallelism.
-        model: the model; its ``forward`` takes the feature columns in order.
-        backend: runs the training. Default: ``num_proc`` workers that continue when some of them are lost.
-        store: where the rows and checkpoints are kept during the training.
-        optimizer: an optimizer of the model's parameters. The learning rate is multiplied by the number of workers.
-        loss: a function or module, or a list with one for each label.
-        loss_constructors: functions that return losses; they take the model and the optimizer as keywords.
-        metrics: functions of output and label, or lists with one for each label.
-        loss_weights: factors of the losses. Default: equal, with the sum 1.
-        sample_weight_col: column with weights of rows; the loss must have ``reduction="none"``.
-        gradient_compression: ``hvd.Compression.fp16``, for example.
+        model: torch module. Its ``forward`` takes the feature columns, in order.
+        backend: backend that runs the training. Default: ``num_proc`` workers that continue when some of them are lost.
+        store: store for the rows and checkpoints during the training.
+        optimizer: optimizer for the model's parameters. The learning rate is multiplied by the number of workers.
+        loss: function or module, or a list with one for each label.
+        loss_constructors: functions that return the losses. They take ``model`` and ``optimizer`` as keyword arguments.
+        metrics: functions of the output and the label, or lists with one function for each label.
+        loss_weights: weights of the losses. Default: equal weights with the sum 1.
+        sample_weight_col: column that contains the weights of the rows. Requires a loss with ``reduction="none"``.
+        gradient_compression: gradient compression, such as ``hvd.Compression.fp16``.
         feature_cols, label_cols: columns of numbers, vectors or arrays of a fixed length.
-        input_shapes, label_shapes: a shape for each column, with -1 for the rows.
-        validation: share of the rows, or a column that is true in them.
-        batch_size, val_batch_size: rows for each worker and step. The rows of a step do not depend on lost workers.
-        epochs, train_steps_per_epoch, validation_steps_per_epoch: the length of the training.
-        shuffle, random_seed: order of the rows, and the seed of torch.
-        run_id: name of the run in the store. If it has a checkpoint, the training continues from that.
-        train_minibatch_fn: called for each step instead of the usual one; see Horovod.
-        use_gpu: train on the GPUs that Spark has assigned.
+        input_shapes, label_shapes: shape of each column, with -1 for the number of rows.
+        validation: fraction of the rows to use for validation, or a column that is true for these rows.
+        batch_size, val_batch_size: number of rows per worker and step. Lost workers do not change which rows belong to
+            a step.
+        epochs, train_steps_per_epoch, validation_steps_per_epoch: length of the training.
+        shuffle, random_seed: whether to shuffle the rows, and the seed for their order and for torch.
+        run_id: name of the run in the store. If the run has a checkpoint, the training continues from it.
+        train_minibatch_fn: function that replaces the default training step; see Horovod.
+        use_gpu: whether to train on the GPUs that Spark has assigned.
 
-    These have no effect, since rows are read by row groups: ``shuffle_buffer_size`` (0 disables ``shuffle``),
-    ``train_reader_num_workers``, ``val_reader_num_workers``, ``reader_pool_type``, ``inmemory_cache_all``,
-    ``mp_start_method``. ``callbacks`` and ``transformation_fn`` are refused.
+    These parameters have no effect, because rows are read by row groups: ``shuffle_buffer_size`` (0 disables
+    ``shuffle``), ``train_reader_num_workers``, ``val_reader_num_workers``, ``reader_pool_type``,
+    ``inmemory_cache_all``, ``mp_start_method``. ``callbacks`` and ``transformation_fn`` are rejected.
     """
 
     framework = "pytorch"
@@ -124,10 +125,10 @@ class TorchEstimator(HorovodEstimator):
         self._shared()  # checks the numbers of losses and metrics
 
     def _shared(self) -> dict[str, Any]:
-        """Return the arguments of the training that depend on the number of labels.
+        """Return those arguments of the training that depend on the number of labels.
 
         Raises:
-            Invalid: a list has a length other than the number of labels.
+            Invalid: the length of a list is not the number of labels.
         """
         labels = len(self.getLabelCols())
         given: dict[str, list[Any]] = {
@@ -208,7 +209,7 @@ class TorchEstimator(HorovodEstimator):
 
 
 class TorchModel(HorovodModel):
-    """A trained torch model, which adds a column with predictions for each label to a DataFrame."""
+    """Trained torch model, which adds a column with predictions for each label to a DataFrame."""
 
     @keyword_only
     def __init__(

@@ -1,4 +1,4 @@
-"""Data preparation in a separate job: TensorFlow's tf.data service with Horovod's names."""
+"""Data preparation in a separate job with TensorFlow's tf.data service, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from horovod.runner.common.util.timeout import Timeout
 log = logging.getLogger("elastic")
 
 SIDES = ("compute", "training")
-_FILE_S = 600.0  # timeout in seconds for a compute job to start
+_FILE_S = 600.0  # timeout for a compute job to start, in seconds
 _FILE_LOOK_S = 0.2
-_ANSWER_S = 2.0  # timeout in seconds for a running compute job to respond
+_ANSWER_S = 2.0  # timeout for a running compute job to respond, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """Configuration of the service of a compute job. Its file contains a secret.
+    """Configuration of the service of a compute job.
+
+    The file to which it is written contains a secret.
 
     Args:
-        dispatcher_side: the job in which dispatchers run, "compute" or "training".
-        addresses: addresses of the service with which the jobs find each other.
-        key: secret of that service.
-        timeout: seconds for both jobs to be ready.
+        dispatcher_side: job in which dispatchers run, "compute" or "training".
+        addresses: addresses of the service through which the jobs find each other.
+        key: secret key of that service.
+        timeout: timeout for both jobs to become ready, in seconds.
 
     Raises:
         Invalid: a value is invalid.
@@ -67,7 +69,7 @@ class TfDataServiceConfig:
             raise Invalid("addresses is empty: pass the addresses of the ComputeService")
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """Return a client of the service. A training job ends the service with ``compute_client().shutdown()``."""
+        """Return a client of the service. A training job ends the compute job with ``compute_client().shutdown()``."""
         return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class TfDataServiceConfig:
             ) from None
 
     def write(self, filename: str | os.PathLike[str]) -> None:
-        """Write the configuration as JSON, atomically and readable only for this user.
+        """Write the configuration as JSON, atomically and readable only by this user.
 
         Raises:
             Invalid: the file cannot be written.
@@ -123,12 +125,12 @@ class TfDataServiceConfig:
         """Read a configuration.
 
         Args:
-            wait_for_file_creation: wait for the file and for an answer of the compute job named in it, because the file
-                may be outdated.
-            timeout: seconds to wait.
+            wait_for_file_creation: whether to wait for the file, and for an answer from the compute job that it names,
+                because the file may be outdated.
+            timeout: time limit of the wait, in seconds.
 
         Raises:
-            TimeoutException: the wait took longer than ``timeout``.
+            TimeoutException: the wait exceeded ``timeout`` seconds.
             FileNotFoundError: the file does not exist.
             Invalid: the file is invalid, belongs to another user, or is writable by other users.
         """
@@ -188,10 +190,11 @@ def _read(path: Path) -> TfDataServiceConfig:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """Wait for the dispatcher of this rank and its workers; yield its address ``grpc://HOST:PORT``. For training jobs.
+    """Context manager that waits for the dispatcher of this rank and its workers, and yields its address.
 
-    If dispatchers run in the training job, this rank's dispatcher ends with the block. Rank 0 logs an error if the
-    compute job ends early, because TensorFlow continues to wait for its data.
+    Used in training jobs. The address has the form ``grpc://HOST:PORT``. If dispatchers run in the training job, this
+    rank's dispatcher stops at the end of the block. Rank 0 logs an error if the compute job ends early, because
+    TensorFlow continues to wait for its data.
 
     Raises:
         Invalid: this rank has no dispatcher.
@@ -227,19 +230,21 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """Return a dataset with the same elements, which the compute job prepares. Also available as a method of
-    ``tf.data.Dataset``.
+    """Return a dataset with the same elements, which the compute job prepares.
+
+    Also available as a method of ``tf.data.Dataset``.
 
     Args:
-        size: size of the training. Only ``round_robin`` needs it.
-        processing_mode: "distributed_epoch", in which workers share an epoch, or "parallel_epochs".
-        reuse_dataset: with a single dispatcher, all ranks share one pass over the data: each element is sent to one of
-            them, and every rank makes this call. Otherwise each rank gets all elements.
-        round_robin: with ``reuse_dataset``: the ranks take turns. The dataset must be endless.
+        size: world size of the training job. Required only by ``round_robin``.
+        processing_mode: "distributed_epoch", in which the workers divide each epoch among them, or "parallel_epochs".
+        reuse_dataset: whether all ranks share one pass over the data, so that each element is sent to only one of them.
+            Requires a single dispatcher, and every rank must make this call. Otherwise, each rank receives all
+            elements.
+        round_robin: with ``reuse_dataset``, whether the ranks receive elements in turn. The dataset must be infinite.
 
     Raises:
         Invalid: dispatchers run in the training job; use `tf_data_service` instead.
-        NotInitialized: with ``reuse_dataset`` before ``hvd.init()``.
+        NotInitialized: ``reuse_dataset`` is set and ``hvd.init()`` was not called.
     """
     if compute_config.dispatcher_side == "training":
         raise Invalid(
@@ -267,11 +272,11 @@ tf.data.Dataset.send_to_data_service = send_to_data_service
 def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     """Run one rank of a compute job until a training job ends it.
 
-    Each rank is a worker, and some ranks are also dispatchers.
+    Each rank runs a tf.data worker, and some ranks also run a dispatcher.
 
     Raises:
-        Invalid: the size of the job differs from the configuration.
-        TimeoutException: the training was not ready in time.
+        Invalid: the world size of the job differs from the configuration.
+        TimeoutException: the training job was not ready in time.
         ConnectionError: the service cannot be reached.
     """
     hvd.init()
@@ -288,8 +293,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     own = compute_config.dispatcher_side == "compute" and index % workers == 0
     with _dispatcher(dispatcher_id, compute) if own else contextlib.nullcontext():
         address = compute.wait_for_dispatcher_registration(dispatcher_id, compute_config.timeout)
-        # If the dispatcher did not answer, WorkerServer would hold the GIL and retry forever, regardless of the
-        # timeout.
+        # Check the dispatcher first: if it did not answer, WorkerServer would hold the GIL and retry forever,
+        # regardless of the timeout.
         _check_reached(address, dispatcher_id, compute_config.timeout)
         protocol, _, where = address.partition("://")
         worker = tf.data.experimental.service.WorkerServer(
@@ -307,12 +312,13 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
         finally:
             worker.stop()
             worker.join()
-        compute.leave(index)  # if the dispatcher ended first, a worker would call it forever
+        # the dispatcher must outlive all workers, which would otherwise call it forever
+        compute.leave(index)
 
 
 @contextlib.contextmanager
 def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
-    """Run a dispatcher in this process during the block."""
+    """Context manager that runs a dispatcher in this process."""
     server = tf.data.experimental.service.DispatchServer()
     try:
         protocol, _, where = server.target.partition("://")
@@ -325,9 +331,10 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
 
 
 def _pass() -> str:
-    """Return a new name for passes that all ranks share.
+    """Return a new name for passes over a dataset, the same on all ranks.
 
-    Each dataset and each training needs its own name. Otherwise, it would use the finished passes of an earlier one.
+    Each dataset and each training needs a separate name. Otherwise, it would reuse the finished passes of an earlier
+    one.
     """
     drawn = uuid.uuid4().hex if hvd.rank() == 0 else None
     return str(hvd.broadcast_object(drawn, name="tf.data service, shared passes"))
@@ -336,8 +343,8 @@ def _pass() -> str:
 def _host(compute: ComputeClient) -> str:
     """Return the host part of the address at which other processes reach this one.
 
-    A job on one host listens on loopback. It returns the address on the route to the compute job, because
-    TensorFlow's servers listen on all addresses.
+    A job on a single host listens on loopback. For such a job, this is the address on the route to the compute job,
+    because TensorFlow's servers listen on all addresses.
     """
     host = context.current().env.bind_host
     if ipaddress.ip_address(host).is_loopback:
@@ -346,7 +353,9 @@ def _host(compute: ComputeClient) -> str:
 
 
 def _bypass_proxies() -> None:
-    """Disable gRPC's proxies: it uses http_proxy also for hosts of the cluster, and a worker would wait forever."""
+    """Disable proxies in gRPC, which would use http_proxy even for hosts of the cluster, so that a worker would wait
+    forever.
+    """
     others = [os.environ["no_proxy"]] if os.environ.get("no_proxy") else []
     os.environ.setdefault("no_grpc_proxy", ",".join([*others, "0.0.0.0/0", "::/0"]))
 
@@ -364,7 +373,7 @@ def _check_reached(address: str, dispatcher_id: int, timeout: float) -> None:
 
 
 def _watch(compute: ComputeClient) -> None:
-    """Log an error if the compute job exits before a training has ended it. Runs in one thread per compute job."""
+    """Start a thread that logs an error if the compute job exits before a training job has ended it."""
 
     def wait() -> None:
         try:

@@ -1,4 +1,5 @@
-"""A compute job, which prepares data for training jobs: every rank is a worker of TensorFlow's tf.data service.
+"""Program of a compute job, which prepares data for training jobs. Every rank runs a worker of TensorFlow's tf.data
+service.
 
 horovodrun -np 4 python -m horovod.tensorflow.data.compute_worker CONFIGFILE
 """
@@ -20,13 +21,13 @@ from horovod.tensorflow.data.compute_service import SIDES, TfDataServiceConfig, 
 
 
 def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float) -> None:
-    """Serve until a training calls ``compute_client().shutdown()``. Every rank calls it.
+    """Serve until a training job calls ``compute_client().shutdown()``. Must be called on every rank.
 
-    Rank 0 writes ``configfile`` for training jobs, and removes it at the end.
+    Rank 0 writes ``configfile`` for the training jobs, and removes it at the end.
 
     Raises:
         Invalid: an option is invalid, or the file exists with other content.
-        TimeoutException, ConnectionError: as `compute_worker_fn`.
+        TimeoutException, ConnectionError: raised by `compute_worker_fn`.
     """
     hvd.init()
     if dispatchers < 1 or hvd.size() % dispatchers:
@@ -54,7 +55,11 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
 
 
 def _make_way(file: Path) -> None:
-    """Remove the file of a killed compute job. Raises Invalid if the file was not written by a compute job."""
+    """Remove the configuration file of a killed compute job.
+
+    Raises:
+        Invalid: the file was not written by a compute job.
+    """
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -73,7 +78,7 @@ def _make_way(file: Path) -> None:
 
 
 def _remove(file: Path, config: TfDataServiceConfig) -> None:
-    """Remove the file, unless another job has written its own in the meantime."""
+    """Remove the configuration file, unless another job has replaced it."""
     with contextlib.suppress(OSError, Invalid):
         if TfDataServiceConfig.read(file) == config:
             file.unlink()

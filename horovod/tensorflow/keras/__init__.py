@@ -1,4 +1,7 @@
-"""``import horovod.tensorflow.keras as hvd``: the same names as `horovod.keras`, for Keras on TensorFlow."""
+"""Horovod's API for Keras on TensorFlow: ``import horovod.tensorflow.keras as hvd``.
+
+The names are those of `horovod.keras`.
+"""
 
 from horovod import keras as _of_keras
 from horovod.keras import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""``hvd.elastic``: the run loop, states and the sampler."""
+"""Elastic training with torch, available as ``hvd.elastic``: run loop, states and sampler."""
 
 from elastic.run_loop import run
 from elastic.runtime.basics import long_phase

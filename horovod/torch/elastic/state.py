@@ -1,4 +1,4 @@
-"""TorchState and its handlers, for scripts that register their own."""
+"""TorchState and its handlers, for scripts that register their own handlers."""
 
 from elastic.state import TorchState
 from elastic.state.handlers.model_state import ModelStateHandler

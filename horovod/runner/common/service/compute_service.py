@@ -1,6 +1,6 @@
-"""Service through which a compute job and its training jobs exchange addresses, register workers, and announce the end.
+"""Service through which a compute job and its training jobs exchange addresses, register workers and announce the end.
 
-The service uses the sealed frames of `elastic.rendezvous.store` and answers only callers that have the key.
+The service uses the authenticated frames of `elastic.rendezvous.store`, and answers only callers that have the key.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from horovod.runner.common.util.timeout import TimeoutException
 _SHAPE = "dispatchers, workers of each"
 _END = "end"
 _LEFT = "left"
-_SERVE_S = 60.0  # timeout in seconds for a caller to send its request
-_LOOK_S = 30.0  # seconds between two checks whether the service still exists
+_SERVE_S = 60.0  # timeout for a caller to send its request, in seconds
+_LOOK_S = 30.0  # interval between two checks of whether the service still exists, in seconds
 
-# Services, by address and key, that this process has shut down.
+# Addresses and keys of the services that this process has shut down.
 _ended: set[tuple[Address, bytes]] = set()
 
 _Value = TypeVar("_Value")
 
 
 class ComputeService:
-    """Server on one rank of the compute job, which serves from its creation until `shutdown`.
+    """Server on one rank of the compute job. It serves from its creation until `shutdown`.
 
     ``key`` authorizes callers. ``host`` is the numeric address to listen on. The default is the address of this
     job's workers, which requires ``hvd.init()``.
@@ -36,7 +36,7 @@ class ComputeService:
     Raises:
         Invalid: an argument is invalid.
         NotInitialized: ``host`` is not given and ``init()`` was not called.
-        OSError: the address cannot be used.
+        OSError: the server cannot listen on the address.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class ComputeService:
         return {self._address.host: [(self._address.host, self._address.port)]}
 
     def shutdown(self) -> None:
-        """Announce the end to all waiting clients, and stop serving."""
+        """Announce the end of the compute job to all waiting clients, and stop serving."""
         self._store.announce(_END, 0)
         self._store.close()
 
 
 class ComputeClient:
-    """Client of a service. Every method raises ConnectionError if the service cannot be reached.
+    """Client of a compute service. Every method raises ConnectionError if the service cannot be reached.
 
     Methods that wait raise TimeoutException after ``timeout`` seconds. ``verbose`` has no effect.
     """
@@ -84,7 +84,7 @@ class ComputeClient:
         self._store = Store(self.address, None, timeout, secret=key)
 
     def own_host(self) -> str | None:
-        """Return the numeric address of this host on the route to the service, or None if there is no route."""
+        """Return this host's numeric address on the route to the service, or None if there is no route."""
         return own_address(self.address.host)
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
@@ -92,11 +92,11 @@ class ComputeClient:
 
         Args:
             dispatcher_id: number of the dispatcher, from 0.
-            dispatcher_address: its address, ``grpc://HOST:PORT``.
+            dispatcher_address: address of the dispatcher, ``grpc://HOST:PORT``.
 
         Raises:
-            IndexError: the service has no dispatcher of this number.
-            Invalid: the dispatcher is registered at another address.
+            IndexError: the compute job has no dispatcher with this number.
+            Invalid: the dispatcher is already registered with another address.
         """
         self._known(dispatcher_id)
         mine = dispatcher_address.encode()
@@ -109,11 +109,11 @@ class ComputeClient:
             )
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Wait for a dispatcher, and return its address ``grpc://HOST:PORT``.
+        """Wait until a dispatcher is registered, and return its address, ``grpc://HOST:PORT``.
 
         Args:
             dispatcher_id: number of the dispatcher, from 0.
-            timeout: deadline in seconds.
+            timeout: time limit, in seconds.
 
         Raises:
             IndexError: the compute job has no dispatcher with this number.
@@ -135,11 +135,13 @@ class ComputeClient:
         self._call(lambda: self._store.announce(_worker(dispatcher_id, worker_id), 0))
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
-        """Wait until all workers of a dispatcher serve. If there is a single dispatcher, it is used for any ID.
+        """Wait until all workers of a dispatcher are registered.
+
+        If the compute job has only one dispatcher, it is used regardless of the ID.
 
         Args:
             dispatcher_id: number of the dispatcher, from 0.
-            timeout: deadline per worker, in seconds.
+            timeout: time limit for each worker, in seconds.
 
         Raises:
             IndexError: the compute job has no dispatcher with this number.
@@ -152,18 +154,20 @@ class ComputeClient:
             self._hear(_worker(dispatcher_id, worker_id), timeout)
 
     def shutdown(self) -> None:
-        """End the compute job. Call it when no training job needs the data any more."""
-        _ended.add(self._service)  # first, because the service may end before its answer arrives
+        """Request the end of the compute job. Must be called only when no training job needs its data any longer."""
+        # done first, because the service may exit before its answer arrives
+        _ended.add(self._service)
         self._call(lambda: self._store.announce(_END, 0))
 
     def look(self) -> None:
-        """Check that the service exists."""
+        """Check that the service exists. Raises ConnectionError if it does not."""
         self._shape()
 
     def wait_for_shutdown(self) -> None:
-        """Wait without a deadline for the end of the compute job, as long as the service exists.
+        """Wait until the end of the compute job is announced, without a time limit while the service exists.
 
-        A service that this process has shut down may exit before the next request. This also counts as the end.
+        If this process has requested the end, the service may exit before the next request. This counts as the end as
+        well.
         """
         try:
             while True:
@@ -177,7 +181,7 @@ class ComputeClient:
                 raise
 
     def leave(self, worker_id: int) -> None:
-        """Wait until all workers of all dispatchers have called this method after the end.
+        """Wait until all workers of all dispatchers have called this method after the end of the compute job.
 
         The service may then exit.
         """

@@ -1,10 +1,10 @@
-"""Rank and size of this process from its environment, before ``init()``."""
+"""Lookup of this process's rank and size in its environment, before ``init()``."""
 
 from __future__ import annotations
 
 import os
 
-# Variables of the rank and the size, of Horovod, Open MPI and PMI launchers.
+# Pairs of variables for rank and size that Horovod, Open MPI and PMI launchers set.
 PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -13,10 +13,12 @@ PAIRS = (
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return rank and size as set by the launcher, or 0 and 1. In an elastic job, these are the initial values.
+    """Return the rank and size that the launcher set, or 0 and 1 if it set none.
+
+    In an elastic job, these are the initial values.
 
     Raises:
-        RuntimeError: only one variable of a pair is set.
+        RuntimeError: only one of the two variables of a pair is set.
     """
     for names in PAIRS:
         found = [os.environ[name] for name in names if name in os.environ]

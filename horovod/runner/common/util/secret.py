@@ -1,6 +1,6 @@
-"""Create a key with which workers authenticate each other.
+"""Creation of keys with which workers authenticate each other.
 
-Jobs have their own secrets. This key is for settings that require one.
+Jobs do not use these keys, because every job has its own secret. They are for settings that require a key.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import base64
 import secrets
 
-SECRET_LENGTH = 32  # length in bytes
-HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # name of the environment variable
+SECRET_LENGTH = 32  # length of a key, in bytes
+HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # name of the environment variable for a key
 
 
 def make_secret_key() -> bytes:

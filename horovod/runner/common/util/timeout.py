@@ -1,4 +1,4 @@
-"""Deadline whose error message names the activity that exceeded it."""
+"""Time limit whose error message names the activity that exceeded it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ class TimeoutException(Exception):
 
 
 class Timeout:
-    """Deadline in ``timeout`` seconds. ``message`` contains ``{activity}`` and may contain ``{timeout}``."""
+    """Time limit of ``timeout`` seconds, which begins now.
+
+    ``message`` is the error message. It contains ``{activity}`` and may contain ``{timeout}``.
+    """
 
     def __init__(self, timeout: float, message: str) -> None:
         self._timeout_s = timeout
@@ -24,7 +27,7 @@ class Timeout:
         return self.remaining() == 0.0
 
     def check_time_out_for(self, activity: str) -> None:
-        """Raise TimeoutException after the deadline."""
+        """Raise TimeoutException if the time limit has passed."""
         if self.timed_out():
             raise TimeoutException(
                 self._message.format(activity=activity, timeout=f"{self._timeout_s:g} seconds")
