@@ -481,9 +481,7 @@ def _first_world(facts: Mapping[str, Any]) -> str:
 
 
 def _nowhere_else(facts: Mapping[str, Any]) -> str:
-    """Describe why a drain was refused: the remaining hosts of a fixed list would have too few slots for ``least``
-    workers.
-    """
+    """Describe why a drain was refused: the other hosts of a fixed list have too few slots for ``least`` workers."""
     if not facts["slots"]:
         return f"{facts['host']} is the only usable host; to end the job: elasticrun stop"
     others = counted(facts["slots"], "slot")

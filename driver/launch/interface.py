@@ -10,8 +10,9 @@ from elastic.protocol.messages import Worker
 
 
 class Launcher(Protocol):
-    """Interface for starting, monitoring and killing workers. The driver calls all methods in the thread of its event
-    loop.
+    """Interface for starting, monitoring and killing workers.
+
+    The driver calls all methods in the thread of its event loop.
     """
 
     async def open(

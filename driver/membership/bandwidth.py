@@ -170,8 +170,9 @@ class HostBandwidth(Part):
                 yield self.roster[worker], found.get(worker.host)
 
     def reject(self, host: str) -> None:
-        """Discard the measurement of a host that is too slow, so that it is measured again before its next worker is
-        admitted.
+        """Discard the measurement of a host that is too slow.
+
+        The host is measured again before its next worker is admitted.
         """
         self._latest.pop(host, None)
         self._doubted.discard(host)
@@ -207,9 +208,7 @@ class HostBandwidth(Part):
         return self._first_peer
 
     def _all_checked(self) -> bool:
-        """Return whether all health checks before the first world have ended, or the remaining ones are taking too
-        long.
-        """
+        """Return whether the health checks before the first world have ended, or their time limit has passed."""
         pending = (each for each in self.roster.in_plans() if each.unchecked)
         late = self.actions.expired(min(self._wanted.values()) + TOGETHER_S)
         return late or all(self.waits(each) for each in pending)

@@ -234,8 +234,7 @@ class Failures(Part):
         return not (self.worlds.trained or self.worlds.completed or failed)
 
     def _explains_a_complaint(self, record: WorkerRecord, event: WorkerExited) -> bool:
-        """Return whether this exit is the cause of a failure that other members reported, so that all workers may
-        restart.
+        """Return whether this exit caused a failure that other members reported, so that all workers may restart.
 
         This occurs only in elastic jobs, if a member was killed and other members reported the failure before the exit.
         """
@@ -317,9 +316,7 @@ class Failures(Part):
             self.worlds.end(1, fails)
 
     def _ran_to_its_end(self, record: WorkerRecord) -> bool:
-        """Return whether a worker completed a program that does not call elastic.run, and possibly not init()
-        either.
-        """
+        """Return whether a worker completed a program that does not call elastic.run, and possibly not init()."""
         outside = not record.running and record.stage is not WorkerStage.DISMISSED
         here = not self.worlds.generation or record.worker in self.worlds.world.places
         return outside and here and not record.leaving and self.worlds.root_cause_search is None

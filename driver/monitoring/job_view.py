@@ -241,8 +241,9 @@ class JobView:
         return max(0, self.commits - earlier - self.durable.number)
 
     def step_of(self, commit: Commit | None) -> int | None:
-        """Return the step counter of the state at a commit. Return None if unknown: only the latest STEPS commits are
-        stored.
+        """Return the step counter of the state at a commit, or None if unknown.
+
+        The counters of only the latest STEPS commits are stored.
         """
         return None if commit is None else self._steps.get(commit)
 

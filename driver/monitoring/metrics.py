@@ -63,9 +63,7 @@ FENCES = {
 
 @dataclass
 class Waits:
-    """Number of collectives of one worker in the current world, and the seconds spent in them, as reported by the
-    worker.
-    """
+    """Number of collectives of one worker in the current world, and the seconds that it reported for them."""
 
     collectives: int = 0
     waited_s: float = 0.0

@@ -1,9 +1,9 @@
 """OpenTelemetry traces of recoveries and planned changes. Each change is a span, and its phases are child spans.
 
 Enabled by `--opentelemetry`. The SDK is configured by its own environment variables: OTEL_EXPORTER_OTLP_ENDPOINT,
-_HEADERS and the like, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
-OTEL_BSP_*. Spans are stored in a bounded queue, and a thread of the SDK sends them. The driver therefore never waits
-for a collector, but spans that cannot be sent are lost.
+OTEL_EXPORTER_OTLP_HEADERS and others of this form, OTEL_TRACES_EXPORTER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_TRACES_SAMPLER, OTEL_BSP_*. Spans are stored in a bounded queue, and a thread of the SDK sends them. The driver
+therefore never waits for a collector, but spans that cannot be sent are lost.
 """
 
 from __future__ import annotations

@@ -267,8 +267,9 @@ class Stalls(ViewReader):
         return found
 
     def undecided_since(self, now: float) -> float:
-        """Return the time until which all stalls are known. Waits that are in progress since then may still become
-        stalls.
+        """Return the time until which all stalls are known.
+
+        Waits that began later may still become stalls.
         """
         if self.current(now) is not None:
             return now

@@ -56,8 +56,9 @@ class StepRate:
         return self._rate.value(now)
 
     def mean(self) -> float | None:
-        """Return the mean number of steps per second of the whole job, including recoveries and stalls, or None if
-        unknown.
+        """Return the mean number of steps per second of the whole job, or None if unknown.
+
+        The time includes recoveries and stalls.
         """
         return self._made / self._over_s if self._over_s > 0 else None
 

@@ -35,8 +35,9 @@ class JobStart:
         self.entered = now
 
     def parts(self, now: float) -> list[tuple[str, float]]:
-        """Return the parts of a job's start if training begins ``now``, as pairs: the name of the part's end and its
-        seconds.
+        """Return the parts of a job's start if training begins ``now``.
+
+        Each part is a pair of the name of its end and its duration in seconds.
         """
         parts = [("a step", now - (self.entered or self.began))]
         if self.connected is not None and self.entered is not None:

@@ -1,5 +1,6 @@
-"""Endpoint of a control connection in an event loop, with TLS, frames, keepalives and a send buffer. Makes no
-decisions.
+"""Endpoint of a control connection in an event loop, with TLS, frames, keepalives and a send buffer.
+
+Makes no decisions.
 """
 
 from __future__ import annotations
@@ -187,9 +188,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
             self._transport.write(data)
 
     def drain(self) -> None:
-        """Read and process the data that has already arrived, up to about DRAIN_LIMIT bytes, without waiting for
-        more.
-        """
+        """Process the data that has already arrived, up to about DRAIN_LIMIT bytes, without waiting for more."""
         read = 0
         while not self._over and read < DRAIN_LIMIT:
             try:

@@ -1,5 +1,7 @@
 """Functions for the secret of a job: 32 random bytes in a private file or in an environment variable.
 
+Makes no decisions.
+
 A process that knows the secret can act as the driver, an agent or a worker of the job. Error messages therefore contain
 the location of the secret, never its value.
 """

@@ -29,8 +29,9 @@ class NoticeSource(Protocol):
     pause_s: float  # interval between two queries, in seconds
 
     def here(self) -> bool:
-        """Return whether this machine has such a source. Returns within about a second, and never raises an
-        exception.
+        """Return whether this machine has such a source.
+
+        Must return within about a second, and must not raise an exception.
         """
 
     def look(self) -> PreemptionNotice | None:

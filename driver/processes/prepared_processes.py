@@ -54,8 +54,9 @@ Plain = tuple[str, bool, list[str]]
 
 
 def plain(command: Sequence[str]) -> Plain | None:
-    """Parse a command ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``. Return None for any other
-    command.
+    """Parse a command ``python [-u] SCRIPT.py ...`` or ``python [-u] -m MODULE ...``.
+
+    Returns None for any other command.
     """
     words = [*command]
     program = os.path.basename(words[0]) if words else ""

@@ -84,8 +84,9 @@ def parse_stat(text: bytes) -> Stat:
 
 
 def parse_end(text: bytes) -> tuple[bool, int]:
-    """Parse /proc/PID/task/TID/stat. Return whether the thread has ended or is exiting, and the wait status of its
-    process.
+    """Parse /proc/PID/task/TID/stat.
+
+    Returns whether the thread has ended or is exiting, and the wait status of its process.
     """
     fields = text.rpartition(b")")[2].split()
     ending = fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)

@@ -87,9 +87,7 @@ def _decoded(line: bytes) -> _Message | bytes:
 
 
 class StderrTails:
-    """Storage of the last lines of each worker's stderr, and of exceptions that workers have reported but not
-    printed.
-    """
+    """Storage of the end of each worker's stderr, and of exceptions that workers reported but did not print."""
 
     def __init__(self) -> None:
         self._tails: dict[Worker, bytearray] = {}

@@ -9,7 +9,7 @@ the process ID cannot be reused earlier.
 
 The kernel frees the memory of a process before it reports the exit. This takes tens of milliseconds if a framework has
 been imported, and seconds for a large model. If a signal or an error ended the worker, its exit is reported earlier, as
-soon as none of its threads can run any more (see `life_lock`), unless it has a device open.
+soon as all of its threads have stopped running (see `life_lock`), unless it has a device open.
 
 The state of all processes is checked four times a second. A process that has been unable to run for a whole liveness
 timeout is reported as frozen, and as thawed when it can run again. Resource counters are read only on request.
@@ -554,8 +554,9 @@ class _Process:
         self.stacks = asyncio.Lock()
 
     def status(self) -> tuple[int, str]:
-        """Return the exit code or the negative signal number, and a reason if these are unknown. Does not reap the
-        process.
+        """Return the exit code or the negative signal number, without reaping the process.
+
+        The second value is a text if the code is unknown, otherwise empty.
         """
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)

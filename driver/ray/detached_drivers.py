@@ -19,8 +19,9 @@ def actor_name(job: str) -> str:
 
 
 def find_actor(job: str) -> Any | None:
-    """Return the driver actor of a job, or None if the job does not exist. This process must have joined the
-    cluster.
+    """Return the driver actor of a job, or None if the job does not exist.
+
+    This process must have joined the cluster.
     """
     try:
         return ray.get_actor(actor_name(job), namespace=NAMESPACE)

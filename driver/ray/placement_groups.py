@@ -287,8 +287,9 @@ def suitable(
 def held(
     resource_ids: Mapping[str, Iterable[tuple[int, float]]], group: str
 ) -> dict[int, dict[str, float]]:
-    """Return the resources of a process in each bundle of its group, parsed from Ray's names such as
-    CPU_group_1_<id>.
+    """Return the resources of a process in each bundle of its group.
+
+    They are parsed from Ray's resource names, such as CPU_group_1_<id>.
     """
     found: dict[int, dict[str, float]] = {}
     for name, parts in resource_ids.items():

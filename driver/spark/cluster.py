@@ -41,8 +41,9 @@ class SparkCluster:
         return sorted(dict.fromkeys(names), key=lambda name: name == own)
 
     def leaving(self, executors: Collection[str]) -> set[str]:
-        """Return those of the given executors that accept no new tasks, because they are being decommissioned or are
-        lost.
+        """Return those of the given executors that accept no new tasks.
+
+        They are being decommissioned, or are lost.
         """
         if self.local:
             return set()

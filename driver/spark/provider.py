@@ -1,5 +1,6 @@
-"""Provider of hosts for a job on Spark: each host is an agent that runs in a Spark task. See
-`elastic.driver.job.provider`.
+"""Provider of hosts for a job on Spark. Each host is an agent that runs in a Spark task.
+
+See `elastic.driver.job.provider`.
 """
 
 from __future__ import annotations

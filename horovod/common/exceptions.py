@@ -1,5 +1,6 @@
-"""Horovod's exceptions, under the path that scripts import. Importing this module selects Horovod's exception
-classes.
+"""Horovod's exceptions, under the path that scripts import.
+
+Importing this module selects Horovod's exception classes.
 """
 
 from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt

@@ -1,6 +1,4 @@
-"""Elastic training with Keras, available as ``hvd.elastic``: run loop, model state, and callbacks that update the
-state.
-"""
+"""Elastic training with Keras, available as ``hvd.elastic``: run loop, model state, and callbacks for the state."""
 
 from elastic.keras.callbacks import (
     CommitStateCallback,

@@ -1,5 +1,6 @@
-"""Horovod's first elastic executor on Ray, ``ElasticRayExecutor``. Horovod has deprecated it in favour of
-RayExecutor.
+"""Horovod's first elastic executor on Ray, ``ElasticRayExecutor``.
+
+Horovod has deprecated it in favour of RayExecutor.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class ElasticRayExecutor:
         return self._executor.run(worker_fn, callbacks=callbacks)
 
     def shutdown(self) -> None:
-        """Release the resources. Horovod has no such method; it releases them when the executor is
-        garbage-collected.
+        """Release the resources.
+
+        Horovod has no such method; it releases them when the executor is garbage-collected.
         """
         self._executor.shutdown()
 

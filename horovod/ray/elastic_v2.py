@@ -32,8 +32,9 @@ class RayHostDiscovery:
             )
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Return the number of slots at each address. Joins the cluster in RAY_ADDRESS unless this process has joined
-        one.
+        """Return the number of slots at each address.
+
+        Joins the cluster in RAY_ADDRESS unless this process has joined one.
         """
         import ray
 
@@ -99,8 +100,9 @@ def rooms_of(
 
 
 def is_alive(node: Mapping[str, Any]) -> bool:
-    """Return whether a node is alive and has an address. Older releases of Ray use the key "alive" instead of
-    "Alive".
+    """Return whether a node is alive and has an address.
+
+    Older releases of Ray use the key "alive" instead of "Alive".
     """
     return bool(node.get("Alive", node.get("alive"))) and "NodeManagerAddress" in node
 

@@ -67,8 +67,9 @@ class _Job:
     def _called(
         self, callbacks: Callbacks | None, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """Call a function on the workers and return the values by rank. The callbacks receive the values that workers
-        log.
+        """Call a function on the workers, and return the values by rank.
+
+        The callbacks receive the values that workers log.
         """
         self._need(fn, callbacks)
         with self._calling_back(callbacks):

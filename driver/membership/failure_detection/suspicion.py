@@ -78,8 +78,9 @@ class Suspicion:
     _named: dict[Verdict, float] | None = None
 
     def wait_since(self, since: float) -> None:
-        """Move the start of the wait to ``since`` if that is later, because the first waiting workers may have made
-        progress.
+        """Move the start of the wait to ``since`` if that is later.
+
+        The workers that began to wait earlier may have made progress meanwhile.
         """
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)
@@ -107,9 +108,7 @@ class Suspicion:
             self.verdict = Verdict.IDLE
 
     def fence_due(self, settings: Settings) -> float | None:
-        """Return the time at which the worker is condemned if its state does not change, or None if it is never
-        condemned.
-        """
+        """Return the time at which the worker is condemned if its state does not change, or None for never."""
         match self.verdict:
             case Verdict.IDLE if settings.idle_s > 0 and self.patient:
                 return (
@@ -142,8 +141,9 @@ class Suspicion:
         return Next.NAME
 
     def describe(self, settings: Settings, now: float) -> tuple[str, str]:
-        """Describe the state of the worker and the consequence, for example ``idle`` and ``it is fenced in 25 s
-        (--idle-timeout)``.
+        """Describe the state of the worker and its consequence.
+
+        For example ``idle`` and ``it is fenced in 25 s (--idle-timeout)``.
         """
         due = self.fence_due(settings)
         left = "" if due is None else f"it is fenced in {due - now:.0f} s"

@@ -69,7 +69,7 @@ class WorkerRecord:
     unlisted: bool = False  # the worker leaves because its host is no longer listed; not urgent
     # The worker must leave because its machine will be reclaimed, but there is still time.
     noticed: bool = False
-    # time at which the driver kills the worker if it has not exited by itself
+    # time at which the driver kills the worker if it has not exited
     exit_by: float | None = None
     exit_why: Reason | None = None  # reason for the kill at `exit_by`
     killed_for: Reason | None = None  # reason why the worker is being killed, or None

@@ -69,8 +69,9 @@ class Cooldown:
                 record.fruitless = 0
 
     def forget_host(self, host: str) -> None:
-        """Discard the records of a host that was removed from the list. If listed again, the host counts as a new
-        machine.
+        """Discard the records of a host that was removed from the list.
+
+        If the host is listed again, it counts as a new machine.
         """
         for slot in [s for s in self._records if s[0] == host]:
             del self._records[slot]

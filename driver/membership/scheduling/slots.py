@@ -92,8 +92,9 @@ class Slots:
             self._failures.pop(slot, None)
 
     def all_fail(self) -> bool:
-        """Return whether the latest worker of every used slot exited with an error, and at least two such exits
-        occurred.
+        """Return whether the latest worker of every used slot exited with an error.
+
+        At least two such exits are required, so a single slot must have failed twice.
         """
         all_slots = len(self._failures) == len(self._incarnations)
         return all_slots and sum(self._failures.values()) > 1
@@ -109,8 +110,9 @@ class Slots:
         return Worker(*slot, self._incarnations[slot])
 
     def leave(self, slot: Slot) -> None:
-        """Record that the worker of a slot was asked to leave. The slot then stays empty unless there are too few
-        workers.
+        """Record that the worker of a slot was asked to leave.
+
+        The slot then stays empty unless there are too few workers.
         """
         self._left.add(slot)
         self.version += 1

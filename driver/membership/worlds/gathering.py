@@ -1,5 +1,6 @@
-"""Decisions about a gathering, the phase between two worlds: which workers are awaited, for how long, and which workers
-can form a world.
+"""Decisions about a gathering, which is the phase between two worlds.
+
+They determine which workers are awaited, for how long, and which workers can form a world.
 
 Pure: no I/O, no clock.
 

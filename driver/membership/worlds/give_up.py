@@ -35,8 +35,9 @@ class GiveUpRules:
         self.script_failures = ScriptFailures()
 
     def needed(self) -> int:
-        """Return the minimum size of the next world. After the first worker of an elastic job has finished, this is
-        1.
+        """Return the minimum size of the next world.
+
+        After the first worker of an elastic job has finished, the minimum is 1.
         """
         if not self._settings.elastic:
             return self._settings.np

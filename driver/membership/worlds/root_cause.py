@@ -70,8 +70,9 @@ class RootCauseSearch:
         return self.root_cause is None and self.reporters <= set(members)
 
     def wait_longer(self, live: Iterable[Worker]) -> bool:
-        """Return whether the search continues after the time ``by``, because a suspect may still exit. If so, extend
-        ``by``.
+        """Return whether the search continues after the time ``by``.
+
+        It does while a suspect may still exit. In that case, ``by`` is extended.
         """
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False

@@ -47,8 +47,9 @@ class Phase(enum.Enum):
 
 
 class JobFinished(Exception):
-    """Exception raised when the outcome of the job is decided. `Membership.handle` catches it, so EndJob is the last
-    action.
+    """Exception raised when the outcome of the job is decided.
+
+    `Membership.handle` catches it, so EndJob is the last action.
     """
 
 
@@ -134,9 +135,7 @@ class Worlds:
                     self._try_to_finish()
 
     def welcome(self, record: WorkerRecord) -> None:
-        """Answer the init() call of a new worker, or postpone the answer until the health check of its slot has
-        ended.
-        """
+        """Answer the init() call of a new worker, possibly after the health check of its slot."""
         if record.unchecked:
             self.staff.hold(record)
             return

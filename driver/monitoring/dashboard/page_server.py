@@ -263,8 +263,9 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def _page() -> tuple[bytes, str]:
-    """Return the page's HTML and its Content-Security-Policy, which allows only the page's script and connections to
-    this server.
+    """Return the page's HTML and its Content-Security-Policy.
+
+    The policy allows only the page's own script and connections to this server.
     """
     body = PAGE.read_bytes()
     for mark, kind in ((b"// charts.js\n", ".js"), (b"/* charts.css */\n", ".css")):

@@ -127,9 +127,7 @@ class PageState:
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:
-        """Return the sequence number of the last item of a series, and its stored items with numbers above
-        ``after``.
-        """
+        """Return the number of the last item of a series, and the stored items with numbers above ``after``."""
         last = self.counts[name]
         wanted = max(0, last - max(0, after))
         return last, list(self.series[name])[-wanted:] if wanted else []

@@ -1,5 +1,6 @@
-"""Grid of the hosts and workers on a live page. Each cell shows a slot and its latest worker. Pure: no I/O, no
-clock.
+"""Grid of the hosts and workers on a live page. Pure: no I/O, no clock.
+
+Each cell shows a slot and its latest worker.
 """
 
 from __future__ import annotations

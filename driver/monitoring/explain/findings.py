@@ -358,8 +358,9 @@ def one_line(reason: Reason) -> str:
 
 
 def named(death: Death) -> str:
-    """Return a worker's name for use in a sentence: ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it never joined a
-    world.
+    """Return a worker's name for use in a sentence.
+
+    For example ``rank 1 of 4 (h:1#1)``, or ``worker h:1#1`` if it never joined a world.
 
     A rank alone is ambiguous, because another worker may have the same rank in the next world.
     """

@@ -5,9 +5,9 @@ Pure: no I/O, no clock.
 Pass each journal entry once, in order, with its time. Memory use is bounded.
 
 The history is a list of incidents. An incident begins with the first sign of trouble: an exit, an exception, a fence, a
-lost host, or a world that fails. It ends when all members of the next world have completed their first collective,
-when that world fails too, or with the job. Workers lost in this period belong to the incident, and the first lost
-worker is considered its cause.
+lost host, or a world that fails. It ends when all members of the next world have completed their first collective, when
+that world also fails, or with the job. Workers lost in this period belong to the incident, and the first lost worker is
+considered its cause.
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def milliseconds(ms: float) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number: integers with all digits, others with four significant digits. Very large and very small numbers
-    use exponent notation.
+    """Format a number: integers with all digits, others with four significant digits.
+
+    Very large and very small numbers use exponent notation.
     """
     size = abs(float(f"{value:.4g}"))
     if size and not 1e-4 <= size < 1e7:
@@ -570,9 +571,7 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """Return explanations of the parts of the workers' time, for nonzero parts with names that are not
-    self-explanatory.
-    """
+    """Return explanations of those parts of the workers' time that are not zero and need one."""
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 

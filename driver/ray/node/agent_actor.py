@@ -86,8 +86,9 @@ class RayEngine:
         )
 
     def leave(self) -> None:
-        """Exit the actor without an error. Ray allows this only in a method of the actor, so its method ``leave`` is
-        called.
+        """Exit the actor without an error.
+
+        Ray allows this only in a method of the actor, so its method ``leave`` is called.
         """
         import ray
 
@@ -148,8 +149,9 @@ class AgentActor:
         return os.getpid()
 
     async def start(self, bootstrap: bytes, call: bytes, ready_s: float) -> str:
-        """Start the agent. Return an empty string when the agent is ready, or the reason why it could not be
-        started.
+        """Start the agent, and wait until it is ready.
+
+        Returns an empty string, or the reason why the agent could not be started.
         """
         config = msgspec.json.decode(bootstrap, type=Bootstrap)
         self._host = config.host

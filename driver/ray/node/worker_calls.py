@@ -24,8 +24,9 @@ HELLO_S = 30.0  # timeout for the first line of a new connection, in seconds
 
 
 class CallFailed(ElasticError, RuntimeError):
-    """Error raised when a worker is unavailable for a call or exits before it has answered. The message contains the
-    rank.
+    """Error raised when a worker is unavailable for a call or exits before it has answered.
+
+    The message contains the rank.
     """
 
 

@@ -22,8 +22,9 @@ class WorkerNotificationManager:
         hostname: str | None = None,
         local_rank: int | None = None,
     ) -> None:
-        """Do nothing, because ``hvd.init()`` has already connected to the driver. The arguments are those of
-        Horovod.
+        """Do nothing, because ``hvd.init()`` has already connected to the driver.
+
+        The arguments are those of Horovod.
         """
 
     def register_listener(self, listener: HostUpdateListener) -> None:

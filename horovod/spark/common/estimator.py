@@ -144,8 +144,9 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
     """Base class of trained models. A model adds a column with predictions for each label to a DataFrame."""
 
     def transform(self, df: Any, params: Any = None) -> Any:
-        """Return the DataFrame with the added columns, whose names are those of `setOutputCols`, or LABEL__output by
-        default.
+        """Return the DataFrame with columns of predictions added.
+
+        The names of the columns are those of `setOutputCols`, by default LABEL__output.
         """
         return super().transform(df, params)
 
@@ -191,8 +192,9 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
         return done.drop(PREDICTIONS)
 
     def _sizes(self, rows: list[Any], predict: Callable[[list[Any]], list[Any]]) -> list[int]:
-        """Return the number of values that the model predicts for each label, determined by a prediction for the first
-        row.
+        """Return the number of values that the model predicts for each label.
+
+        It is determined by a prediction for the first row.
         """
         if not rows:
             return [0] * len(self.getOutputCols())

@@ -353,8 +353,9 @@ def _host(compute: ComputeClient) -> str:
 
 
 def _bypass_proxies() -> None:
-    """Disable proxies in gRPC, which would use http_proxy even for hosts of the cluster, so that a worker would wait
-    forever.
+    """Disable proxies in gRPC.
+
+    gRPC would use http_proxy even for hosts of the cluster, and a worker would wait forever.
     """
     others = [os.environ["no_proxy"]] if os.environ.get("no_proxy") else []
     os.environ.setdefault("no_grpc_proxy", ",".join([*others, "0.0.0.0/0", "::/0"]))

@@ -1,5 +1,6 @@
-"""Program of a compute job, which prepares data for training jobs. Every rank runs a worker of TensorFlow's tf.data
-service.
+"""Program of a compute job, which prepares data for training jobs.
+
+Every rank runs a worker of TensorFlow's tf.data service.
 
 horovodrun -np 4 python -m horovod.tensorflow.data.compute_worker CONFIGFILE
 """
