@@ -22,8 +22,8 @@ class Launcher(Protocol):
 
         Args:
             exited: called exactly once for each started worker.
-            noticed: called with other observations of processes: WorkerFrozen, WorkerThawed, WorkerProbed,
-                WorkerHealthChecked, BandwidthMeasured.
+            noticed: called with all other events about workers and hosts, such as WorkerFrozen, WorkerThawed,
+                WorkerProbed, WorkerHealthChecked and BandwidthMeasured.
         """
 
     def start(self, worker: Worker, command: Sequence[str], env: Mapping[str, str]) -> None:

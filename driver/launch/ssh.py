@@ -1,4 +1,6 @@
-"""Starter of agents on other hosts over ssh. The user's ssh configuration sets the user, port, key and jump host.
+"""Starter of agents on other hosts over ssh.
+
+The user's ssh configuration determines the user, port, key and jump host.
 
 The remote command is constant, so that no remote shell can misinterpret a name. All parameters are sent on standard
 input: two lines with the Python interpreters to try, then the bootstrap. ssh stays connected while the agent depends on
@@ -55,7 +57,7 @@ REMOTE = remote(AGENT_MODULE)
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Options of ssh on the command line.
+    """ssh options from the command line.
 
     Raises:
         Invalid: a file is not readable, or a value is malformed. Names of other hosts are not checked.
@@ -68,8 +70,8 @@ class SshOptions:
     python: str | None = None  # path of the Python that runs the agents on all hosts
     program: str = "ssh"
     connect_s: int = 10  # timeout for connecting, in seconds
-    ready_s: float = 60.0  # seconds to wait until the agent is ready, including the login
-    alive_s: int = 5  # seconds between two keepalives on an idle connection
+    ready_s: float = 60.0  # timeout until the agent is ready, including the login, in seconds
+    alive_s: int = 5  # interval between two keepalives on an idle connection, in seconds
     # number of unanswered keepalives after which the connection counts as lost
     alive_count: int = 3
 

@@ -13,7 +13,7 @@ import re
 SSH_FAILED = 255
 NO_PYTHON = "hvd-elastic: no python"
 
-_SHOWN = 300  # maximum number of characters of quoted output
+_SHOWN = 300  # maximum number of characters quoted from the output
 _DEBUG = re.compile(r"debug[123]: |Authenticated to |Transferred: sent |Bytes per second: ")
 
 

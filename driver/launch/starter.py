@@ -1,4 +1,4 @@
-"""Interface of the starters of agent processes on hosts. Implementations make no decisions.
+"""Interface of the starters, which start agent processes on hosts. Implementations make no decisions.
 
 The agent reads its parameters from standard input, as one line of JSON. Therefore neither its arguments nor its
 environment contain a secret, and the starter needs no file on the other machine.

@@ -27,7 +27,7 @@ UNCAUGHT = 1  # exit code of Python after an uncaught exception
 
 
 class Failures(Part):
-    """Handler of failures and exits, with one method per event."""
+    """Handler of failed collectives, exceptions and exits, with one method per event."""
 
     def handle(self, event: Event) -> bool:
         """Handle a failure or an exit of a worker. Return False for other events."""

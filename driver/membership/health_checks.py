@@ -87,7 +87,7 @@ class HealthChecks(Part):
             self.worlds.welcome(record)
 
     def _failed(self, record: WorkerRecord, facts: Mapping[str, Fact]) -> None:
-        """Reject the worker, and start the cooldown of its slot.
+        """Reject a worker whose health check failed, and start the cooldown of its slot.
 
         The result is logged only if it differs from the slot's previous result.
 

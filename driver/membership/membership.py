@@ -59,7 +59,10 @@ def may_defer(event: events.Event) -> bool:
 
 
 class Membership:
-    """Membership of one job. Pass each event with its time to `handle`, and perform the returned actions in order."""
+    """Membership of one job.
+
+    Pass each event and its time to `handle`, and perform the returned actions in order.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

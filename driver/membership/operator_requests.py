@@ -131,7 +131,7 @@ class OperatorRequests(Part):
         return because(ReasonKind.NO_SUCH_HOST, host=host, hosts=", ".join(hosts[:8]) + more)
 
     def _nowhere_else(self, host: str) -> Reason | None:
-        """Return the reason for refusing a drain that could never complete, because the host list cannot grow."""
+        """Return the reason for refusing a drain that could never complete because the host list cannot grow."""
         slots, least = self.staff.slots, self.settings.workers_min
         others = slots.open(self.actions.now, without=host)
         if not slots.fixed or others >= least or slots.drained(host):

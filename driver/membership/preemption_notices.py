@@ -29,17 +29,19 @@ from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Commit
 
-HURRY_S = 10.0  # seconds before a machine's end at which its workers leave unconditionally
+# seconds before a machine is reclaimed at which its workers leave even if too few workers stay
+HURRY_S = 10.0
 # seconds before the announced end at which the last checkpoint is requested if all machines are reclaimed
 LAST_CHECKPOINT_S = 20.0
 # Minimum interval between the first and the last checkpoint, in seconds. If less time remains, only one is requested.
 APART_S = 1.0
-# If the driver's machine is reclaimed, the job ends this many seconds before, with or without a checkpoint.
+# The job ends this many seconds before the driver's machine is reclaimed, with or without a checkpoint.
 LAST_S = 3.0
 # Seconds from the announced end until the host may be used again. By then, either the machine has been replaced, or the
 # notice was a false alarm.
 GONE_S = 60.0
-UNKNOWN_S = 600.0  # assumed time until the end if the notice does not state it
+# assumed number of seconds until the machine is reclaimed, if the notice does not contain it
+UNKNOWN_S = 600.0
 # exit code of the job, the same as after SIGTERM, so that a batch system can requeue it
 STOPPED = 143
 

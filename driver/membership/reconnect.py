@@ -105,7 +105,7 @@ class Reconnects(Part):
     # ---- a whole host, or all hosts --------------------------------------------------------------------------------
 
     def not_there(self, event: HostReported) -> Iterator[WorkerExited]:
-        """Yield an exit event for each worker that is missing from the host's running processes.
+        """Yield an exit event for each worker that is missing from a host's report of its running processes.
 
         Unexpected workers on the host are killed. The kill is repeated if necessary.
         """

@@ -186,7 +186,7 @@ class WorkerReports(Part):
         self.worlds.lose(here[0], reason)
 
     def miscomputed(self, event: events.WorkerMiscomputed) -> None:
-        """Fence a worker whose gradients are wrong, and quarantine its slot.
+        """Fence a worker that computed wrong gradients, and quarantine its slot.
 
         Every rank reports the worker. Reports after the first are ignored.
         """

@@ -79,7 +79,7 @@ class ChangeWaits(ViewReader):
         if self._since is None or now - self._since < WAIT_S:
             return None
         if not (self._joining or self._leaving):
-            return None  # All joining workers have exited.
+            return None  # all joining workers have exited
         return ChangeWait(self._since, now, tuple(self._joining), self._leaving)
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:

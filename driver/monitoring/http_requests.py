@@ -20,7 +20,7 @@ import ipaddress
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-HEAD_LIMIT = 8 * 1024  # maximum size of a request's head, in bytes
+HEAD_LIMIT = 8 * 1024  # maximum size of the request line and headers, in bytes
 # Accepted values of Sec-Fetch-Site. The empty value stands for a missing header, as in older browsers.
 SAME_SITE = ("same-origin", "")
 

@@ -255,7 +255,8 @@ class JobView:
 
     def _happened(self, event: events.Event, now: float) -> None:
         match event:
-            case events.WorkerSpent(worker):  # Ordered by frequency, most frequent first.
+            # the cases are ordered by frequency, most frequent first
+            case events.WorkerSpent(worker):
                 self._known(worker)
                 self._knows(event.commit, now)
                 self._counts(event.commit, event.step)
@@ -368,7 +369,8 @@ class JobView:
             if before is not None and before.outcome is not events.HealthOutcome.LOW_BANDWIDTH:
                 del self.unhealthy[slot]
             self.quarantined.pop(slot, None)
-        elif self.unhealthy.get(slot) != event:  # Agents may repeat a result, which counts once.
+        # agents may repeat a result, which is counted only once
+        elif self.unhealthy.get(slot) != event:
             self.unhealthy[slot] = event
             self.failed_checks[slot] = (self.failed_checks.get(slot, (0, event))[0] + 1, event)
 

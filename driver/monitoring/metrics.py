@@ -383,7 +383,7 @@ def bound_visitors(server: Any) -> None:
     begin, process = server.process_request, server.process_request_thread
 
     class Visit(server.RequestHandlerClass):  # type: ignore[misc]
-        timeout = VISIT_S  # timeout in seconds for each read and write
+        timeout = VISIT_S  # timeout for each read and write, in seconds
 
     def admit(request: Any, address: Any) -> None:
         """Accept a connection if fewer than VISITORS are open, before a thread is started for it."""

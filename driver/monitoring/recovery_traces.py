@@ -22,7 +22,7 @@ from elastic.errors import Invalid
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-CLOSE_S = 3.0  # timeout in seconds for sending the remaining spans when a job ends
+CLOSE_S = 3.0  # timeout for sending the remaining spans when a job ends, in seconds
 INSTALL = "pip install 'hvd-elastic[opentelemetry]'"
 
 

@@ -22,7 +22,7 @@ KEPT = 200  # maximum number of stored stragglers; further ones are only counted
 class SlowEnd(enum.Enum):
     """Reason why a worker's last slow period ended."""
 
-    RECOVERED = "recovered"  # the worker's speed exceeded the factor again
+    RECOVERED = "recovered"  # the worker's speed rose above the limit again
     REPLACED = "replaced"  # the worker was replaced by a standby (--replace-stragglers)
     LEFT = "left"  # the worker left the world for another reason, or was lost
     WORLD_ENDED = "world ended"  # a new world began, in which speeds are measured again

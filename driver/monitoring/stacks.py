@@ -16,7 +16,8 @@ from elastic.protocol.uncaught.sending import StackOf
 
 TRAINING = "Training thread"
 INNERMOST = 8  # maximum number of frames shown if no frame belongs to the script
-STACK = "Stack (most recent call first):"  # header line if faulthandler writes a single thread
+# header line that faulthandler writes if it prints only one thread
+STACK = "Stack (most recent call first):"
 # Also matches the headers that faulthandler writes for all threads, if the script installed a handler.
 _HEADER = re.compile(r"(Training thread|Current thread|Thread) (0x)?[0-9a-f]+ |" + re.escape(STACK))
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')

@@ -106,7 +106,7 @@ class Stall:
 
 @dataclass
 class OpenWait:
-    """Wait of one or more members in the same collective that has not completed."""
+    """Wait of one or more members in the same collective, which has not completed."""
 
     since: float
     last: float  # time at which the last of these members began to wait
@@ -130,7 +130,7 @@ class Stalls(ViewReader):
         self._whole = False
         self._waits: dict[tuple[str, int], OpenWait] = {}
         self._waits_in: dict[Worker, tuple[str, int]] = {}
-        self._late: dict[Worker, None] = {}  # members that neither wait nor have returned
+        self._late: dict[Worker, None] = {}  # members that are neither waiting nor have returned
         self._progressed_at: dict[Worker, float] = {}
         self._marked: set[Worker] = set()  # members in a phase that the script marks as long
         # For each member, how often it reported each script line during the current wait. The most frequent line is
@@ -232,7 +232,7 @@ class Stalls(ViewReader):
         return min((wait.since for wait in self._waits.values()), default=None)
 
     def current(self, now: float) -> Stall | None:
-        """Return the current stall, or None if the job makes progress."""
+        """Return the current stall, or None if there is none."""
         found = [self._stall(wait, now) for wait in self._waits.values()]
         return min(
             (stall for stall in found if stall is not None), key=lambda s: s.since, default=None

@@ -25,7 +25,7 @@ class StepRate:
         self._over_s = 0.0
 
     def told(self, worker: Worker, steps: int | None, batch: int | None, now: float) -> None:
-        """Record that ``worker`` has made ``steps`` steps, of ``batch`` samples each, since its start.
+        """Record that ``worker`` has completed ``steps`` steps, of ``batch`` samples each, since its start.
 
         A report of another worker, or with fewer steps than before, starts a new measurement.
         """

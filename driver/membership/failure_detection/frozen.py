@@ -24,7 +24,7 @@ from elastic.protocol.messages import Worker
 
 
 class Frozen(Part):
-    """Handler of reports of frozen workers and unreachable hosts. It checks deadlines after every event."""
+    """Handler of reports about frozen workers and unreachable hosts. It checks deadlines after every event."""
 
     def __init__(self, worlds: Worlds) -> None:
         super().__init__(worlds)
@@ -50,7 +50,7 @@ class Frozen(Part):
         return min((by for by, _ in self._hosts_awaited.values()), default=None)
 
     def restarted(self) -> None:
-        """Reset the state after a restart of the driver. Agents report frozen workers and lost hosts again."""
+        """Reset the state after a restart of the driver. Agents will report frozen workers and lost hosts again."""
         self._hosts_awaited.clear()
         for record in self.roster.values():
             record.frozen = ""

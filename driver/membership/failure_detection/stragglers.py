@@ -88,7 +88,7 @@ class Stragglers:
         return speed is not None and speed < self.factor and 1.0 - self._busy[worker] < LITTLE
 
     def lasting(self) -> list[Worker]:
-        """Return the workers that were stragglers in several consecutive reports, slowest first."""
+        """Return the workers that were stragglers in LASTING or more consecutive reports, slowest first."""
         found = [worker for worker, reports in self._reports.items() if reports >= LASTING]
         return sorted(found, key=lambda worker: (self.speed(worker) or 1.0, worker))
 

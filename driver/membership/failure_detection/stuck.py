@@ -251,7 +251,7 @@ class Stuck(Part):
             self.actions.log("info", text)
 
     def _watch_idle(self) -> None:
-        """Log the members' script lines if no member waits, but none has completed a step for a long time."""
+        """Log the members' script lines if no member waits but none has completed a step for a long time."""
         if self.worlds.phase is not Phase.TRAINING or not self.actions.expired(self._idle.due):
             return
         now = self.actions.now
@@ -483,7 +483,8 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                return  # Different numbers of collectives alone do not prove that the calls differ.
+                # Ranks with different numbers of completed collectives may still be in the same call.
+                return
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)
             calls = [Called(0, s.inside, s.line) for s in inside]

@@ -65,7 +65,8 @@ class Suspicion:
     since: float  # time at which the other workers began to wait for this worker
     phase: str = ""
     fenced_when_busy: bool = True
-    patient: bool = False  # treat an idle worker as busy, because fencing it would end the job
+    # whether an idle worker is treated like a busy one, because fencing it would end the job
+    patient: bool = False
     verdict: Verdict = Verdict.UNKNOWN
     idle_since: float = 0.0
     traced: bool = False

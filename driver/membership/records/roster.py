@@ -49,10 +49,10 @@ class WorkerRecord:
 
     worker: Worker
     started_at: float
-    first_place: Place  # place assigned to the worker at its start
+    first_place: Place  # ranks and sizes assigned to the worker at its start
     stage: WorkerStage = WorkerStage.STARTING
     pid: int = 0
-    unchecked: bool = False  # the health check of the worker's slot has not passed yet
+    unchecked: bool = False  # whether the health check of the worker's slot is still pending
     # time until which the first world waits for this worker, if the worker is HELD
     held_until: float = 0.0
     check_by: float = 0.0  # time at which the health check times out, if the worker is HELD
@@ -62,12 +62,13 @@ class WorkerRecord:
     first_generation: int = 0
     store: Address | None = None
     layout: str = ""
-    running: bool = False  # the worker is inside elastic.run
+    running: bool = False  # whether the worker is inside elastic.run
     # time at which the worker's first collective of the generation completed
     resumed_at: float | None = None
     leaving: Reason | None = None  # reason for the worker to leave, or None
-    unlisted: bool = False  # the worker leaves because its host is no longer listed; not urgent
-    # The worker must leave because its machine will be reclaimed, but there is still time.
+    # whether the worker leaves because its host is no longer listed, which is not urgent
+    unlisted: bool = False
+    # Whether the worker must leave because its machine will be reclaimed, but not immediately.
     noticed: bool = False
     # time at which the driver kills the worker if it has not exited
     exit_by: float | None = None
@@ -149,8 +150,9 @@ class Roster(dict[Worker, WorkerRecord]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.version = 0  # incremented when a process is added or removed
-        self.shifts = 0  # incremented when a worker changes in a way that may affect decisions
+        self.version = 0  # counter, incremented when a process is added or removed
+        # counter, incremented when a worker changes in a way that may affect decisions
+        self.shifts = 0
         self.leavers: dict[Worker, WorkerRecord] = {}
         # Heap of exit deadlines. May contain outdated entries, which are skipped.
         self._exits: list[tuple[float, int, Worker]] = []
@@ -159,7 +161,7 @@ class Roster(dict[Worker, WorkerRecord]):
         # frozen workers that are ready or members and are not being killed
         self.frozen: dict[Worker, WorkerRecord] = {}
         self.hosts: dict[str, dict[Worker, WorkerRecord]] = {}
-        # An OrderedDict, because finding the first item of a plain dict is slow after many removals.
+        # OrderedDicts, because finding the first item of a plain dict is slow after many removals.
         self._stages: dict[WorkerStage, OrderedDict[Worker, WorkerRecord]] = {
             s: OrderedDict() for s in WorkerStage
         }

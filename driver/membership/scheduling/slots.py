@@ -72,7 +72,7 @@ class Slots:
         return worker.slot < self._hosts.get(worker.host, 0)
 
     def order(self, worker: Worker) -> tuple[int, str, int]:
-        """Return a sort key by the order of hosts in the discovery's list, then by slot."""
+        """Return the sort key of a worker: the position of its host in the discovery's list, then the slot number."""
         return (self._order.get(worker.host, len(self._order)), worker.host, worker.slot)
 
     @property
@@ -123,7 +123,7 @@ class Slots:
         self.version += 1
 
     def reopen(self, host: str) -> None:
-        """Allow workers on a host again, because its machine was replaced or will not be reclaimed."""
+        """Allow new workers on a host again, because its machine was replaced or will not be reclaimed."""
         if self._closed.pop(host, None) is not None:
             self.version += 1
 
@@ -137,7 +137,7 @@ class Slots:
         self.version += 1
 
     def refill(self, host: str) -> None:
-        """Allow workers again on a host that was drained or has quarantined slots."""
+        """Allow new workers again on a host that was drained or has quarantined slots."""
         self._drained.discard(host)
         self._release(host)
         self.version += 1

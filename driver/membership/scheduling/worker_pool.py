@@ -26,7 +26,7 @@ CHECK_SLACK_S = 10.0
 
 
 class WorkerPool:
-    """Live processes and slots of a job."""
+    """Pool of the live worker processes and the slots of a job."""
 
     def __init__(self, settings: Settings, actions: ActionList) -> None:
         self.settings = settings
@@ -98,7 +98,7 @@ class WorkerPool:
         record.check_by = self.actions.now + self.settings.health_check_s + CHECK_SLACK_S
 
     def welcome(self, record: WorkerRecord, members: Sequence[Worker]) -> None:
-        """Answer the init() of a worker.
+        """Answer the init() call of a worker.
 
         A worker that is not in the current world receives a provisional place, never rank 0.
         """
@@ -118,7 +118,7 @@ class WorkerPool:
     def starting(self) -> Iterator[WorkerRecord]:
         """Yield the workers that may still become ready for the first world.
 
-        Their deadline starts when the first worker begins to wait.
+        Their timeout starts when the first worker is ready and waits for the others.
         """
         for record in self.roster.first_at(WorkerStage.STARTING, WorkerStage.CONNECTED):
             start_by = self._start_by(record)

@@ -20,8 +20,8 @@ from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
-NAMED = 8  # maximum number of lost workers named in the reason
-REMIND_S = 5.0  # seconds after which a gathering logs the awaited workers
+NAMED = 8  # maximum number of lost workers that the reason names
+REMIND_S = 5.0  # seconds after which the workers that a gathering waits for are logged
 # The same for a gathering of kind START. It is longer, because a script may import modules or build a model before it
 # enters elastic.run.
 START_REMIND_S = 30.0
@@ -92,7 +92,7 @@ class Gathering:
 
     @property
     def late_at(self) -> float:
-        """Return the deadline for old members to become ready."""
+        """Deadline for members of the last world to become ready."""
         return self.began_at + self.settings.elastic_timeout_s
 
     def begin_again(self, now: float) -> None:

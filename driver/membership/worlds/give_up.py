@@ -51,10 +51,9 @@ class GiveUpRules:
         return because(ReasonKind.RESET_LIMIT, cause=reason, limit=limit) if reached else None
 
     def all_lost(self, world: World, gathering: Gathering) -> Reason | None:
-        """Return the reason to end the job if all members are lost.
+        """Return the reason to end the job if all members are lost and no checkpoint can be restored.
 
-        New workers hold no state. Unless a checkpoint can be restored, they would silently restart training from the
-        beginning.
+        New workers hold no state, so they would silently restart training from the beginning.
         """
         here = self._staff.roster.first_at(*AT_STAKE)
         if not world.trained or any(s.worker in world.places for s in here):
@@ -96,7 +95,7 @@ class GiveUpRules:
         self._restarts = 0
 
     def turned_away(self, world: World, record: WorkerRecord) -> Reason | None:
-        """Record that a worker was rejected because its state differs from the world's.
+        """Record that a worker was rejected because its state differs from that of the world.
 
         Return the reason to end the job if the previous member in its slot had the same difference, because every later
         worker would also be rejected.
@@ -138,7 +137,7 @@ class GiveUpRules:
 
     @property
     def worlds_hung(self) -> int:
-        """Return the number of worlds that hung since the last new commit."""
+        """Number of worlds that have hung since the last new commit."""
         return len(self._hung_in)
 
     def in_circles(

@@ -43,10 +43,10 @@ def exit_code(code: int) -> int:
 
 @dataclass
 class RootCauseSearch:
-    """Search for the root cause of a failure.
+    """Search for the worker that caused a failure.
 
-    ``verdict`` is the reason if no cause is found before the time ``by``. A worker that has not reported the failure is
-    a suspect. It may be slow to exit, so the search waits for it until the time ``latest``.
+    ``verdict`` is the reason if no such worker is found before the time ``by``. A worker that has not reported the
+    failure is a suspect. It may be slow to exit, so the search waits for it until the time ``latest``.
     """
 
     by: float

@@ -36,9 +36,9 @@ class ScriptFailures:
     _last_turned_away: tuple[Worker, int] | None = None
 
     def failed(self, slot: Slot, reason: Reason) -> None:
-        """Record a failed script.
+        """Record that the script failed in a slot's worker.
 
-        The script raised an exception, called sys.exit, or built a state that differs from the world's.
+        The script raised an exception, called sys.exit, or built a state that differs from that of the world.
         """
         self._of[slot] = reason
 

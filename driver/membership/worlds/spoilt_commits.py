@@ -36,7 +36,7 @@ class SpoiltCommits:
 
     after: Commit | None = None
     until: int = 0
-    culprit: str = ""  # the last worker that computed wrong gradients
+    culprit: str = ""  # worker that most recently computed wrong gradients
 
     def found(self, record: WorkerRecord, generation: int) -> None:
         """Mark all commits since the first step of a worker as doubtful, up to the given generation."""

@@ -429,7 +429,8 @@ class Worlds:
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         failure = failure and not self.stopping
         announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
-        if failure and not announced:  # An announced reclamation of a machine is not a failure.
+        # the loss of a machine after a preemption notice is not a failure
+        if failure and not announced:
             self.end_if(self.give_up.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
         for record in at_work:

@@ -22,7 +22,7 @@ from elastic.driver.sinks import Stream, Usage
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 
-LINE_S = 0.5  # seconds between two updates of the status line
+LINE_S = 0.5  # interval between two updates of the status line, in seconds
 
 
 class LivePage:
@@ -68,7 +68,7 @@ class LivePage:
         return [worker for worker in view.ranks if worker in view.workers]
 
     def worker_of(self, name: str) -> Worker | None:
-        """Return the worker with this rank, or in this slot.
+        """Return the worker with the given rank or in the given slot.
 
         Args:
             name: rank such as ``3``, slot such as ``host:0``, or one incarnation of a slot's worker such as

@@ -44,10 +44,10 @@ from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
 LINES = 200  # maximum number of log lines per second; further lines are omitted
-LINE = 500  # maximum number of characters of a line
+LINE = 500  # maximum number of characters shown of a line
 NAMES = 8  # maximum number of reported names that are shown
 STACKS = 8  # maximum number of workers whose stacks are stored
-STACK_LIMIT = 16_000  # maximum number of characters of the stacks of one worker
+STACK_LIMIT = 16_000  # maximum number of characters stored for one worker's stacks
 STACK_S = 5.0  # seconds after a request during which stderr lines count as part of the stacks
 SLOW_S = 1.0  # minimum interval between two updates of all workers, in seconds
 SLOW_EACH_S = 0.002  # seconds added to SLOW_S per worker
@@ -235,7 +235,7 @@ class PageModel(ViewReader):
         return worker in self._asked
 
     def stderr(self, worker: Worker, text: str, now: float) -> None:
-        """Add a line of a worker's stderr to its stacks, if stacks are expected."""
+        """Add a line of a worker's stderr to its stacks, if a stack dump is expected."""
         until = self._expects_stack.get(worker)
         if until is None:
             return

@@ -27,7 +27,7 @@ from elastic.driver.monitoring.http_requests import HEAD_LIMIT, PageRefusal, Req
 from elastic.errors import Invalid
 
 VIEWERS = 64
-VISITORS = 128  # maximum number of connections without a stream of events
+VISITORS = 128  # maximum number of connections that are not event streams
 VISIT_S = 5.0
 # minimum interval between two patches, in seconds, so that simultaneous changes are sent together
 FLUSH_S = 0.05
@@ -207,7 +207,7 @@ class PageVisit(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Close the connection after all pending data have been sent."""
+        """Close the connection after all pending data has been sent."""
         if self._deadline is None or self._deadline.cancelled():
             # The client has VISIT_S seconds to read the remaining data. Otherwise it could delay the end of the job.
             loop = asyncio.get_running_loop()

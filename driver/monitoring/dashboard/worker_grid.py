@@ -69,7 +69,7 @@ class Cell:
     step_s: float | None = None  # seconds between two commits, as last reported
     own_s: float | None = None  # seconds of `step_s` spent outside collectives
     usage: Usage = field(default_factory=Usage)  # resource usage last measured on the worker's host
-    awaits: tuple[int, ...] = ()  # ranks for which the worker waits in a stall
+    awaits: tuple[int, ...] = ()  # ranks that the worker waits for in a stall
     # script line that this worker executes while others wait for it; empty if unknown, None if none wait
     stalled: str | None = None
 
@@ -109,7 +109,7 @@ class Cell:
 
 
 class WorkerGrid:
-    """Writer of the tables ``hosts`` and ``workers`` of a page. Times are on the model's clock, in seconds."""
+    """Writer of the tables ``hosts`` and ``workers`` of a live page. Times are in seconds on the model's clock."""
 
     def __init__(self, state: PageState, view: JobView) -> None:
         self.state = state

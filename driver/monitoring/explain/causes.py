@@ -31,7 +31,7 @@ class Cause(enum.Enum):
     # a write failed; torch does not report the reason, which is usually a full disk
     WRITE_FAILED = "write failed"
     GPU_ERROR = "gpu error"  # an error in CUDA or NCCL
-    OUT_OF_MEMORY = "out of memory"  # killed by the kernel's out-of-memory killer
+    OUT_OF_MEMORY = "out of memory"  # the kernel's out-of-memory killer killed the worker
     SIGNAL = "signal"
     EXIT_CODE = "exit code"
     NOT_STARTED = "not started"

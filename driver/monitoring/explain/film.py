@@ -30,7 +30,7 @@ PULSES = 24  # maximum number of workers for which each loss is drawn as an expa
 CAPTIONS = 250
 FRAMES = 120  # maximum number of changes of each counter
 KEYS = 5000  # maximum number of colour changes in the animation, for all workers together
-# Colours for a dark background, which is readable on both light and dark pages.
+# Colours of the animation. Its dark background suits both light and dark pages.
 COLOURS = {
     "starting": "#3f6299",
     "joining": "#5b95f0",

@@ -35,7 +35,7 @@ MUCH_JOINING = 0.3
 MUCH_STALLED_S = 30.0
 # minimum duration of a straggler's slow periods for which advice is given, in seconds
 MUCH_SLOW_S = 60.0
-# Causes that cost time because other workers wait.
+# Causes during which the other workers waited, so that time was lost.
 STALLS = (Cause.STUCK, Cause.FROZEN, Cause.CUT_OFF, Cause.HOST_LOST, Cause.GPU_HANGS)
 OF_THE_SCRIPT = (Cause.EXCEPTION, Cause.MISMATCH, Cause.STATE_MISMATCH, Cause.MISSING_MODULE)
 NAMED_SLOTS = 8

@@ -45,7 +45,7 @@ TRACE = 20_000  # maximum number of characters of a traceback
 
 @dataclass
 class Incident:
-    """Incident in a job: a failure and the recovery from it.
+    """Failure in a job and the recovery from it.
 
     Times are in seconds on the journal's clock.
 
@@ -150,7 +150,7 @@ class JobHistory(ViewReader):
         self.more_silences = 0
         self.commits = Series(0)  # number of reported commits
         self._counted = 0
-        # For each slot, the incarnation of the last worker with a recorded loss.
+        # For each slot, the incarnation of the last worker whose loss was recorded.
         self._recorded: dict[tuple[str, int], int] = {}
         # Workers that were asked to leave, or were killed because they were not needed, and the reasons.
         self._going: dict[Worker, Reason] = {}

@@ -1,4 +1,4 @@
-"""Activity of a job's slots over time, for a timeline: spans per slot, world sizes, and recoveries.
+"""Recording of the activity of a job's slots over time, for a timeline: spans per slot, world sizes, and recoveries.
 
 Pure: no I/O, no clock.
 
