@@ -90,7 +90,7 @@ class ReasonKind(enum.Enum):
     NO_SUCH_WORKER = "no such worker"
     NOWHERE_ELSE = "nowhere else"
     LEAVES_ALREADY = "leaves already"
-    # Reasons for the end of a world, and for the next one.
+    # Reasons for the end of a world, which are also those for the next one.
     INIT_AGAIN = "init again"
     ENTERING = "entering"
     FELL_OUT = "fell out"

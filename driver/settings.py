@@ -91,7 +91,7 @@ class Settings:
     settle_s: float = 0.3  # seconds that a ready newcomer waits for other workers that are starting
     prepare_s: float = 5.0  # timeout for the answers of all members to a planned change
     leave_s: float = 30.0  # timeout from the request to leave until the worker's exit
-    # seconds from a lost connection until the worker is fenced, if its exit is not observed
+    # seconds after the loss of its connection at which a worker is fenced if its exit was not observed
     disconnect_s: float = 2.0
     reconnect_s: float = 15.0  # timeout for all workers to reconnect to a restarted driver
     # Number of consecutive failed worlds, without a lost worker or a new commit, after which the job ends.
@@ -102,16 +102,18 @@ class Settings:
     silence_s: float = 0.0
     # Seconds after which an idle worker counts as stuck while other workers wait for it. 0 disables this.
     idle_s: float = 30.0
-    # Seconds after which a busy worker is logged while other workers wait for it. 0 disables this.
+    # Seconds after which a busy worker is logged if other workers wait for it. 0 disables this.
     busy_warning_s: float = 60.0
-    busy_s: float = 600.0  # Seconds after which a busy worker counts as stuck. 0 disables this.
+    # Seconds after which a busy worker counts as stuck while others wait for it. 0 disables this.
+    busy_s: float = 600.0
     # Seconds without progress of launched work after which a GPU counts as hung. 0 disables this.
     gpu_hang_s: float = 10.0
-    # Seconds that a collective may take after all ranks have launched it, if the cause is unclear.
+    # Seconds without progress after which a collective that all ranks have launched counts as hung if the cause is
+    # unclear.
     gpu_limit_s: float = 180.0
     # seconds that a stuck worker has for writing its stacks before it is killed
     dump_s: float = 0.5
-    # seconds from a kill to the exit, after which the kill counts as failed
+    # seconds after a kill at which it counts as failed if the process has not exited
     kill_s: float = 1.0
     # maximum number of new workers that start at the same time while a world is training
     starting_max: int | None = None

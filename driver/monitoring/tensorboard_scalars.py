@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'hvd-elastic[tensorboard]'"
 MOST = 10_000  # maximum number of scalars waiting to be written
 FLUSH_S = 2.0
-CLOSE_S = 3.0  # timeout in seconds for writing the remaining scalars when a job ends
+CLOSE_S = 3.0  # timeout for writing the remaining scalars when a job ends, in seconds
 # Folder for the driver's own measurements. The values of each rank are written to a separate folder.
 JOB = "job"
 
@@ -55,7 +55,7 @@ class ScalarsOfReports:
         self._counts: dict[int, int] = {}  # number of reports received from each rank
 
     def of(self, report: Report) -> list[Scalar]:
-        """Convert a worker's report to scalars. A number in nested dicts is named ``outer/inner``.
+        """Convert a worker's report to scalars. Numbers in nested dicts are named ``outer/inner``.
 
         The step of each scalar is the value reported as ``step``, or otherwise the number of reports from this rank.
         """

@@ -142,7 +142,7 @@ class Spent:
         if doing in IN_STEPS:  # A worker in a stall remains in one part of a step.
             held = min(since, stalled_s + self.stalled_last)
             parts[doing] += held
-            # A commit takes very little time, so most of the time was spent training.
+            # commits take little time, so a worker that last reported "committing" has mostly trained since then
             rest = "training" if doing == "committing" else doing
             shares = self.steps or steps or {rest: 1.0}
             for part, share in shares.items():

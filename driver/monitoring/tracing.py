@@ -29,7 +29,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 from elastic.protocol.trace_file import TraceFile, is_free
 
-# Timeout in seconds for workers to send their remaining records. A frozen worker sends none.
+# Timeout for workers to send their remaining records, in seconds. A frozen worker sends none.
 END_S = 2.0
 CLOSE_S = 10.0  # timeout for the last write, in seconds
 WAITING_LIMIT = 500_000  # maximum number of records waiting to be written
@@ -66,7 +66,7 @@ class Tracing(ViewReader):
         view.follow(self)
 
     def open(self, path: str, *, mark_cycles: bool = False) -> None:
-        """Begin to record a timeline into a file.
+        """Start recording a timeline to a file.
 
         Raises:
             Invalid: the file cannot be written.
@@ -81,7 +81,7 @@ class Tracing(ViewReader):
             self._announce(worker)
 
     def serve(self, send: Send) -> None:
-        """Set the function that sends messages to workers. Call this after the server has started."""
+        """Set the function that sends messages to workers. Must be called after the server has started."""
         self._send = send
         if self._writer is not None:
             self._writer.start()
@@ -126,7 +126,7 @@ class Tracing(ViewReader):
 
     def _traced(self, worker: Worker, message: messages.Traced) -> None:
         if message.timeline != self._number or not self._path or self._writer is None:
-            return  # The message belongs to a previous timeline, which is no longer recorded.
+            return  # the message belongs to a previous timeline, which is no longer recorded
         if self._waiting > WAITING_LIMIT:
             lost = message.dropped + len(message.records)
             message = messages.Traced(message.timeline, message.offset_ns, [], lost)
@@ -200,7 +200,7 @@ class Tracing(ViewReader):
 
     def _end(self) -> None:
         if not self._path:
-            return  # The file is already being closed.
+            return  # the file is already being closed
         self._path = ""
         if self._writer is not None:
             self._writer.end(self._ended)
@@ -333,7 +333,7 @@ class _Writer:
 
 @dataclass
 class _Job:
-    """One item of the writer's queue."""
+    """Item of the writer's queue."""
 
     lines: Callable[[], list[str]]
     taken: tuple[Worker, int, int] | None = None

@@ -9,7 +9,7 @@ from elastic.driver.monitoring.shard_status import recovery_facts, source_senten
 from elastic.driver.reasons import ReasonKind, because, counted
 
 _VERBS = {"recovery": "recovered", "change": "changed", "start": "started"}
-LONG_S = 5.0  # Minimum duration of a job's start, in seconds, for which its parts are logged
+LONG_S = 5.0  # minimum duration of a job's start for which its parts are logged, in seconds
 SHORT_S = 0.5  # minimum duration of a part that is logged, in seconds
 
 
@@ -60,7 +60,9 @@ def start_line(report: ReportRecovery, start: JobStart, now: float) -> str:
 
 
 def world_line(world: PublishWorld, *, before: str, wanted: int, slots: int) -> str:
-    """Return the log line about a new world, for example ``generation 3 has 3 workers: 3 of 4 stayed``.
+    """Return the log line about a new world.
+
+    For example ``generation 3 has 3 workers: 3 of 4 stayed``.
 
     Args:
         world: the new world.

@@ -76,7 +76,11 @@ class SequentialCalls:
         self._last: Future[Any] | None = None
 
     async def __call__(self, call: Callable[[], T], within_s: float) -> T:
-        """Run a call. Return its result, or raise its exception or asyncio.TimeoutError."""
+        """Run a call in a thread. Return its result, or raise its exception.
+
+        Raises:
+            asyncio.TimeoutError: the call has not returned within ``within_s`` seconds.
+        """
         return await within(self._in_turn(call), within_s)
 
     async def _in_turn(self, call: Callable[[], T]) -> T:

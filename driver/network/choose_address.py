@@ -111,9 +111,9 @@ def wanted_address(
 
 
 def name_of(address: str, own: Sequence[InterfaceAddress]) -> str | None:
-    """Return the name of the interface with this address, or None.
+    """Return the name of the interface that has this address, or None.
 
-    An address such as 127.0.0.2 belongs to the interface of its network.
+    Any address in a loopback network, such as 127.0.0.2, belongs to the interface of that network.
     """
     for each in own:
         if each.address == address:
@@ -135,7 +135,7 @@ def worker_variables(
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name, "HOROVOD_GLOO_IFACE": name}
     if "NCCL_SOCKET_IFNAME" not in environ:
-        # Without the equals sign, NCCL would treat eth1 as a prefix that also matches eth10.
+        # Without the equals sign, NCCL would treat eth1 as a prefix, which also matches eth10.
         variables["NCCL_SOCKET_IFNAME"] = f"={name}"
         if ":" in bind:  # On an interface with both address families, NCCL would use IPv4.
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"

@@ -75,7 +75,7 @@ class Owner(Protocol[Who]):
 
 
 class Connection(asyncio.Protocol, Generic[Who]):
-    """One control connection, from accept or connect to close.
+    """Control connection, from accept or connect to close.
 
     Args:
         calls: whether this end opened the connection.

@@ -189,7 +189,7 @@ class ControlServer(Generic[Who]):
         return connection is not None and connection.write(*map(encoded, messages))
 
     def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
-        """Send each caller its message. Callers without a connection are skipped."""
+        """Send a message to each of several callers. Callers without a connection are skipped."""
         for peer, message in messages:
             self.send(peer, message)
 
@@ -256,7 +256,7 @@ class ControlServer(Generic[Who]):
         """Return the caller that answered the challenge.
 
         Raises:
-            ProtocolError: the caller is refused. The message is the reason.
+            ProtocolError: the caller is refused. The text of the error is the reason.
         """
         callers = self.callers
         if not isinstance(answer, callers.answer):

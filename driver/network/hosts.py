@@ -114,7 +114,7 @@ def parse_lines(
 
 
 def read_hostfile(path: str, *, default_slots: int = 1) -> dict[str, int]:
-    """Read the hosts of a file, in order.
+    """Read a hostfile, and return the number of slots of each host, in order.
 
     Raises:
         Invalid: the file cannot be read, lists no host, or has an invalid line.

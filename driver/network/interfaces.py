@@ -28,7 +28,7 @@ _PORT = 9
 
 def own_addresses() -> list[InterfaceAddress]:
     """Return all IPv4 and IPv6 addresses of this machine, including loopback, in the order of its interfaces."""
-    import psutil  # Imported on demand, because the import is slow and few jobs need it.
+    import psutil  # imported on demand, because the import is slow and few jobs need it
 
     stats = psutil.net_if_stats()
     found = []

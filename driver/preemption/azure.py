@@ -26,7 +26,7 @@ ENDING = {
     "Reboot": "Azure will restart this machine",
     "Redeploy": "Azure will move this machine without its memory and local disks",
 }
-# The first request enables the service, which may take two minutes.
+# Timeout for the first answer, in seconds. The first request enables the service, which may take two minutes.
 FIRST_ANSWER_S = 150.0
 
 

@@ -91,6 +91,6 @@ class Command:
             return PreemptionNotice(text, None)
         at = time.time() + within_s
         if known is not None and known.at is not None and known.at <= at + 1.0:
-            # Keep the time of the earlier notice, because rounded seconds make the time drift.
+            # keep the time of the earlier notice, unless the new one is more than a second earlier
             at = known.at
         return PreemptionNotice(text, at)

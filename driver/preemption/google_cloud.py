@@ -60,7 +60,8 @@ class GoogleCloud:
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
-            time.sleep(1.0)  # Without an entity tag, the server cannot wait for a change.
+            # without an entity tag, the server cannot wait for a change, so this thread waits
+            time.sleep(1.0)
         return self._known
 
     def released(self) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from elastic.driver.preemption.source import SourceError
 
 ANSWER_S = 2.0
-LIMIT = 1 << 20  # maximum size of an answer, in bytes
+LIMIT = 1 << 20  # maximum size of a response, in bytes
 PIECE = 1 << 16
 
 

@@ -51,7 +51,7 @@ class Slurm:
             self._pause_s = ASK_S if self._end_at else min(2 * self._pause_s, ASK_AT_MOST_S)
             self._ask_at = now + self._pause_s
             if self._end_at is not None and not self._near(now):
-                self._signalled = None  # The time limit was extended.
+                self._signalled = None  # the time limit was extended
         if self._end_at is not None and self._near(now):
             return PreemptionNotice(f"Slurm will end job {self._job}", self._end_at)
         return self._signalled
@@ -85,7 +85,7 @@ class Slurm:
                 timeout=ANSWER_S,
                 check=False,
             )
-            # A job array has the ID of one of its tasks, so for this ID squeue lists all tasks.
+            # The ID of a job array is also the ID of its first task. For this ID, squeue lists all tasks.
             lines = done.stdout.splitlines() if done.returncode == 0 else []
             ends = [
                 end for line in lines for job, _, end in [line.partition(" ")] if job == self._job

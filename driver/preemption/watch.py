@@ -31,7 +31,7 @@ NAMED: dict[str, Callable[[Mapping[str, str]], NoticeSource]] = {
     "azure": Azure,
     "slurm": Slurm,
 }
-FAILS = 5  # number of consecutive failures after which a failure is logged
+FAILS = 5  # number of consecutive failures after which the problem is logged
 LONGEST_PAUSE_S = 30.0  # maximum interval between queries after failures, in seconds
 SAME_S = 2.0  # two end times that differ by fewer seconds count as equal
 

@@ -207,7 +207,7 @@ def shown(text: str) -> str:
 class Console:
     """Writer of the driver's own log lines: ``elastic | 12:01:33 | text``.
 
-    Call the object with a level and one or more lines of text. It calls ``heard`` with every line that it shows.
+    Callable with a level and one or more lines of text. ``heard`` is called with every line that is shown.
     """
 
     def __init__(

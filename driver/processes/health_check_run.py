@@ -59,7 +59,7 @@ def without_check(env: Mapping[str, str]) -> dict[str, str]:
 def environment_of(worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a health check.
 
-    It is the worker's environment without secrets, plus variables for the host and the slot.
+    It is the worker's environment without secrets, with additional variables for the host and the slot.
     """
     kept = {name: value for name, value in env.items() if name not in WITHHELD}
     return {**kept, "ELASTIC_HOST": worker.host, "ELASTIC_SLOT": str(worker.slot)}
@@ -179,7 +179,7 @@ class HealthCheckRun:
                 stream.close()
         orphan_reaper.kill_sessions({popen.pid})
         self._reaped(popen.pid)
-        code = popen.wait()  # The process is a zombie, so this returns immediately.
+        code = popen.wait()  # the process is a zombie, so this call returns immediately
         outcome = HealthOutcome.FAILED if code else HealthOutcome.PASSED
         if self._builtin and code == WRONG_RESULT:
             outcome = HealthOutcome.WRONG_RESULT

@@ -46,7 +46,7 @@ class OutOfMemory:
     """Counter of the out-of-memory kills in the cgroup of this process.
 
     Args:
-        root: "/", or in tests a folder with its own /proc and /sys.
+        root: root of the file system. In tests, a folder that contains simulated /proc and /sys folders.
     """
 
     root: Path = Path("/")

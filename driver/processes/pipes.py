@@ -12,7 +12,8 @@ from elastic.protocol.messages import Worker
 CHUNK = 64 * 1024
 # maximum number of bytes read from the pipe of an exited worker before the exit is reported
 DRAIN_LIMIT = 1024 * 1024
-PROMPT_S = 0.1  # seconds after which an incomplete line is treated as a prompt
+# seconds without further output after which an incomplete line is treated as a prompt
+PROMPT_S = 0.1
 
 
 class Pipe:

@@ -198,7 +198,7 @@ def _strings(words: Iterable[str]) -> bytes:
 
 
 def run(words: Sequence[str]) -> None:
-    """Run a program as ``python SCRIPT ...`` or ``python -m MODULE ...`` does. ``words`` begins with SCRIPT or -m."""
+    """Run a program like ``python SCRIPT ...`` or ``python -m MODULE ...``. ``words`` begins with SCRIPT or -m."""
     if words[0] == "-m":
         sys.argv = [words[1], *words[2:]]
         sys.path[0] = os.getcwd()

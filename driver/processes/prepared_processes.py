@@ -1,8 +1,8 @@
 """Preloaded processes, which have already imported the modules that the next workers need.
 
-A preloaded process starts some time after the workers, with the same interpreter and environment, if the host has
-enough memory. It becomes a worker when it receives a command. Until then it only waits at a pipe, without threads of
-this package. Workers are not forked from it. See `prepared_process`.
+A preloaded process is started QUIET_S seconds after the last worker, with the same interpreter and environment, if the
+host has enough memory. It becomes a worker when it receives a command. Until then, it waits for input on a pipe and
+runs no threads of this package. Workers are not forked from it. See `prepared_process`.
 """
 
 from __future__ import annotations

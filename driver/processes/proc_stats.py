@@ -211,12 +211,12 @@ def uses_devices(pid: int) -> bool:
                 )
     except OSError:
         return True
-    return True  # All descriptors have been released, but the devices may still be closing.
+    return True  # all descriptors have been released, but the devices may still be closing
 
 
 def _open_in(folder: str) -> list[str]:
     paths = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has exited.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has exited
         for descriptor in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):
                 paths.append(os.readlink(f"{folder}/{descriptor}"))
@@ -312,7 +312,7 @@ def _mounts() -> dict[str, str]:
     global _known_mounts
     if _known_mounts is None:
         with open("/proc/self/mounts", "rb") as file:
-            # The content may be returned in several reads.
+            # One read may return only part of the content.
             _known_mounts = parse_mounts(file.read())
     return _known_mounts
 

@@ -1,6 +1,6 @@
 """Start of worker processes in separate sessions, and explanations of failed starts. Makes no decisions.
 
-The worker is killed when the thread that started it ends (PDEATHSIG).
+A worker is killed when the thread that started it exits (PDEATHSIG).
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class ProcessSupervisor:
         for stream, fd in fds.items():
             prompts = answered and stream != "diagnostics"
             pipe = Pipe(self._loop, fd, worker, stream, self._sink, prompts=prompts)
-            if stream == "diagnostics":  # Show the exception after the output that precedes it.
+            if stream == "diagnostics":  # show the exception after the output that precedes it
                 pipe.later_than = [*process.pipes]
             pipe.closed = lambda pipe: self._on_pipe_end(process, pipe)
             self._pipes.add(pipe)
@@ -313,7 +313,9 @@ class ProcessSupervisor:
         return process.pid if process else None
 
     async def close(self) -> None:
-        """Kill all workers, wait for them for at most DEATH_S seconds, read their pipes, and end the orphan reaper."""
+        """Kill all workers, wait at most DEATH_S seconds for their exits, read their pipes, and stop the orphan
+        reaper.
+        """
         if self._next_look is not None:
             self._next_look.cancel()
         for task in self._dumps:
@@ -496,7 +498,7 @@ class ProcessSupervisor:
         orphan_reaper.kill_sessions({process.pid for process in dead})
         for process in dead:
             self._has_exited(process.pid)
-            # The process has exited but is not reaped, so this returns immediately.
+            # The process has exited but was not reaped, so this call returns immediately.
             process.popen.wait()
 
     def _groups(self) -> list[int]:

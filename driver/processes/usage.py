@@ -79,7 +79,7 @@ class Gpus:
     def _add(self, gpu: Any, pids: Collection[int], found: dict[int, Gpu]) -> None:
         nvml, share = self._nvml, None
         running = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-        # A MIG instance, for example, does not support this query.
+        # some GPUs, such as MIG instances, do not support this query
         with contextlib.suppress(nvml.NVMLError):
             share = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
         for process in running:

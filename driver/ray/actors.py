@@ -14,11 +14,13 @@ MAX_CALLS = 10_000
 
 
 class Taken(Exception):
-    """Error raised when another live actor has this name."""
+    """Error raised when another live actor already has the requested name."""
 
 
 class Actors(Protocol):
-    """Interface for operations on actors. Actor handles are opaque, and Ray's errors propagate."""
+    """Interface for operations on actors. Actor handles are opaque. Exceptions raised by Ray propagate to the
+    caller.
+    """
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
         """Start to create an AgentActor pinned to this node. Returns before the actor runs.

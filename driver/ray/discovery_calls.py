@@ -47,7 +47,7 @@ class RayCalls:
             with _answering():
                 try:
                     named = ray.util.get_placement_group(group.name)
-                except ValueError:  # This namespace has no group with this name.
+                except ValueError:  # this namespace has no group with this name
                     named = None
             self._ours[group.id] = named is not None and named.id.hex() == group.id
         return self._ours.get(group.id, False)
@@ -74,7 +74,7 @@ class RayCalls:
         self, name: str, bundle: Mapping[str, float], labels: Mapping[str, str], *, detached: bool
     ) -> None:
         more: Any = {"lifetime": "detached"} if detached else {}
-        if labels:  # Releases of Ray without label selectors do not have this argument.
+        if labels:  # this argument does not exist in releases of Ray without label selectors
             more["bundle_label_selector"] = [dict(labels)]
         with _answering():
             made = ray.util.placement_group([dict(bundle)], name=name, **more)

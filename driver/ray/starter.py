@@ -125,7 +125,7 @@ class RayStarter:
     # ---- only for agents in Ray --------------------------------------------------------------------------------------
 
     async def redirect(self, addresses: list[str]) -> None:
-        """Send this driver's addresses to the agents of the previous driver, within a time limit."""
+        """Send the addresses of this driver to the agents of the previous driver, within a time limit."""
         prefix = name_of(self._job, "")
         try:
             names = await to_thread(self._actors.names, within_s=self._start_s)

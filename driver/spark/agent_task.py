@@ -37,7 +37,7 @@ from elastic.errors import ElasticError
 
 # timeout for the first start of Python, in seconds; it is slow on a machine without cached files
 PYTHON_S = 60.0
-LOOK_S = 1.0  # seconds between two checks of the parent process
+LOOK_S = 1.0  # interval between two checks of the parent process, in seconds
 END_S = 12.0  # timeout for an agent to kill its workers and exit, in seconds
 LINES_KEPT = 20
 
@@ -50,7 +50,7 @@ class AgentEnded(ElasticError, RuntimeError):
 class AgentTask:
     """Function that a Spark task executes. ``call`` is a broadcast variable with the workers' pickled function."""
 
-    bootstrap: bytes  # encoded parameters of the agent, without the host
+    bootstrap: bytes  # encoded bootstrap of the agent, without the host
     call: Any
     barrier: bool
     threads: bool  # whether to set the workers' number of threads to the number of cores of a task

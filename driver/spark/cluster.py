@@ -29,7 +29,7 @@ class SparkCluster:
         return bool(self._scala.executorAllocationManager().isDefined())
 
     def slots(self) -> int:
-        """Return the number of tasks that the current executors can run at the same time."""
+        """Return the number of tasks that the current executors can run concurrently."""
         profile = self._scala.resourceProfileManager().defaultResourceProfile()
         return int(self._scala.maxNumConcurrentTasks(profile))
 

@@ -80,7 +80,7 @@ class SparkTasks:
         if not self._joined(RETURNS_S):
             try:
                 self._context.cancelJobGroup(self._group)
-            except Exception as error:  # The JVM may have exited.
+            except Exception as error:  # the JVM may have exited
                 self._log(
                     "warning", f"Spark jobs {self._group} can't be cancelled: {first_line(error)}"
                 )

@@ -1,1 +1,1 @@
-"""Horovod's names that do not depend on a framework: exceptions, and State without tensors."""
+"""Horovod's package for code that needs no framework, such as exceptions and a state without tensors."""

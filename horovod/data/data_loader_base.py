@@ -85,7 +85,7 @@ class _Ahead:
         self._size = size
         self._changed = threading.Condition()
         self._waiting: deque[Any] = deque()
-        self._over = False  # whether all batches were read, or reading failed
+        self._over = False  # whether all batches were read or reading has failed
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._read, name="async data loader", daemon=True)

@@ -130,7 +130,8 @@ class AgentActor:
         self._left = SAID_LINES
         self._ended: Line | None = None  # reason for the exit of the agent, or None while it runs
         self._fetched = False  # whether the starter has fetched that reason
-        self._news: asyncio.Event | None = None  # event set at the next line, then replaced
+        # event that is set when the next line arrives, then replaced
+        self._news: asyncio.Event | None = None
         self._clearing: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._raylet: int | None = None  # pidfd of the raylet

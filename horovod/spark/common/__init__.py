@@ -1,1 +1,1 @@
-"""Common code of the estimators of all frameworks: parameters, stores and backends."""
+"""Code shared by the estimators of all frameworks: parameters, stores and backends."""

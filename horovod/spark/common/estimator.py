@@ -34,7 +34,7 @@ SCALARS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
 
 class HorovodEstimator(Estimator, EstimatorParams, MLWritable, MLReadable):
-    """Base class of estimators, which prepare the data, run the training, and create the model."""
+    """Base class of estimators. An estimator prepares the data, runs the training, and creates the model."""
 
     framework = ""
 

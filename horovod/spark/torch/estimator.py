@@ -122,7 +122,7 @@ class TorchEstimator(HorovodEstimator):
             raise Invalid(
                 "callbacks are not supported by TorchEstimator: omit them, and use train_minibatch_fn"
             )
-        self._shared()  # checks the numbers of losses and metrics
+        self._shared()  # called to check the numbers of losses and metrics
 
     def _shared(self) -> dict[str, Any]:
         """Return those arguments of the training that depend on the number of labels.

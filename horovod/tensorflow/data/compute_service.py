@@ -322,7 +322,8 @@ def _dispatcher(dispatcher_id: int, compute: ComputeClient) -> Iterator[None]:
     server = tf.data.experimental.service.DispatchServer()
     try:
         protocol, _, where = server.target.partition("://")
-        port = where.rpartition(":")[2]  # the host in the target is always "localhost"
+        # the host in ``target`` is always "localhost", so only the port is used
+        port = where.rpartition(":")[2]
         compute.register_dispatcher(dispatcher_id, f"{protocol}://{_host(compute)}:{port}")
         yield
     finally:
