@@ -36,7 +36,7 @@ def replace(functions: dict[str, Callable[..., Any]]) -> None:
     """Replace functions in torch.distributed, each named in REPLACED."""
     for name, function in functions.items():
         setattr(sys.modules["torch.distributed.distributed_c10d"], name, function)
-    # The only replaced function that torch.distributed exports too.
+    # Only this function is also exported by torch.distributed itself.
     setattr(sys.modules["torch.distributed"], REPLACED[2], functions[REPLACED[2]])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.driver.events import Event, WorkerDigested
 from elastic.protocol.messages import Worker
 
-SHOWN = 5  # maximum number of tensor names that are shown
+SHOWN = 5  # maximum number of tensor names to show
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class OddGradient:
 
 @dataclass(frozen=True)
 class DigestDifference:
-    """First difference between two runs: after ``step``, these ``tensors`` of ``worker`` differ from the undisturbed
-    run.
+    """First difference between two runs: the digests of some ``tensors`` of ``worker`` after ``step``.
     """
 
     since: int  # first step after the last equal commit
@@ -99,13 +98,13 @@ def held(events: Iterable[Event]) -> list[HeldCommit]:
 
 
 def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[HeldCommit]:
-    """Return the commits of the run with faults at those steps at which the undisturbed run also has a commit."""
+    """Return the commits in ``other`` at steps at which the fault-free run also has a commit."""
     steps = {each.step for each in undisturbed}
     return [each for each in other if each.step in steps]
 
 
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
-    """Find the first difference between a run with faults and the undisturbed run, over all workers.
+    """Find the first difference, over all workers, between the fault-free run and the other run.
 
     Repeated steps are compared too. Return None if all steps that occur in both runs are equal.
     """

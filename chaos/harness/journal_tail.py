@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class Heard(Protocol):
-    """Interface of a state that is computed from a journal's entries."""
+    """Interface of a state that is updated by a journal's entries."""
 
     def hear(self, entry: Json) -> None:
         """Update the state with the next journal entry that contains an event."""
@@ -48,7 +48,7 @@ class JobProgress(ViewReader):
         self.view.adopt({worker: (0, rank) for rank, worker in enumerate(members)}, 0, 0.0)
         # time at which training began: the first collective in a world of elastic.run
         self.began_at: float | None = None
-        self.commits = 0  # number of commits reported by at least one worker; 0 without digests
+        self.commits = 0  # commits that at least one worker has reported; 0 if the job reports no digests
         # whether a worker has returned, a stop was requested, or the outcome is decided
         self.ending = False
         # whether a worker committed a state without shards, in which case its steps are not counted

@@ -106,7 +106,7 @@ def main(options: argparse.Namespace) -> int:
     if plan.chance is not None:
         say(f"faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
-    if not job.journal.stat().st_size:  # elasticrun has already printed the reason.
+    if not job.journal.stat().st_size:  # the job failed at its start, and elasticrun has printed the reason
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
         return faulty_job.code or 1
     found = report_of(faulty_job)
@@ -289,7 +289,7 @@ def check_json(path: Path) -> None:
 
 
 def dry_run(plan: Plan, job: Job) -> list[str]:
-    """Describe the actions of a run, one per line."""
+    """Return lines that describe what a run would do."""
     lines = [f"would run: {' '.join(job.words)}", *(f"  {fault}" for fault in plan.faults)]
     if plan.chance is not None:
         faults = draw(plan.chance)
@@ -304,7 +304,7 @@ def dry_run(plan: Plan, job: Job) -> list[str]:
 
 
 def report_of(faulty_job: FaultyJob) -> Report:
-    """Return the report on the job's journal. Raises Invalid if there is none."""
+    """Return the report on the job's journal. Raises Invalid if the journal cannot be read."""
     settings, entries = journal.read(faulty_job.job.journal)
     return report(
         settings,

@@ -17,9 +17,9 @@ def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
     `preallocated_memory.leave` once the state has been saved.
 
     Args:
-        state: the state of the training.
+        state: the state that the worker will receive.
         native: whether to load the C++ library and, if the state is on a GPU, NCCL.
-        step_input: description of a batch, to build the first step with if the framework supports it.
+        step_input: serialized description of an input batch, from which some frameworks build the first step.
     """
     group_factory.prepare(native)
     if not isinstance(state, ObjectState):
@@ -31,7 +31,7 @@ def prepare(state: State, *, native: bool, step_input: bytes = b"") -> None:
             group_factory.prepare_gpu(gpus.pop())
     for part in parts:
         part.build_step(step_input)
-    # Memory for twice the received data, because the data are copied immediately as the first commit of this worker.
+    # Twice the size of the received state, because this worker immediately copies the state for its first commit.
     preallocated_memory.make(2 * sum(part.bytes_to_come() for part in parts))
     gradients = sum(part.bytes_of_gradients() for part in parts)
     mine = arena.mine() if gradients else None

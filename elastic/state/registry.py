@@ -59,7 +59,7 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return pairs of a type and the handler class for its instances. The first match is used."""
+    """Return the registry: pairs of a type and the handler class for its instances. The first matching pair is used."""
     return _registry
 
 
@@ -70,7 +70,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
-    """Create a handler for ``value`` and save the value with it. Return None if no handler supports the value."""
+    """Return a new handler for ``value``, or None if no handler supports its type."""
     unsupported_sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):
@@ -96,7 +96,7 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
 def refuse_handled(name: str, value: Any) -> None:
     """Raise Invalid for values that only a `HandledState` can restore.
 
-    Other states would replace such a value by a copy.
+    On restore, other states would replace the object with a copy that the script does not use.
     """
     if isinstance(as_written(value), tuple(kind for kind, _ in get_handler_registry())):
         raise Invalid(
@@ -106,14 +106,16 @@ def refuse_handled(name: str, value: Any) -> None:
 
 
 _TRAINED = (torch.nn.Parameter, torch.nn.Module, torch.optim.Optimizer, DiLoCo, Shards)
-_LOOKED_AT = 64  # maximum number of entries of a list to check
+_LOOKED_AT = 64  # maximum number of entries to check in a collection
 
 
 def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> None:
-    """Raise Invalid for values that a restore would replace by a copy that is not trained: parameters, lists of models.
+    """Raise Invalid for parameters and for collections of models or optimizers that have no handler.
+
+    A restore would replace them with copies, which the script does not train.
 
     Args:
-        handlers: the handlers of the state. Other values may refer to the handled ones.
+        handlers: the handlers of the state. Collections may contain values that have one of these handlers.
     """
     inside: Iterable[Any] = ()
     if isinstance(value, torch.nn.Parameter):

@@ -1,7 +1,7 @@
 """Detection of optimizers outside a state that step the parameters of a sharded optimizer of the state.
 
-A script may create another optimizer after the state. Commits would then contain the entries of an optimizer that does
-not train.
+A script may create a new optimizer after it has created the state, and train with the new one. Commits would then
+contain the unused entries of the old optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def observe(optimizer: torch.optim.Optimizer) -> None:
-    """Start recording steps of other optimizers.
+    """Start recording which optimizers take steps, except those passed to this function.
 
     Args:
         optimizer: a sharded optimizer, or an optimizer of sharded parameters.
@@ -47,10 +47,10 @@ def _is_inner(optimizer: torch.optim.Optimizer) -> bool:
 def replacement_of(
     optimizer: torch.optim.Optimizer, in_state: Collection[int]
 ) -> tuple[torch.optim.Optimizer, torch.Tensor] | None:
-    """Return an optimizer that has stepped a parameter of this optimizer, and the parameter. Return None without one.
+    """Find another optimizer that has stepped a parameter of this optimizer. Return it and the parameter, or None.
 
     Args:
-        in_state: ids of the state's values, which may train the same parameters.
+        in_state: IDs (``id()``) of the state's values. Optimizers among these values are ignored.
     """
     if (found := _found(optimizer, in_state)) is None:
         return None

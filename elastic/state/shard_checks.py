@@ -14,7 +14,7 @@ from elastic.sharding import fsdp2
 
 
 def names_of(values: Mapping[str, Any]) -> dict[int, str]:
-    """Return the names of the parameters of a state's models by the parameters' ids, as ``model.0.weight``."""
+    """Return the parameter names of a state's models, such as ``model.0.weight``, keyed by ``id(parameter)``."""
     return {
         id(parameter): f"{name}.{key}"
         for name, value in values.items()
@@ -26,13 +26,13 @@ def names_of(values: Mapping[str, Any]) -> dict[int, str]:
 def check_trained(
     name: str, optimizer: Any, values: Iterable[object], names: Mapping[int, str] | None = None
 ) -> None:
-    """Check that the models that ``state.name`` trains in shards are in the state.
+    """Check that all parameters that the optimizer ``state.<name>`` trains belong to models in the state.
+
+    Args:
+        names: names of current and former parameters of the state's models, keyed by ``id(parameter)``.
 
     Raises:
         Invalid: a trained parameter does not belong to a model in the state.
-
-    Args:
-        names: names of parameters that are or were in models of the state, by their ids.
     """
     models = [value for value in values if isinstance(value, torch.nn.Module)]
     known = {id(each) for model in models for each in fsdp2.parameters(model)}
@@ -50,7 +50,7 @@ def check_optimizers(values: Mapping[str, Any]) -> None:
     """Check that joining workers receive all optimizer entries (moments).
 
     Raises:
-        Invalid: an optimizer is not in the state.
+        Invalid: an optimizer that uses the state's shards is not in the state.
     """
     known = set(map(id, values.values()))
     for name, shards in values.items():
@@ -86,7 +86,7 @@ def check_schedules(values: Mapping[str, Any]) -> None:
 
 
 def named(optimizer: Any, parameter: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Return the parameter's name from ``names`` or from the optimizer, or else a description of the parameter."""
+    """Return the parameter's name from ``names`` or the optimizer. Without a name, describe its shape."""
     ask = getattr(optimizer, "parameter_name", None)
     if id(parameter) in names:
         return names[id(parameter)]

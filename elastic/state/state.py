@@ -137,7 +137,7 @@ class State:
         return False
 
     def _keep_own_step(self, rt: WorkerRuntime) -> None:
-        """Save a step that was not interrupted by the loss of a worker, then raise PeerLost."""
+        """Commit a step that this worker completed although another worker was lost, then raise PeerLost."""
         self._save_whole()
         rt.commits.committed()
         rt.commits.check()
@@ -147,7 +147,7 @@ class State:
         failpoint("commit")
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
-                self.save()  # save() itself marks when the previous commit becomes incomplete
+                self.save()  # this save() marks the commit as incomplete itself
             else:
                 with self._saving():
                     self.save()
@@ -199,7 +199,7 @@ class State:
                     callback()
 
     def calls_back(self) -> bool:
-        """Return whether callbacks are registered, which may have changed the committed values."""
+        """Return whether reset callbacks are registered. They may have changed committed values."""
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:
@@ -249,7 +249,7 @@ class State:
         """
 
     def bring_shards(self, reset: Callable[[], None], met: Any) -> int:
-        """Restore a commit of a sharded state on all ranks of a new world, divided among them, and commit it.
+        """Restore a commit of a sharded state in a new world: divide it among all ranks, and commit it again.
 
         Args:
             reset: called after this worker's own values are restored from the commit.
@@ -306,7 +306,7 @@ class State:
             root: rank in the group that sends.
             expected_equal: whether the receivers hold the same commit. If so, a warning names parameters that differ.
             group_on: creates a group of the same ranks on a GPU.
-            keeps: whether tensors are not sent if all receivers hold them already.
+            keeps: whether to skip tensors that all receivers already hold.
 
         Returns:
             The number of bytes copied.
@@ -367,7 +367,7 @@ class ObjectState(State):
         Invalid: a value is a model, an optimizer or another value that only a `TorchState` handles.
     """
 
-    if TYPE_CHECKING:  # Attributes are defined by the keywords.
+    if TYPE_CHECKING:  # for type checkers: the keywords define the attributes
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -441,7 +441,7 @@ class ObjectState(State):
         return {}
 
     def _take_random(self, saved: dict[str, Any]) -> None:
-        """Set the random generators, if they are part of this state."""
+        """Restore the random generators from ``saved`` if they are part of this state."""
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -455,8 +455,9 @@ class ObjectState(State):
         return []
 
     def _set_attrs(self) -> None:
-        """Set attributes from the values, for subclasses written for Horovod, which call this in ``restore`` and
-        ``sync``.
+        """Set the attributes to the saved values.
+
+        Subclasses written for Horovod call this in ``restore`` and ``sync``.
         """
         self._restore_values()
 
@@ -465,7 +466,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def _take_over(self, values: dict[str, Any]) -> None:
-        # From now on, the names are those of rank 0. The committed values remain until the next save.
+        # Take the names from rank 0, but keep the committed values until the next save.
         self._saved_state = {name: self._saved_state.get(name, v) for name, v in values.items()}
         for name, value in values.items():
             setattr(self, name, value)
@@ -482,7 +483,7 @@ def hold(state: ObjectState) -> HeldCommit:
 
 
 def options_of(state: State) -> list[str]:
-    """Return the options of the state, as lines, that must be equal on all workers but may differ from a checkpoint."""
+    """Return the state's options as lines. They must be equal on all workers, but may differ from a checkpoint's."""
     return state._options()
 
 
@@ -519,7 +520,7 @@ def broadcast_state(state: State) -> None:
 
     Raises:
         PeerLost: a worker was lost during the transfer.
-        StateMismatch: the state of a rank has another structure than that of rank 0.
+        StateMismatch: the structure of a rank's state differs from that of rank 0.
     """
     rt = lifecycle.active()
     if rt is None:
@@ -548,7 +549,7 @@ def refuse_misspelled(
 
     Args:
         values: values of a state, by name.
-        options: for each option of the state, whether it may have a given value.
+        options: by name of the option, a function that returns whether a value is valid for it.
     """
     for name, value in values.items():
         for option, fits in options.items():
@@ -566,7 +567,7 @@ def _resembles(name: str, option: str) -> bool:
 
 
 def custom_broadcast(state: State) -> bool:
-    """Return whether the state was given a ``bcast_object`` that is not the runtime's."""
+    """Return whether the script has passed its own ``bcast_object`` to the state."""
     return state._bcast_object is not broadcast_object
 
 

@@ -16,8 +16,7 @@ Gradient = Any  # a tf.Tensor, tf.IndexedSlices or None
 
 
 class GradientAggregation:
-    """Aggregator that sums the gradients of several passes. In the last pass of a step, the sums are reduced and
-    applied.
+    """Aggregator that sums gradients over several passes and reduces the sums in the last pass of a step.
 
     Call `compute_gradients` and `apply_gradients` in each pass.
 
@@ -47,14 +46,14 @@ class GradientAggregation:
         self._reduce = reduce
         self._sparse_as_dense = sparse_as_dense
         self._average = average
-        self.counter: tf.Variable | None = None  # number of passes in the sums
-        # sums by the index of the gradient
+        self.counter: tf.Variable | None = None  # number of passes summed so far
+        # sums, keyed by the index of the gradient
         self.locally_aggregated_grads: dict[int, tf.Variable] = {}
 
     def build(self, like: Sequence[Any]) -> None:
-        """Create the variables, outside any function, for gradients like these tensors or variables.
+        """Create the counter and the sums outside of any ``tf.function``, with the shapes and dtypes of ``like``.
 
-        Otherwise the first `compute_gradients` does so, for gradients that are not None.
+        Without this call, the first `compute_gradients` creates them for the gradients that are not None.
         """
         if self.counter is not None:
             return
@@ -67,12 +66,12 @@ class GradientAggregation:
             }
 
     def variables(self) -> list[tf.Variable]:
-        """Return the counter and the sums, if they exist."""
+        """Return the variables created so far: the counter, then the sums."""
         made = [] if self.counter is None else [self.counter]
         return [*made, *self.locally_aggregated_grads.values()]
 
     def compute_gradients(self, grads: Sequence[Gradient], vars: Any) -> list[Gradient]:
-        """Add the gradients. Return the reduced sums in the last pass of a step, else the gradients as given."""
+        """Add gradients to the sums. Return the reduced sums in the last pass of a step, otherwise the input."""
         given = {place: self._dense(each) for place, each in enumerate(grads) if each is not None}
         if not given:
             return list(grads)
@@ -98,9 +97,9 @@ class GradientAggregation:
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the closure in the last pass of a step, after `compute_gradients`.
+        """Call the closure in the last pass of a step. Call this method after `compute_gradients`.
 
-        In other passes only the counters of the optimizer, and ``global_step`` in ``kwargs``, are incremented.
+        In other passes, only ``optimizer.iterations`` and ``kwargs["global_step"]`` are incremented, if they exist.
         """
         counter = self.counter
         if counter is None:
@@ -145,8 +144,8 @@ class GradientAggregation:
 class LocalGradientAggregationHelper(GradientAggregation):
     """`GradientAggregation` with Horovod's arguments.
 
-    ``rank`` and ``optimizer_type`` are ignored, and so are ``process_set`` and ``scale_local_gradients``, which
-    ``allreduce_func`` implements.
+    ``rank`` and ``optimizer_type`` are ignored. So are ``process_set`` and ``scale_local_gradients``, because
+    ``allreduce_func`` implements them.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"

@@ -29,11 +29,11 @@ from elastic.tensorflow.graphs import async_op, error_classes
 
 Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
 
-# Nested functions run each time a graph runs; converting them with AutoGraph would take milliseconds.
+# Disables AutoGraph for nested functions, which run each time a graph runs. Conversion would take milliseconds.
 as_written: Any = tf.autograph.experimental.do_not_convert
 
 LARGE = 1 << 20  # minimum size in bytes for which a view is cheaper than a copy
-# maximum number of kept errors that were passed through TensorFlow; each is retrieved at most once
+# maximum number of errors to keep until `original` retrieves them
 KEPT = 64
 
 _raised: OrderedDict[int, BaseException] = OrderedDict()
@@ -41,7 +41,7 @@ _numbers = itertools.count(1)
 _completions = Completions()
 
 environment.keep_tensors()
-async_op.available()  # from here on, saved graphs with the operation can be loaded
+async_op.available()  # registers the operation, so that saved graphs that contain it can be loaded
 
 
 class InFlight:
@@ -54,7 +54,7 @@ class InFlight:
         self._results = results
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Wait for the collective."""
+        """Wait for the collective, and return the results of the call."""
         return self._results(submission.synchronize(self.handle))
 
 
@@ -70,13 +70,13 @@ def call(
 ) -> list[tf.Tensor]:
     """Call ``compute`` with these tensors: immediately in eager mode, otherwise each time the graph runs.
 
-    It takes and returns torch tensors on the CPU.
+    ``compute`` takes and returns torch tensors on the CPU.
 
     Args:
-        compute: returns results, or an `InFlight` for later results, for which no thread of TensorFlow waits.
+        compute: function that returns the results, or an `InFlight`, for which no thread of TensorFlow waits.
         shapes: shapes of the results, as far as known.
         dtypes: dtypes of the results; by default the dtypes of ``tensors``.
-        blocks: ``compute`` waits for other ranks itself, so in a graph it runs in a separate thread.
+        blocks: whether ``compute`` itself waits for other ranks. In a graph, it then runs in a separate thread.
 
     Raises:
         Exception: any error of ``compute``, converted by `error_classes.for_eager`. A graph raises an error of
@@ -130,14 +130,17 @@ def _start(compute: Compute, blocks: bool, running: async_op.AsyncCall) -> None:
 def _waiting(
     compute: Compute, tensors: Sequence[tf.Tensor], wanted: list[tf.DType], name: str
 ) -> list[tf.Tensor]:
-    """Fallback if TensorFlow does not support `async_op`: a thread of its pool waits until all ranks have called."""
+    """Run ``compute`` in ``tf.numpy_function``, which blocks a thread of TensorFlow's pool.
+
+    This is the fallback if TensorFlow does not support `async_op`.
+    """
 
     def run(*arrays: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         try:
             found = _finished(compute([to_torch(np.asarray(array)) for array in arrays]))
             return [to_numpy(each) for each in found]
         except BaseException as error:
-            # TensorFlow logs the error with its causes each time. `original` returns the complete error.
+            # Raise without a cause, because TensorFlow would log it each time. `original` returns the complete error.
             raise error_classes.for_numpy_function(error)(_kept(error)) from None
 
     made = tf.numpy_function(run, list(tensors), wanted, stateful=True, name=name)
@@ -174,7 +177,7 @@ def asked(answer: Callable[[], int], name: str, *, blocks: bool = False) -> tf.T
 
 
 def named(kind: str, name: str | None) -> str | None:
-    """Return the name by which a collective is matched.
+    """Return the name by which ranks match a collective, or None if they match it by order.
 
     Unnamed collectives are matched by order, since a ``tf.function`` runs operations with side effects in the order in
     which they were written. A TensorFlow 1 graph runs any operation that is ready, so there the name is derived from
@@ -187,7 +190,7 @@ def named(kind: str, name: str | None) -> str | None:
 
 
 def original(error: tf.errors.OpError) -> BaseException | None:
-    """Return the error in a graph that caused this TensorFlow error, or None."""
+    """Return the error of a collective that TensorFlow reported as ``error``, or None if there was none."""
     message = str(error)
     for number in reversed(_raised):
         if _mark(number) in message:
@@ -196,7 +199,7 @@ def original(error: tf.errors.OpError) -> BaseException | None:
 
 
 def _kept(error: BaseException) -> str:
-    """Store the error, and return the text of TensorFlow's error by which `original` finds it."""
+    """Store the error. Return a message for TensorFlow's error, by which `original` finds the stored error."""
     return f"{type(error).__name__}: {error} {_keep(error)}"
 
 

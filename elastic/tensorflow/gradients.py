@@ -24,9 +24,9 @@ def reduce(
     """Reduce gradients over the ranks. Return the reduced gradients in the same order. The result for None is None.
 
     Args:
-        gradients: dense gradients, IndexedSlices or None. Each index has the same kind on every rank.
-        local: True for variables that belong to this rank. Their gradients are not reduced.
-        name: name of the collective. Must be unique among the collectives that run at the same time.
+        gradients: dense gradients, IndexedSlices or None. Each position must have the same kind on every rank.
+        local: for each gradient, whether its variable is local to this rank. Local gradients are not reduced.
+        name: name of the collective. It must be unique among the collectives that run at the same time.
     """
     members = functools.partial(resolve_or_alone, options.process_set)
     results: list[Gradient] = list(gradients)

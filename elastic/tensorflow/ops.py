@@ -14,13 +14,14 @@ These arguments are common to all functions:
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only.
     compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods.
-    process_set: only its ranks call and take part. All ranks by default.
-    device_dense, device_sparse, ignore_name_scope: ignored.
+    process_set: the ranks that take part and must make the call. Default: all ranks. device_dense, device_sparse,
+    ignore_name_scope: ignored.
 
-All functions raise the errors of torch's collectives (see `elastic.api.ops`), which are also instances of
-TensorFlow's classes: mismatched tensors of ``tf.errors.FailedPreconditionError``, invalid arguments of
-``tf.errors.InvalidArgumentError``. An error of a ``tf.function`` or a session is of that class only, with the
-same text. A lost rank is a ``tf.errors.UnknownError``. ``hvd.elastic.run`` recovers from both.
+All functions raise the errors of torch's collectives (see `elastic.api.ops`). In eager mode, an error is also an
+instance of TensorFlow's class: ``tf.errors.FailedPreconditionError`` for mismatched tensors,
+``tf.errors.InvalidArgumentError`` for invalid arguments. In a ``tf.function`` or a session, an error is an instance of
+TensorFlow's class only, with the same text; a lost rank raises ``tf.errors.UnknownError`` there. ``hvd.elastic.run``
+recovers from a lost rank in both cases.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from elastic.tensorflow.graphs.packing import pack
 from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
-# Returns the ranks that take part. Called when a graph runs, because a graph outlives a world.
+# Function that returns the participating ranks. It is called when a graph runs, because a graph outlives a world.
 Members = Callable[[], "Ranks | None"]
 _CPU = torch.device("cpu")
 
@@ -76,8 +77,8 @@ def allreduce(
 
     Args:
         tensor: tensor of any shape and a dtype that can be reduced; or ``tf.IndexedSlices``, which are gathered from
-            all
-            ranks, with ``op`` Average (the values are divided by the number of ranks) or Sum.
+            all ranks. For IndexedSlices, ``op`` must be Sum or Average, which divides the values by the number of
+            ranks.
 
     Returns:
         A new tensor of the same shape and dtype, or IndexedSlices.
@@ -132,7 +133,7 @@ def reduce_dense(
     factors: tuple[float, float],
     compression: Any,
 ) -> list[tf.Tensor]:
-    """Reduce dense tensors like `grouped_allreduce`, among ranks that are determined when the operation runs."""
+    """Reduce dense tensors like `grouped_allreduce`, but determine the ranks when the operation runs."""
     return _compressed(
         tensors, compression, lambda packed: _reduce(name, members, op, factors, packed)
     )
@@ -186,7 +187,7 @@ def _reduce(
 def reduce_slices(
     slices: tf.IndexedSlices, name: str | None, members: Members, op: Op
 ) -> tf.IndexedSlices:
-    """Reduce IndexedSlices like `allreduce`, among ranks that are determined when the operation runs.
+    """Reduce IndexedSlices like `allreduce`, but determine the ranks when the operation runs.
 
     Raises NotImplementedError for operators other than Average and Sum.
     """
@@ -204,7 +205,7 @@ def reduce_slices(
 
 
 def size_of(members: Members) -> tf.Tensor:
-    """Return the number of these ranks as an int32 tensor that is computed each time the graph runs."""
+    """Return the number of ranks in ``members`` as an int32 tensor that is computed each time the graph runs."""
     return bridge.asked(lambda: submission.group_size(_CPU, members()), "size")
 
 
@@ -245,7 +246,7 @@ def _gather(
     """Gather tensors. The gradient is this rank's rows of the averaged gradient, as in Horovod.
 
     Args:
-        sparse: the tensors belong to a sparse gradient.
+        sparse: whether the tensors belong to a sparse gradient.
     """
     name = bridge.named("allgather", name)
 
@@ -563,7 +564,7 @@ def _differentiable(tensor: tf.Tensor) -> bool:
 def _of_floating(
     compute: Any, gradients: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Apply ``compute`` to the gradients of differentiable tensors, chosen by dtype so that all ranks choose alike."""
+    """Apply ``compute`` to the gradients of floating-point and complex tensors, so that all ranks select the same."""
     chosen = [_differentiable(tensor) for tensor in given]
     made = iter(
         compute([tf.convert_to_tensor(g) for g, use in zip(gradients, chosen, strict=True) if use])

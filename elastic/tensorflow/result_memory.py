@@ -1,7 +1,7 @@
-"""Reused memory for reductions, from which TensorFlow takes results without a copy.
+"""Reused memory for the results of reductions, which TensorFlow accesses without a copy.
 
-TensorFlow's gradients are reduced into it and returned as tensors over the same memory. TensorFlow releases them after
-the step, so the next step reuses their pages.
+Gradients are reduced into this memory and returned to TensorFlow as views. TensorFlow releases the views after the
+step, so the next step reuses the pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _order(tensor: torch.Tensor) -> tuple[str, bool, int]:
 
 
 def made(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
-    """Allocate results like these tensors, contiguous by dtype. Tensors that are too large for fusion come first.
+    """Allocate a result for each tensor, contiguous by dtype. Tensors that are too large for fusion come first.
 
     Returns the order of the tensors, which depends only on shapes and dtypes, and the memory in that order.
     """

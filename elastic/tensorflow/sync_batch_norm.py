@@ -1,7 +1,7 @@
 """``SyncBatchNormalization``: Keras's batch normalization over the statistics of all ranks' batches.
 
-It takes one small, differentiable allreduce of each rank's sums, sums of squares and number of values. See Ioffe and
-Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+Each call performs one small, differentiable allreduce of each rank's sums, sums of squares and number of values. See
+Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
 """
 
 from __future__ import annotations

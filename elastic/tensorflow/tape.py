@@ -60,7 +60,7 @@ def DistributedGradientTape(
     """Wrap a tape so that ``gradient()`` returns gradients reduced over all ranks, in one call for all sources.
 
     Args:
-        gradtape: a ``tf.GradientTape``, before or after its block.
+        gradtape: a ``tf.GradientTape``, before or after its ``with`` block.
         compression, sparse_as_dense, op, gradient_predivide_factor, process_set, scale_local_gradients: see
             `elastic.optimizer.framework_options.GradientOptions`.
         num_groups, groups: ignored, since all gradients are reduced together.

@@ -15,7 +15,7 @@ from elastic.tensorflow.aggregation import GradientAggregation
 class DistributedV1(tf.compat.v1.train.Optimizer):
     """Wrapper of a TensorFlow 1 optimizer that reduces the computed gradients.
 
-    All other attributes are the wrapped optimizer's.
+    All other attributes are forwarded to the wrapped optimizer.
     """
 
     def __init__(

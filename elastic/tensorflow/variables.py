@@ -23,11 +23,11 @@ def broadcast_variables(
     """Overwrite variables with the values of rank ``root_rank`` of the world. The values are sent packed.
 
     Args:
-        variables: TensorFlow's or Keras's, in the same order, with the same shapes and dtypes on every rank.
+        variables: TensorFlow or Keras variables, in the same order and with the same shapes and dtypes on every rank.
         inplace: ignored.
 
     Returns:
-        In a graph, the operation that broadcasts; otherwise None.
+        In a graph, the operation that performs the broadcast; otherwise None.
 
     Raises:
         ValueError: shapes or dtypes differ between ranks. Raised on every rank, before any variable is changed.
@@ -47,7 +47,7 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """Return an operation, in a TensorFlow 1 graph, that broadcasts all global variables.
+    """Return a TensorFlow 1 graph operation that broadcasts all global variables.
 
     Raises RuntimeError in eager mode, which has no global variables.
     """

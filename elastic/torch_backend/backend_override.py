@@ -31,7 +31,7 @@ _theirs: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def install(theirs: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return the replacements of torch's functions, by name."""
+    """Store torch's own functions, and return their replacements, by name."""
     _theirs.update(theirs)
     return {
         "rendezvous": rendezvous,
@@ -87,7 +87,7 @@ def new_group(
             )
         return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))
-    options["backend_options"] = options["device_id"] = None  # options specific to Gloo or NCCL
+    options["backend_options"] = options["device_id"] = None  # drop options specific to Gloo or NCCL
     made = theirs(size, rank, ranks, NAME, store, name, **options)
     group, prefixed = made
     if prefixed is not None:
@@ -114,9 +114,9 @@ def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
 
 
 def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) -> None:
-    """Replacement of torch's function, which would receive a size of zero on a worker that has not joined a world.
+    """Replacement of torch's function that does nothing on a worker that has not joined a world.
 
-    See `mirror`.
+    Torch's own function would receive a size of zero there. See `mirror`.
     """
     rt = lifecycle.active()
     if rt is None or not rt.provisional:
@@ -124,5 +124,5 @@ def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) ->
 
 
 def _kinds(backend: str) -> set[str]:
-    """Return the backends named by ``gloo`` or ``cpu:gloo,cuda:nccl``."""
+    """Return the names of the backends in a string such as ``gloo`` or ``cpu:gloo,cuda:nccl``."""
     return {each.rpartition(":")[2].strip().lower() for each in backend.split(",")}

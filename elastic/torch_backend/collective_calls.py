@@ -21,7 +21,7 @@ from elastic.torch_backend.reductions import Reduction
 _FUSED_BYTES = 1 << 20  # tensors with a smaller total size in bytes are sent as one
 _SMALL_BYTES = (
     64 << 10
-)  # bytes of all ranks together; below this, all parts are sent to all ranks in fewer rounds
+)  # total bytes of all parts up to which each rank receives all parts, which takes fewer rounds
 # Parts of at least this size are sent separately, since concatenating them would cost more than a collective.
 _LARGE_BYTES = 256 << 10
 
@@ -65,7 +65,7 @@ def scatter(
     if not length:
         return begun
     if group.size * output.nbytes <= _SMALL_BYTES:
-        # Receivers pass their own values. Before elastic.run no rank sends, and each rank keeps its values.
+        # Receivers pass their own values, because before elastic.run no rank sends, and each rank must keep its values.
         row = output.detach().reshape(-1).repeat(group.size) if inputs is None else _joined(inputs)
         mine = slice(group.rank * length, (group.rank + 1) * length)
         begun.works.append(group.broadcast(row, root))
@@ -156,7 +156,7 @@ def allgather(
 def allgather_into(
     group: Collectives, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> CollectiveCall:
-    """Gather the ranks' tensors into each output, one after another, regardless of its shape."""
+    """Gather tensor ``i`` of all ranks into output ``i``, concatenated in rank order, whatever the output's shape."""
     begun = CollectiveCall()
     places, rows = [], []
     for output, tensor in zip(outputs, tensors, strict=True):
@@ -248,7 +248,7 @@ def _allreduce_sparse(
         )
     (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
-        tensor.copy_(found)  # a view would have its own indices
+        tensor.copy_(found)  # copy into the tensor itself, since a view of it would have its own indices
     return CollectiveCall()
 
 
@@ -268,10 +268,10 @@ def reduce_scatter(
     inputs: Sequence[Sequence[torch.Tensor] | torch.Tensor],
     reduction: Reduction,
 ) -> CollectiveCall:
-    """Reduce and scatter.
+    """Reduce the parts of all ranks, and scatter the results: each rank receives its own part.
 
     Args:
-        inputs: for each output, the part for each rank, by rank, or one tensor with all parts one after the other.
+        inputs: for each output, a list with one part per rank, or one tensor with all parts concatenated in rank order.
     """
     begun, size = CollectiveCall(), group.size
     places, summed = [], []
@@ -377,7 +377,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat([_row(other) for other in tensors])
         at += each.nbytes
     whole = first.untyped_storage()
-    if whole.data_ptr() + whole.nbytes() < at:  # the tensors are adjacent by coincidence
+    if whole.data_ptr() + whole.nbytes() < at:  # adjacent by coincidence, not parts of one storage
         return torch.cat([_row(other) for other in tensors])
     return first.as_strided((total,), (1,))
 

@@ -1,7 +1,7 @@
 """Support for DDP's communication hooks with this package's process groups.
 
 The fp16 hook in C++ (``_register_builtin_comm_hook(FP16_COMPRESS)``) requires results that only torch's own process
-groups can produce: a Python future holds a Python object. The equivalent hook in Python computes the same.
+groups can produce, because the value of a Python future is a Python object. The equivalent Python hook is used instead.
 
 A Python hook may call further collectives in callbacks of its futures, as PowerSGD's does. All ranks must call them in
 the same order. With NCCL they do: its futures are complete when the call returns, so a callback runs where it is
@@ -34,7 +34,7 @@ _SINGLE = (
 
 
 def replace() -> None:
-    """Patch DDP for models over this package's process groups. Idempotent."""
+    """Patch how DDP registers hooks for models that use this package's process groups. Idempotent."""
     _ddp._register_builtin_comm_hook = _register_builtin
     _ddp.register_comm_hook = _register_hook
 

@@ -3,7 +3,7 @@
 torch's own process groups are implemented in C++, which the compiler does not trace. If a compiled model calls a Python
 method of a process group, as DistributedDataParallel does for its buffers, the compiler tries to compile the method and
 fails at the first attribute. Hooks of optimizers run in each compiled step, and the compiler of torch 2.15 replaces the
-weak references that a hook creates by the objects themselves. The compiler is not imported here.
+weak references that a hook creates with the objects themselves. This module does not import the compiler.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def _build_reducer(model: DistributedDataParallel, *args: Any, **options: Any) -
 def _retire_others(model: DistributedDataParallel) -> None:
     """Remove the hooks of earlier worlds' reducers from the parameters of this model.
 
-    A script that creates DDP in the function under elastic.run has dropped these models, but a reference cycle can keep
-    them. Both reducers would then reduce each gradient.
+    A script that creates its DDP model in the function under elastic.run has dropped the earlier models, but a
+    reference cycle can keep them alive. The old and the new reducer would then both reduce each gradient.
     """
     ours = {id(each) for each in model.parameters()}
     for other, generation in list(_built.items()):
@@ -71,7 +71,7 @@ def follow(model: DistributedDataParallel) -> None:
 
 
 def begin(values: Iterable[object]) -> None:
-    """Record at the start of a training that only the state with these values rebuilds reducers."""
+    """Forget, at the start of elastic training, the models that are not among these values of the state."""
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
     inside = {id(each) for module in modules for each in module.modules()}
     for model in list(_followed):

@@ -30,7 +30,7 @@ from elastic.torch_backend.point_to_point import AT_ONCE, PointToPointMessages
 from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
 
 NAME = "elastic"
-# The stubs have other argument names, and unused overloads.
+# untyped, because torch's stubs have other argument names and additional overloads
 _TorchProcessGroup: Any = distributed.ProcessGroup
 
 
@@ -60,7 +60,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self.futures = Futures(self)
         self.messages = PointToPointMessages(f"{purpose} messages", ranks)
         self._store = store
-        self._groups: dict[str, tuple[int, Collectives]] = {}  # generation and group by device type
+        self._groups: dict[str, tuple[int, Collectives]] = {}  # (generation, group) by device type
         self._submitting = threading.Lock()
         self._together: list[ElasticWork] | None = None
         self._count = 0
@@ -70,7 +70,8 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if rt.elastic:
             self.messages.expect(rt)
         elif 1 < len(members) <= AT_ONCE:
-            # All its ranks are present. Connecting later could wait for a rank without this group's timeout.
+            # Connect now, while all ranks of the group are in this call: a later connection would not be limited by
+            # this group's timeout.
             self._group(rt, torch.device("cpu"))
             self.messages.connect(rt)
 
@@ -106,7 +107,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return [torch.device(kind) for kind in kinds]
 
     def registered_device_types(self) -> list[torch.device]:
-        """Return the devices, or none before torch has registered the group.
+        """Return the device types, or an empty list until torch has registered the group.
 
         torch 2.15 attaches its flight recorder to each new group with devices, and fails if the group is not in C++.
         """
@@ -151,10 +152,12 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self.ranks is None or size == self._of
 
     def outlive(self) -> bool:
-        """Handle the end of the world in which groups were created before elastic.run.
+        """Invalidate the group if it was created before elastic.run for only some of the ranks.
+
+        Called when the world in which it was created has ended.
 
         Returns:
-            Whether it was a group of some ranks of that world; such a group must not be called afterwards.
+            Whether the group is invalid from now on.
         """
         self._outlived = self._born == 0 and self.ranks is not None
         return self._outlived
@@ -202,7 +205,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         if self._together is not None:
             self._together.append(work)
         elif begun.thens and opts is not None and opts.asyncOp:
-            work.get_future()  # Puts the results in place even if the script drops the work.
+            work.get_future()  # the results are then stored even if the script drops the work
         return work
 
     def under_way(
@@ -214,7 +217,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return ElasticWork(self, name, begun, results, limit_s, self.futures, read_later=later)
 
     def with_others(self, name: str) -> WorkerRuntime:
-        """Return the runtime.
+        """Return the runtime, for an exchange with other ranks.
 
         Raises:
             Invalid: there is no other rank to exchange messages with.
@@ -277,7 +280,7 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
         if not isinstance(group, FollowingGroup):
             continue
         if not first and group.outlive():
-            continue  # calls of this group raise an error with the reason
+            continue  # later calls of this group raise an error that states the reason
         if not group.fits(size):
             distributed.destroy_process_group(group)
             continue

@@ -24,7 +24,7 @@ class GroupNames:
     """Names of the groups of one process. Pure: no I/O, no clock."""
 
     def __init__(self) -> None:
-        self.generation = 0  # generation in elastic.run, or 0 before
+        self.generation = 0  # generation of the world under elastic.run, or 0 before elastic.run
         self._made: dict[str, int] = {}  # number of groups in this generation, by key
         self.before: list[
             tuple[int, ...]
@@ -49,7 +49,7 @@ names = GroupNames()
 
 
 def replace() -> None:
-    """Patch torch.distributed. Idempotent."""
+    """Patch torch.distributed to use these names. Idempotent."""
     _torch._process_group_name = name
 
 

@@ -51,7 +51,7 @@ class PointToPointMessages:
         return group
 
     def expect(self, rt: WorkerRuntime) -> None:
-        """Take part, in each world, in the connection that other ranks start with their first message."""
+        """Prepare to connect in the current world as soon as another rank sends its first message."""
         if not rt.provisional and len(self._ranks or range(rt.place.size)) <= AT_ONCE:
             rt.expect_messages(self._purpose, self._ranks)
 
@@ -70,7 +70,7 @@ class PointToPointMessages:
     def receive(
         self, rt: WorkerRuntime, tensor: torch.Tensor, source: int | None, tag: int
     ) -> tuple[CollectiveCall, MessageWork]:
-        """Start receiving a message. The second result returns the sender's rank once the message is complete."""
+        """Start receiving a message. Return the call and a work that provides the sender's rank after completion."""
         begun, place = CollectiveCall(), tensor.detach()
         row = place
         if not _carried_as_it_is(place):

@@ -72,7 +72,7 @@ class ElasticProcessGroup(FollowingGroup):
         return self.call("allgather", inputs[0], begin, results, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> ElasticWork:
-        """Gather into ``outputs[rank][i]`` that rank's tensor ``i``."""
+        """Gather tensor ``i`` of each rank into ``outputs[rank][i]``."""
         by_tensor = [list(each) for each in zip(*outputs, strict=True)]
         return self.allgather(by_tensor, inputs, opts)
 

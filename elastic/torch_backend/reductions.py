@@ -95,7 +95,7 @@ def of_bools(op: Op) -> Op:
 
 
 def divide_integers_(tensor: torch.Tensor, reduction: Reduction, size: int) -> None:
-    """Scale integers, since groups scale only floats. Averages are truncated towards zero, as in C."""
+    """Scale an integer result in place, since groups scale only floats. Averages are truncated towards zero."""
     if tensor.is_floating_point():
         return
     if reduction.kind == Kind.AVG:

@@ -1,4 +1,4 @@
-"""Check that sharded models and optimizers, and DDP models outside of the state, are not trained in another world.
+"""Check that sharded models, and DDP models outside of the state, are trained only in the world they were built for.
 
 Each optimizer is checked once per world, before its first update.
 """
@@ -19,7 +19,7 @@ from elastic.sharding import unsupported_sharding
 from elastic.torch_backend import compile_exclusion, data_parallel_models
 
 _installed: list[Any] = []
-# generation of the last check of each optimizer; for DTensors, generation of the first check
+# generation of each optimizer's last check (_seen) and, with DTensor parameters, of its first check (_since)
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -74,7 +74,7 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
         if unsupported_sharding.any_fully_sharded():
             kind = Fixed.MODULE
         elif _since.setdefault(optimizer, generation) == generation and _spans(optimizer, size):
-            return  # tensor-parallel layers that were created in this world
+            return  # valid: tensor-parallel layers that were created in this world
         else:
             what += ", which was made for an earlier world,"
     if kind is not None:
@@ -97,4 +97,4 @@ def _root(mesh: Any) -> Any:
     from torch.distributed import device_mesh
 
     resources: Any = device_mesh
-    return resources._mesh_resources.get_root_mesh(mesh)  # torch 2.8
+    return resources._mesh_resources.get_root_mesh(mesh)  # API of torch 2.8

@@ -1,8 +1,8 @@
 """Allocation of DDP's buckets in memory that the ranks of a host share, so that buckets are reduced in place.
 
 DDP's reducer, in C++, allocates each bucket with ``empty``: when the reducer is created, and again when it has learned
-the order in which gradients become ready. Both are called from Python, so their calls of ``empty`` can be intercepted.
-If another version of torch allocates differently, buckets are copied to shared memory and back.
+the order in which gradients become ready. Both happen in calls from Python, so the calls of ``empty`` can be
+intercepted. If another version of torch allocates differently, buckets are copied to shared memory and back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.torch_backend.following_group import FollowingGroup
 
 _torch: Any = distributed  # torch's stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer
-_Mode: Any = TorchDispatchMode  # without types
+_Mode: Any = TorchDispatchMode  # torch's stubs lack its types
 # Below this size in bytes, copying a bucket is as fast as reducing it in place.
 _LEAST_BYTES = 4096
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # seconds for which the training thread may complete a future before the separate thread does
 _GRACE_S = 0.02
-_IDLE_S = 0.1  # seconds until an idle thread ends, which the process's exit waits for
+_IDLE_S = 0.1  # seconds after which an idle thread ends; the process waits for it at exit
 _SLICE_S = 0.1
 _NAMED = 8  # maximum number of ranks to name in a message
 
@@ -59,10 +59,10 @@ class WorkOwner(Protocol):
         """Return the generation of the current world."""
 
     def guard(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for waiting in the training thread."""
+        """Return a context manager in which the training thread waits for the collective ``name``."""
 
     def in_world(self, rank: int) -> int:
-        """Return the rank in the world of a rank of this group."""
+        """Convert a rank of this group to a rank of the world."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
         """Report a failed collective of a world, from a thread of this package. Never raises."""
@@ -78,8 +78,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
 
     Args:
         results: the tensors that its future returns, as with torch's own works.
-        read_later: whether the script does not need the results immediately. Then the training stream waits for them,
-            not the host, if an invalid value can do no harm until the next commit.
+        read_later: whether the script reads the results later. If so, the training stream waits for them instead of the
+            host, unless an invalid value could do harm before the next commit.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         """
         asked_s = timeout.total_seconds() if timeout is not None else 0.0  # C++ code passes 0
         limit_s = asked_s or self._timeout_s
-        # The outcome is known and does not concern the current world.
+        # A work of an earlier world: its outcome must not affect the current world, so the guard is not used.
         if self.generation != self._owner.generation():
             self.complete(limit_s)
             return True
@@ -135,7 +135,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return True
 
     def may_follow(self) -> bool:
-        """Return whether the stream may wait in place of the host.
+        """Return whether the current stream may wait for the results instead of the host.
 
         Integers may be indices. If an index is invalid, a kernel reads beyond a tensor, and every later CUDA call of
         the process fails.
@@ -337,12 +337,12 @@ class Futures:
         number = torch._C._current_graph_task_id()
         grace = number != -1 and not self._ending
         if grace and number not in self._passes:
-            self._passes = {number}  # passes that failed leave no other state
+            self._passes = {number}  # drops the IDs of failed passes, which no callback removes
             Variable._execution_engine.queue_callback(self._end_pass)
         due = time.monotonic() + (_GRACE_S if grace else 0.0)
         with self._changed:
             if self._pending and self._pending[0][1].generation != work.generation:
-                self._pending.clear()  # passes of an earlier world, whose outcome is irrelevant
+                self._pending.clear()  # works of an earlier world, whose outcome is irrelevant
             self._pending.append((due, work))
             if self._thread is None:
                 self._thread = threads.begin("elastic-futures", self._serve)
@@ -366,7 +366,7 @@ class Futures:
         with self._changed:
             while self._pending and self._pending[0][1].over:
                 _, work = self._pending.popleft()
-                # A work that failed earlier is raised at the end of the pass.
+                # Return works that have already failed, so that their errors are raised at the end of the pass.
                 if work.exception() is not None:
                     return work
             return self._pending[0][1] if self._pending else None
@@ -378,7 +378,7 @@ class Futures:
             except CollectiveFailed as error:
                 self._owner.broke(error, work.generation)
             except TensorMismatch:
-                pass  # kept by the work, which the future references
+                pass  # stored in the work, whose future raises it
             except threads.ProcessExiting:
                 return
             del work

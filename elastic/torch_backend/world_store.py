@@ -1,8 +1,8 @@
 """Store of this package's process groups for torch.distributed: one of torch's stores per world.
 
 torch uses it for barriers over the store, and scripts for their own keys. Rank 0 serves it on a separate port, which it
-sends to the other ranks in a collective exchange. In an elastic job this happens when all ranks have first used the
-store in a world. The next world has another, empty store. A worker that has not joined a world has a private store.
+sends to the other ranks in a collective exchange. In an elastic job, this happens in each world once all ranks have
+used the store. The next world has another, empty store. A worker that has not joined a world has a private store.
 """
 
 from __future__ import annotations

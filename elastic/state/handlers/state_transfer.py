@@ -2,8 +2,8 @@
 
 Only broadcasts are used, in an order that depends only on the header, so all ranks make the same calls. A receiver that
 cannot use the state still receives the whole state and raises its error afterwards, so other ranks are not disturbed.
-Large tensors are sent directly from live tensor to live tensor. Small ones are packed together. Tensors on root's GPU
-are sent between GPUs if every rank has its own GPU, and otherwise through host memory.
+Large tensors are sent directly from live tensor to live tensor. Small ones are packed together. Tensors on the root's
+GPU are sent between GPUs if every rank has its own GPU, and otherwise through host memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from elastic.state.handlers.tensor_spec import Destination, TensorSpec
 from elastic.state.snapshots import change_detection, preallocated_memory
 from elastic.state.snapshots.snapshot import as_bytes
 
-PACK = 4 << 20  # bytes; tensors up to a quarter of this size are packed into chunks of it
-# In bytes. Larger tensors are sent in pieces, because not all backends support counts beyond 2**31.
+PACK = 4 << 20  # bytes per packed chunk; only tensors of at most a quarter of this size are packed
+# Maximum bytes per broadcast. Larger tensors are split, because not all backends support counts above 2**31.
 PIECE = 64 << 20
-WINDOW = 4  # broadcasts in flight at once
+WINDOW = 4  # maximum number of broadcasts in flight
 ALIGNMENT = 16  # bytes; allows a packed tensor of any dtype to be viewed in place
-DIFFERENCES = 5  # layout lines to show in an error
+DIFFERENCES = 5  # maximum number of differing lines that an error shows per layout
 
-Key = tuple[str, str]  # part and tensor
+Key = tuple[str, str]  # names of the part and of the tensor
 
 
 GroupOn = Callable[[torch.device], Collectives]
@@ -43,7 +43,8 @@ CPU = torch.device("cpu")
 
 
 class TransferData(Protocol):
-    """Data to exchange. See `elastic.state.handlers.part.Part`."""
+    """Interface of a part of the state to transfer. See `elastic.state.handlers.part.Part`.
+    """
 
     value: Any
 
@@ -76,19 +77,19 @@ def transfer(
         group: the group for tensors on the CPU.
         root: the sending rank.
         parts: the parts of the state, by name.
-        values: the Python values of the state; used on root only.
-        layout: the lines that must be equal on all ranks.
-        group_on: creates the group of the same ranks on a GPU; called on all of them.
-        keeps: whether tensors are not sent if all receivers hold them already, see `Part.kept`. Used on root only.
+        values: the Python values of the state; used on the root only.
+        layout: lines that describe the state's structure and must be equal on all ranks.
+        group_on: function that creates a group of the same ranks on a GPU; called on every rank.
+        keeps: whether to skip tensors that all receivers already hold; see `Part.kept`. Used on the root only.
 
     Returns:
-        The number of bytes copied, and root's ``values``.
+        The number of bytes copied, and the root's ``values``.
 
     Raises:
-        StateMismatch: the layout of this receiver differs, or it can't read the values. Raised after everything was
-            received.
+        StateMismatch: the layout of this receiver differs, or the receiver cannot decode the values. Raised after the
+            whole state has been received.
         CollectiveFailed: a rank was lost.
-        Invalid: a value can't be pickled, at root.
+        Invalid: a value can't be pickled. Raised on the root.
     """
     if group.size == 1:
         return 0, values
@@ -156,7 +157,7 @@ def _receive(
         raise
     if keeps:
         specs = _lacking(group, specs, kept)
-    # The broadcasts do not change the versions of the tensors that they write.
+    # Record a change, because the broadcasts write to tensors without incrementing their ``_version``.
     change_detection.notice()
     failpoint("state-copy")
     moved, fresh = _travel(_roads(group, specs, where, group_on), root, where)
@@ -170,12 +171,12 @@ def _receive(
 def _lacking(
     group: Collectives, specs: dict[Key, TensorSpec], kept: set[Key]
 ) -> dict[Key, TensorSpec]:
-    """Return the tensors that any rank lacks. Collective.
+    """Return the specs of the tensors that at least one rank does not hold. Collective.
 
     Args:
         group: group of the root and the receivers.
-        specs: the tensors of the state.
-        kept: the tensors that this rank holds.
+        specs: the specs of all tensors of the state.
+        kept: the keys of the tensors that this rank already holds.
     """
     lacks = torch.tensor([key not in kept for key in specs], dtype=torch.int64, device="cpu")
     group.allreduce(lacks, Op.MAX).wait()
@@ -190,7 +191,7 @@ def _pickled(values: dict[str, Any], structures: Any, referred: dict[str, object
     try:
         return dumps((values, structures), "the state", referred)
     except Exception:
-        for name, value in values.items():  # raises an error that names the value
+        for name, value in values.items():  # the error then names the value that failed
             dumps(value, f"state.{name}", referred)
         raise
 
@@ -245,7 +246,7 @@ def _roads(
     where: dict[Key, torch.Tensor | Destination],
     group_on: GroupOn | None,
 ) -> list[Road]:
-    """Agree with all ranks on the groups over which the tensors are sent, and return them. Collective.
+    """Choose, in agreement with all ranks, the groups over which to send the tensors. Collective.
 
     Raises:
         CollectiveFailed: a rank was lost.
@@ -265,7 +266,7 @@ def _roads(
 
 
 def _number_of(device: torch.device, rank: int) -> int:
-    """Return a number that identifies the GPU across processes, if possible. Never 0."""
+    """Return a nonzero hash of the GPU's UUID, or of the rank if the UUID is unknown."""
     uuid = own_gpu.uuid(device).encode() or b"%d" % rank
     return int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest(), "big") + 1
 
@@ -280,7 +281,7 @@ def _gpu(where: dict[Key, torch.Tensor | Destination]) -> torch.device | None:
     device = devices.pop()
     try:
         own_gpu.meet(device)
-    except Invalid:  # This rank's collectives have used another GPU.
+    except Invalid:  # this rank's collectives already use another GPU
         return None
     return device
 
@@ -337,7 +338,7 @@ def _nothing() -> None:
 
 
 def _packs(specs: dict[Key, TensorSpec]) -> Iterator[list[Key]]:
-    """Yield the tensors to send together. The result depends only on the specs, so it is equal on all ranks."""
+    """Yield the tensors of each broadcast. They depend only on the specs, so all ranks yield the same."""
     pack: list[Key] = []
     filled = 0
     for key, spec in specs.items():
@@ -400,7 +401,7 @@ def _packed(
 
     def arrived() -> None:
         for key, view in views:
-            # A small tensor is cloned, so that it does not keep the whole block alive.
+            # Clone a new small tensor, because a view would keep the whole packed block alive.
             _deliver(
                 view.clone() if where[key] is Destination.NEW else view, where[key], fresh, key
             )

@@ -1,4 +1,4 @@
-"""Description of a tensor whose content was not received yet, and its destination."""
+"""Metadata of a tensor to receive, and the place to which its content goes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Destination(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Metadata of a tensor before its content is received."""
+    """Shape, dtype and device type of a tensor that is transferred."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device_type: str = "cpu"  # type on the rank that describes the tensor
+    device_type: str = "cpu"  # device type on the rank that created this spec
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        # An inference tensor cannot be written outside inference mode, so it is replaced.
+        # Inference tensors do not fit, since they cannot be written outside inference mode. They are replaced.
         return (
             tuple(tensor.shape) == self.shape
             and tensor.dtype == self.dtype

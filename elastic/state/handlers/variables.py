@@ -16,27 +16,27 @@ from elastic.api import arrays
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import Part
 
-# names of the variables that contain the step counts of Keras optimizers
+# possible names of the variable in which a Keras optimizer counts its steps
 COUNTS = ("iteration", "iterations", "iter")
 
 
 class VariablesPart(Part):
-    """Handler of a list of variables, or of an object in which a subclass finds them."""
+    """Handler of a list of variables. A subclass may find the variables in another object, such as a model."""
 
-    _count: str | None = ""  # name of the optimizer's step count, or None
+    _count: str | None = ""  # name of the optimizer's step counter; "" before the search, None if not found
 
     def variables(self) -> Sequence[Any]:
         return list(self.value)
 
     def named(self) -> dict[str, Any]:
-        """Return the variables by the names of their tensors."""
+        """Return the variables, keyed by tensor name."""
         return {
             f"{number}.{_short(variable)}": variable
             for number, variable in enumerate(self.variables())
         }
 
     def steps_taken(self) -> int | None:
-        """Return the number of steps that an optimizer has counted in a variable, in the last commit."""
+        """Return the value of the optimizer's step counter in the last commit, or None without a counter."""
         committed = self.committed()
         if self._count == "" and committed:
             self._count = next(filter(_is_count, committed), None)
@@ -73,12 +73,12 @@ class VariablesPart(Part):
             self.assign(named[name], tensor)
 
     def assign(self, variable: Any, value: torch.Tensor) -> None:
-        """Set one of the variables returned by `named`."""
+        """Assign a value to one of the variables returned by `named`."""
         variable.assign(arrays.to_numpy(value))
 
 
 def values_of(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the values as tensors that share memory with the variables where possible."""
+    """Return the variables' values as torch tensors, which share the variables' memory where possible."""
     return {name: arrays.value_of(each) for name, each in named.items()}
 
 

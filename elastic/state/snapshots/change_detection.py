@@ -20,7 +20,7 @@ Moment = tuple[int, int, int]
 
 def notice(*_: object) -> None:
     """Record that tensors may have changed. Also used as a hook of optimizer steps."""
-    # torch.compile compiles the store of a constant without a guard or a graph break.
+    # Only store a constant, because torch.compile compiles this without a guard or a graph break.
     global _noticed
     _noticed = True
 
@@ -45,7 +45,7 @@ def watch_optimizers() -> None:
         register_optimizer_step_pre_hook,
     )
 
-    # Recorded before the step too, because a step that raises midway may have changed tensors.
+    # Also record a change before the step, because a step that raises midway may have changed tensors.
     register_optimizer_step_pre_hook(notice)
     register_optimizer_step_post_hook(notice)
     _watching_optimizers = True

@@ -15,11 +15,13 @@ import torch
 from elastic.state.snapshots.snapshot import as_bytes
 
 WHOLE = 1 << 16  # bytes; up to this size, every byte is hashed
-ROW = 1024  # 8-byte words; shares factors with common widths, but a collision requires both sums to agree
+# 8-byte words per row. Tensor widths may be multiples of this, but a collision must preserve row and column sums.
+ROW = 1024
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Return a 63-bit digest of the tensors' names, dtypes, shapes and bits, in any order. 0 without tensors."""
+    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order. 0 without tensors.
+    """
     lines = sorted(_fold(name, tensor) for name, tensor in tensors)
     if not lines:
         return 0

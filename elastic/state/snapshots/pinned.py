@@ -1,8 +1,8 @@
 """Asynchronous copies from CUDA devices to pinned host memory while training continues.
 
-A copy that is in flight when the world fails is valid and is waited for. A commit begins after all collectives of the
-step have ended (`Runtime.settle`). The tensors at a commit therefore never depend on a collective that an abort could
-corrupt.
+A copy in flight when the world fails is still valid, so recovery waits until it is complete. A commit begins after all
+collectives of the step have ended (`Runtime.settle`). The tensors at a commit therefore never depend on a collective
+that an abort could corrupt.
 
 If the device has enough memory, tensors are first copied on the device (fast, in the training stream) and from there to
 the host on a side stream. Otherwise the training stream waits for the copies to the host: training may overwrite the
@@ -26,11 +26,11 @@ from elastic.errors import DeviceLost
 
 POLL_S = 0.0002
 COPY_LIMIT_S = 20.0  # a device that takes longer is considered hung
-# transfer rate of a slow or busy bus in bytes per second, by which the limit is extended for large copies
+# bytes per second on a slow or busy bus; at this rate, the size of a copy extends COPY_LIMIT_S
 SLOWEST_BYTES_S = 250e6
 ALIGNMENT = 64  # bytes; alignment of each tensor in the pinned memory
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # tensor on the device, pinned tensor
+Pair = tuple[torch.Tensor, torch.Tensor]  # tensor on the device, pinned tensor on the host
 
 _side: dict[torch.device, torch.cuda.Stream] = {}
 _given_up: list[mmap.mmap] = []  # never freed, because a hung device may still write to this memory
@@ -47,7 +47,7 @@ class _Pages(mmap.mmap):
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
             return
         transit = PinnedCopy()
-        for device, stream in _side.items():  # restores have already completed
+        for device, stream in _side.items():  # only copies for commits can be in flight, since restores wait for theirs
             with torch.cuda.stream(stream):
                 transit.follow(device, len(self))
         try:
@@ -134,14 +134,14 @@ class PinnedMemory:
 
 
 class PinnedCopy:
-    """Copies in flight that belong to one commit or one restore."""
+    """Set of copies in flight for one commit or one restore."""
 
     def __init__(self) -> None:
         self.events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._bytes = 0
 
     def follow(self, device: torch.device, size: int) -> None:
-        """Also wait for the copies of ``size`` bytes that are queued on the device's current stream."""
+        """Add the copies queued on the device's current stream, ``size`` bytes in all, to those to wait for."""
         with torch.cuda.device(device):
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
@@ -178,9 +178,9 @@ class PinnedCopy:
 
 
 class DeviceStaging:
-    """Device memory for one commit that is being copied to the host.
+    """Device memory from which one commit is copied to the host.
 
-    Allocated once, or not at all if memory is short.
+    Allocated once and reused. If device memory is short, nothing is allocated.
     """
 
     def __init__(self) -> None:
@@ -188,11 +188,11 @@ class DeviceStaging:
         self._refused: set[torch.device] = set()
 
     def has_room(self, sources: list[torch.Tensor]) -> bool:
-        """Return whether `room` finds memory for these tensors of one device."""
+        """Return whether `room` can provide memory for these tensors, which are all on one device."""
         return self.room(sources[0].device, sources) is not None
 
     def room(self, device: torch.device, sources: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a tensor on the device for each source, or None if memory is short."""
+        """Return a staging tensor on the device for each source, or None if device memory is short."""
         if device in self._refused:
             return None
         counts: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], int] = {}
@@ -221,8 +221,7 @@ def send(
 ) -> None:
     """Start the copies and return immediately. The training stream may overwrite the sources afterwards.
 
-    With ``exposed``, the training stream must not do so until the caller has made it wait for the events of
-    ``transit``.
+    With ``exposed``, the caller must first make the training stream wait for the events of ``transit``.
     """
     devices: dict[torch.device, list[Pair]] = {}
     for pair in pairs:

@@ -26,7 +26,7 @@ class PreallocatedMemory:
     """Zero-filled memory of ``size`` bytes with all pages allocated.
 
     Raises:
-        OSError: the system has not enough memory.
+        OSError: the system does not have enough memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,13 +35,13 @@ class PreallocatedMemory:
         zeros = torch.frombuffer(self._pages, dtype=torch.uint8)
         memfd.huge(zeros.data_ptr(), size)
         try:
-            # Releases the GIL, which the link thread needs.
+            # This call releases the GIL, which the link thread needs.
             memfd.populate(zeros.data_ptr(), size)
         except OSError:  # kernels before 5.14 lack this
             zeros.zero_()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU tensor of this shape, dtype and stride order, or None if too little memory is left."""
+        """Return a CPU tensor like ``tensor`` in this memory, or None if it is small or too little memory is left."""
         model = torch.empty_like(tensor, device="meta")
         end = self._end + model.nbytes
         if model.nbytes < LEAST_BYTES or end > len(self._pages):
@@ -57,7 +57,7 @@ _ahead: PreallocatedMemory | None = None
 
 
 def make(size: int) -> None:
-    """Allocate memory for the tensors that `empty_like` creates until `leave`. Does nothing if memory is short."""
+    """Preallocate ``size`` bytes for the tensors that `empty_like` creates until `leave`. No-op if memory is short."""
     global _ahead
     if size >= LEAST_BYTES:
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def leave() -> None:
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized CPU tensor like ``tensor``, in preallocated memory if that suffices.
 
-    ``tensor`` may be on ``meta``.
+    ``tensor`` may be on the ``meta`` device.
     """
     with _lock:
         made = None if _ahead is None else _ahead.empty_like(tensor)

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.state.snapshots import change_detection, pinned, preallocated_memory
 
-SAMPLES = 16  # elements to compare in a tensor that seems unchanged
+SAMPLES = 16  # approximate number of elements to compare in a large tensor
 SMALL = 4096  # tensors up to this many elements are compared completely
 
 
@@ -52,8 +52,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class TensorSignature:
     """Metadata of tensors at one moment, with dtypes, shapes, addresses, and versions.
 
-    There is one list per property instead of one object per tensor. A commit reads the properties of all tensors at
-    each step, which is a large part of its cost apart from the copy.
+    There is one list per property instead of one object per tensor, because each commit reads the properties of all
+    tensors. Apart from the copy, this is a large part of a commit's cost.
     """
 
     __slots__ = ("kinds", "names", "pointers", "storages", "tensors", "versions")
@@ -109,7 +109,8 @@ class _Copy:
         )
 
     def seems_equal(self, tensor: torch.Tensor) -> bool:
-        # Reading CUDA memory would wait for the device, so only versions and recorded activity count there.
+        # Do not compare CUDA tensors, since reading them would wait for the device. Their versions and the recorded
+        # changes must suffice.
         return tensor.is_cuda or self._sample_agrees(tensor)
 
     def _sample_agrees(self, tensor: torch.Tensor) -> bool:
@@ -134,7 +135,7 @@ def _wasteful(buffers: list[torch.Tensor]) -> bool:
 
 
 class SnapshotBuffers:
-    """One complete set of copies, with an additional value of the owner."""
+    """One complete set of copies, together with a value that the owner stores with them."""
 
     def __init__(self) -> None:
         self.copies: dict[str, _Copy] = {}
@@ -147,14 +148,14 @@ class SnapshotBuffers:
         self._on_gpu = False
         self._pointers: list[int] = []
         self._storages: list[int] = []
-        # versions at the time of the copy; None means unreliable
+        # ``_version`` of each tensor at the time of the copy, or None if unreliable
         self._versions: list[int] | None = None
         self._moment: change_detection.Moment | None = None
 
     def take(
         self, look: TensorSignature, extra: Any, stage: pinned.DeviceStaging, *, trust: bool
     ) -> None:
-        # Read before anything is copied, so that later changes count for the next commit.
+        # Read this marker before the copy, so that the next commit detects changes made during the copy.
         moment = change_detection.moment()
         self.extra = extra
         if trust and moment == self._moment and self._unchanged(look):
@@ -224,7 +225,10 @@ class SnapshotBuffers:
                 torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
 
     def empty_twin(self) -> SnapshotBuffers:
-        """Return a second set with its own buffers for the CPU tensors. GPU tensors are pinned in one allocation."""
+        """Return a second set that has its own buffers for the CPU tensors only.
+
+        Its buffers for GPU tensors are allocated at the first copy, because they are pinned in one allocation.
+        """
         twin = SnapshotBuffers()
         for name, copy in [*self.copies.items()]:
             if not copy.on_gpu:
@@ -252,7 +256,7 @@ class SnapshotBuffers:
         return {name: copy.buffer for name, copy in self.copies.items()}
 
     def clone(self) -> SnapshotBuffers:
-        """Return the same copies in separate, pageable buffers, to restore from once."""
+        """Return the same copies in separate, pageable buffers, for a single restore."""
         twin = SnapshotBuffers()
         twin.extra = self.extra
         for name, copy in self.copies.items():
@@ -263,7 +267,8 @@ class SnapshotBuffers:
 class Snapshot:
     """Newest copies of named tensors.
 
-    One set of copies can be held while later commits are copied to a second set, which is then kept for reuse.
+    While one set of copies is held, later commits go to a second set. After the release, the older set is kept for
+    reuse.
     """
 
     def __init__(self, bank: SnapshotBuffers | None = None) -> None:
@@ -299,8 +304,8 @@ class Snapshot:
 
         Args:
             tensors: tensors by name.
-            extra: a value of the owner that is stored with the copies.
-            trust: whether change detection is used. False copies everything.
+            extra: a value to store with the copies.
+            trust: whether to skip the copy if change detection finds no change. If False, always copy everything.
 
         Raises:
             DeviceLost: the previous CUDA copies did not complete within the time limit.

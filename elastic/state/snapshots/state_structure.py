@@ -25,9 +25,10 @@ class ModelTensors:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     # buffers registered with persistent=False
     transient: dict[str, torch.Tensor] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)  # registered with the value None
-    persistent: list[str] = field(default_factory=list)  # names of buffers, None or not
-    aliases: dict[str, str] = field(default_factory=dict)  # names of tied parameters
+    absent: list[str] = field(default_factory=list)  # names of buffers registered with the value None
+    # names of the buffers in the state dict, including buffers that are None
+    persistent: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)  # first name of each tied parameter, keyed by its other names
     owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
     extra: dict[str, torch.nn.Module] = field(default_factory=dict)
 
@@ -75,7 +76,8 @@ def plain(tensor: torch.Tensor) -> bool:
 
 
 class StateStructure:
-    """Structure of a model without its tensors. `tensors` returns the current ones unless the model was rebuilt."""
+    """Cached locations of a model's tensors. `tensors` returns the current tensors until the model is rebuilt.
+    """
 
     def __init__(self, model: torch.nn.Module, anatomy: ModelTensors) -> None:
         self.extra = anatomy.extra
@@ -114,10 +116,11 @@ class StateStructure:
         )
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        """Return the objects that must be unchanged for the names to be valid, and all registered tensors.
+        """Return the traits of the model on which the cached locations depend, and all registered objects.
 
-        The ``id`` of a deleted tensor may have been reused for a new one. That is harmless, because the names follow
-        from the order of the ids. Modules are referenced, so their ids cannot be reused.
+        The traits contain the IDs (``id()``) of the objects. If the ID of a deleted tensor is reused for a new one, the
+        locations remain valid, because they depend only on the order of the IDs. Modules are referenced, so their IDs
+        cannot be reused.
         """
         registries = list(chain.from_iterable(map(_registries_of, self.modules)))
         registered = list(chain.from_iterable(map(dict.values, registries)))

@@ -29,7 +29,8 @@ from elastic.tensorflow.graphs.lent_memory import LentMemory
 
 OP = "ElasticCall"
 
-# Must call ``call.succeed`` or ``call.fail`` once, now or later, from any thread. May raise only before that.
+# Function that starts a call. It must call ``call.succeed`` or ``call.fail`` exactly once, possibly later and from
+# another thread. It may raise an exception only before that.
 Start = Callable[["AsyncCall"], None]
 
 _DTYPES = {
@@ -90,7 +91,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 _DONE = "TF_RunAsyncOpKernelDoneCallback"
 _SHAPES = "TF_ShapeInferenceContextSetUnknownShape"
 
-# Takes a std::function of libstdc++; its mangled name differs with other libraries.
+# Symbol with libstdc++'s std::function as a parameter. Its mangled name differs with other C++ libraries.
 _LIBSTDCXX = (
     "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextE"
     "St8functionIFvvEE"
@@ -104,7 +105,7 @@ _Compute = ctypes.CFUNCTYPE(None, _at, _at, _at)
 _Manager = ctypes.CFUNCTYPE(ctypes.c_bool, _at, _at, _int)
 
 _starts: weakref.WeakValueDictionary[int, _Callee] = weakref.WeakValueDictionary()
-# Valid only in this process. A graph saved by another process must not match an entry here.
+# Tokens start at a random number, so that a graph saved by another process matches no entry of ``_starts``.
 _tokens = itertools.count(secrets.randbits(62) + 1)
 
 
@@ -173,7 +174,7 @@ class AsyncCall:
         _at.from_address(done + _MANAGER).value = None  # mark the source as moved-from
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return views of TensorFlow's memory, which is kept until the last view is freed.
+        """Return the input tensors as views of TensorFlow's memory, which is kept until the last view is freed.
 
         Raises:
             UnsupportedType: torch has no dtype for one of the tensors.
@@ -196,7 +197,8 @@ class AsyncCall:
                 found.append(torch.empty(shape, dtype=dtype, device="cpu"))
                 continue
             memory = (ctypes.c_char * size).from_address(lib.TF_TensorData(tensor))
-            # An aborted group may still read from it for a while after the operation has failed.
+            # Keep the memory as long as any view exists: an aborted group may still read it after the operation has
+            # failed.
             weakref.finalize(memory, lib.TF_DeleteTensor, tensor).atexit = False
             found.append(torch.frombuffer(memory, dtype=dtype).view(shape))
         return found
@@ -204,9 +206,8 @@ class AsyncCall:
     def succeed(self, results: list[torch.Tensor]) -> None:
         """Pass the results to TensorFlow.
 
-        They must be CPU tensors of the expected dtypes, otherwise the operation fails.
-
-        The list is emptied first, because code after the operation may reuse memory without references.
+        ``results`` must be CPU tensors of the expected dtypes, otherwise the operation fails. The list is emptied
+        before the operation completes, so that subsequent operations can reuse the memory of the results.
         """
         try:
             wanted = self._lib.TF_NumOutputs(self._context)
@@ -244,7 +245,7 @@ class AsyncCall:
         lib.TF_DeleteTensor(made)
 
     def fail(self, code: int, message: str) -> None:
-        """Fail the operation with TensorFlow's error of this code, one of ``tf.errors``."""
+        """Fail the operation with a TensorFlow error code, such as ``tf.errors.INTERNAL``."""
         lib = self._lib
         status = lib.TF_NewStatus()
         lib.TF_SetStatus(status, code, message.encode())
@@ -263,7 +264,7 @@ def _manager(function: int) -> Any:
 
 
 class _TensorFlowLibrary:
-    """TensorFlow's C API.
+    """Binding to TensorFlow's C API.
 
     Raises:
         OSError: the library is missing.
@@ -272,7 +273,7 @@ class _TensorFlowLibrary:
 
     def __init__(self) -> None:
         file = str(Path(tf.__file__).parent / "libtensorflow_framework.so.2")
-        # Short calls keep the interpreter's lock. Completing an operation releases it, since that starts the next ones.
+        # Short calls hold the GIL. Completing an operation releases the GIL, because it starts the next operations.
         quick, self._slow = ctypes.PyDLL(file), ctypes.CDLL(file)
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(quick, name)
@@ -282,7 +283,7 @@ class _TensorFlowLibrary:
         self.done.restype, self.done.argtypes = None, (_at,)
         getattr(self._slow, _LIBSTDCXX)
         self.lent = LentMemory()
-        # Referenced by TensorFlow for the life of the process.
+        # Keep references, because TensorFlow calls these functions until the process exits.
         self._create = _Create(self._created)
         self._compute = _Compute(self._computed)
 
@@ -293,7 +294,7 @@ class _TensorFlowLibrary:
         return _CallStatus(self)
 
     def register(self) -> None:
-        """Register operation and kernel. Raises RuntimeError if TensorFlow rejects it."""
+        """Register the operation and its kernel. Raises RuntimeError if TensorFlow rejects either."""
         with self.status() as status:
             made = self.TF_NewOpDefinitionBuilder(OP.encode())
             for attribute in ("Tin: list(type) >= 0", "Tout: list(type) >= 0", "token: int"):
@@ -318,7 +319,7 @@ class _TensorFlowLibrary:
         return token.value
 
     def _computed(self, token: int, context: int, done: int) -> None:
-        # Caught because an exception here would only be printed, and the operation would never complete.
+        # Catch every exception, since ctypes would only print it, and the operation would never complete.
         call = AsyncCall(self, context, done)
         try:
             self.lent.collect()

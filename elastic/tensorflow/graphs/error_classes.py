@@ -32,7 +32,7 @@ def class_of(error: BaseException) -> type[tf.errors.OpError]:
 
 
 def code_of(error: BaseException) -> int:
-    """Return the code of that class in TensorFlow's C API."""
+    """Return the C API's code for the class that `class_of` returns."""
     return int(class_of(error)(None, None, "").error_code)
 
 
@@ -43,7 +43,7 @@ def for_numpy_function(error: BaseException) -> type[Exception]:
 
 @contextlib.contextmanager
 def for_eager() -> Iterator[None]:
-    """Context of an eager collective. Errors in the context also become instances of TensorFlow's class."""
+    """Context manager that converts errors of an eager collective to instances of both classes."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,8 @@
 """Memory of torch tensors that TensorFlow uses without a copy.
 
-TensorFlow sets a flag, in any thread, when it has released a tensor.
-
-This can happen after Python has exited, so the deallocator is in the C++ library, and nothing but the tensors is ever
-freed.
+When TensorFlow releases a tensor, it calls a deallocator, which sets a flag. This can happen in any thread and even
+after the Python interpreter has exited. Therefore the deallocator is in the C++ library, and only the tensors are
+freed, never the flags.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class LentMemory:
 
     def __init__(self) -> None:
         lib = native_library.load()
-        # The deallocator passed to TensorFlow; None without the C++ library.
+        # address of the deallocator to pass to TensorFlow; None without the C++ library
         self.let_go: int | None = None
         if lib is not None:
             self.let_go = ctypes.cast(lib.elastic_let_go, ctypes.c_void_p).value
@@ -38,11 +37,11 @@ class LentMemory:
         for kept in (
             self._flags,
             self._lent,
-        ):  # kept forever, because the interpreter would free the objects at its exit
+        ):  # leaked deliberately, because TensorFlow may use them after the interpreter has exited
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def lend(self, tensor: torch.Tensor) -> int | None:
-        """Return the address of the flag for `let_go`, or None if this tensor has to be copied."""
+        """Lend the tensor. Return the address of its flag, an argument of `let_go`, or None if it must be copied."""
         if not self.let_go or tensor.nbytes < LARGE or tensor.data_ptr() % ALIGNED:
             return None
         with self._lock:

@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-SMALL = 16384  # bytes; larger tensors cost more to copy than to pass to Python
-FEW = 4  # number of tensors up to which packing has no benefit
+SMALL = 16384  # maximum bytes of a tensor to pack; copying a larger one costs more than passing it to Python
+FEW = 4  # maximum number of tensors for which packing has no benefit
 
 Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Unpack]:
-    """Return the tensors with the small ones of each dtype joined into one-dimensional tensors, and the inverse
-    function.
+    """Join the small tensors of each dtype into one-dimensional tensors. Return all tensors and the inverse function.
 
     For elementwise operations. All ranks pack in the same way, because packing depends only on shapes and dtypes.
     """
