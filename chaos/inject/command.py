@@ -304,7 +304,7 @@ def dry_run(plan: Plan, job: Job) -> list[str]:
 
 
 def report_of(faulty_job: FaultyJob) -> Report:
-    """Return the report on the job's journal. Raises Invalid if the journal cannot be read."""
+    """Return the report on the job's journal. Raises Invalid if the file is not a journal."""
     settings, entries = journal.read(faulty_job.job.journal)
     return report(
         settings,

@@ -14,11 +14,11 @@ from elastic.protocol.messages import Worker
 
 # The driver may have detected the fault shortly before the injector recorded its time.
 EARLY_S = 0.02
-AFTERMATH_S = 10.0  # an exit later than this after the end of a fault is not attributed to it
+AFTERMATH_S = 10.0  # seconds after the end of a fault within which an exit is attributed to the fault
 
 
 class Sign(enum.Enum):
-    """Kind of evidence by which the driver detected a problem with a worker. The values appear in reports."""
+    """Evidence from which the driver detected a problem with a worker. The values are part of report texts."""
 
     EXIT = "its exit"
     FROZEN = "frozen"
@@ -29,7 +29,7 @@ class Sign(enum.Enum):
 
 @dataclass
 class FaultOutcome:
-    """Outcome of one fault.
+    """Outcome of one injected fault.
 
     Args:
         at_s: seconds from the start of training to the fault.
@@ -52,7 +52,7 @@ class FaultOutcome:
 
 @dataclass
 class _Happened:
-    """Entries of a journal by kind, in order. The first item of each entry is its time, in seconds."""
+    """Entries of a journal, grouped by kind, in order. The first item of each tuple is the entry's time in seconds."""
 
     exits: dict[Worker, tuple[float, int]] = field(default_factory=dict)
     kills: dict[Worker, tuple[float, str]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     )
     since = each.at - EARLY_S
     if happened.ended is not None:
-        until = min(until, happened.ended[0])  # Exits after this belong to the end of the job.
+        until = min(until, happened.ended[0])  # later exits are due to the end of the job
     noticed = [
         (at, what)
         for at, what in happened.noticed.get(each.worker, [])
@@ -181,7 +181,7 @@ def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened:
     if not was_member:
         outcome.outcome = f"{how}; it was in no world yet"
         return
-    # A leaving worker's process exits after the world has changed, and a dead worker's process before.
+    # A worker that leaves exits after the world has changed, but a worker that dies exits before.
     since = min(at, each.at)
     worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
     _back(outcome, each, how, worlds[0][1] if worlds else None, happened)

@@ -1,7 +1,8 @@
 """Run one job under faults: start it, follow its journal, and inject the faults that are due.
 
-`plan` decides and `injection` acts. This loop checks the journal about fifty times a second. At every exit,
-including Ctrl-C, lasting faults are undone, and the job is ended if it still runs.
+`plan` decides which faults are due, and `injection` injects them. The loop in this module checks the journal about
+fifty times a second. However the loop ends, including by Ctrl-C, lasting faults are undone, and a job that still runs
+is terminated.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from elastic.checkpoints.options import DIR
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-LOOK_S = 0.02  # seconds between two checks of the journal
-HEED_S = 2.0  # seconds for the job to react to Ctrl-C, which the terminal also sends to the job
-END_S = 60.0  # seconds, in addition to --leave-timeout, for the job to end after a request
+LOOK_S = 0.02  # seconds between checks of the journal
+HEED_S = 2.0  # seconds to wait for the job to react to Ctrl-C, which the terminal sends to the job as well
+END_S = 60.0  # seconds beyond --leave-timeout within which the job must end after a stop request
 
 Turn = Callable[[JobProgress, int, float], None]
 
@@ -52,14 +53,14 @@ class FaultyJob:
     job: Job
     code: int
     injected: list[Injected]
-    spared: int  # number of random faults for which no victim was allowed
+    spared: int  # number of random faults that were skipped because no victim was allowed
     planned: int = 0  # number of faults in the plan
     # planned faults that were not injected, with the reason
     missed: list[str] = field(default_factory=list)
 
 
 def say(text: str) -> None:
-    """Print a line of `chaos run` between the output lines of the job."""
+    """Print a message of `chaos run` on its own line in the job's output."""
     print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
 
 
@@ -75,7 +76,8 @@ def under_fire(
     """Run the job under faults until it ends.
 
     Args:
-        each_turn: called at each check of the journal with the job's progress, the driver's process ID and the time.
+        each_turn: called at each check of the journal, with the job's progress, the driver's process ID and the
+            monotonic time in seconds.
         env: variables added to the job's environment.
         output: stream to which the job writes (default: the output of this process).
     """
@@ -139,15 +141,15 @@ class _Fire:
         self.spared = 0
         self.failed: list[str] = []
         self._spare = plan.chance.spare if plan.chance is not None else ()
-        # A separate random generator, because the set of possible victims, unlike the times, does not depend only on
-        # the seed.
+        # A separate random generator, because the number of draws for victims depends on the job, while the times of
+        # faults must depend only on the seed.
         self._dice = random.Random(plan.chance.seed if plan.chance is not None else None)
 
     def turn(self, story: JobProgress, now: float, *, calm: Callable[[], bool]) -> None:
         """Inject the faults that are due.
 
         Args:
-            calm: called before each fault. If it returns True, no further fault begins, and lasting faults are ended.
+            calm: called before each fault. If it returns True, no further fault begins and lasting faults end.
         """
         if calm() or story.ending:
             self.injector.close(now)
@@ -196,7 +198,7 @@ class _Fire:
 
 
 class _Stop:
-    """Handler of a signal that requests the end of the run.
+    """Handler of signals that request the end of the run.
 
     The signal is forwarded to the job, unless it came from a terminal, which also sends it to the job.
     """

@@ -22,7 +22,7 @@ from elastic.driver.processes.prepared_processes import PREPARED
 from elastic.protocol.messages import Worker
 
 MARK = "ELASTIC_CHAOS"  # environment variable with a unique value for each job
-# How long a slowed worker runs between pauses: longer than the agent's sampling interval.
+# seconds for which a slowed worker runs between pauses; must exceed the agent's sampling interval
 RUN_S = 0.3
 # Seconds for which a worker with a flipped bit counts as a victim. The flip may have no visible effect.
 FLIPPED_S = 5.0
@@ -39,7 +39,7 @@ class _Process:
     pidfd: int
 
     def signal(self, number: int) -> bool:
-        """Send a signal. Return False if the process has ended."""
+        """Send a signal to the process. Return False if the process has exited."""
         try:
             signal.pidfd_send_signal(self.pidfd, number)
         except ProcessLookupError:
@@ -57,7 +57,7 @@ class _Lasting:
     ends_at: float
     next_at: float
     stopped: bool = False
-    pauses_s: float = 0.0  # length in seconds of the pauses of a slowed worker
+    pauses_s: float = 0.0  # seconds of each pause of a slowed worker
     packets: PacketFilter | None = field(default=None, repr=False)
     # guard that resumes a stopped worker if this process exits
     guard: Guard | None = field(default=None, repr=False)
@@ -132,7 +132,7 @@ class Injector:
             process.close()
 
     def suffering(self, now: float) -> list[Worker]:
-        """Return the workers under a fault, or about to end because of one."""
+        """Return the workers that are under a fault or are expected to exit because of one."""
         going = [
             each.worker
             for each in self.done
@@ -142,7 +142,7 @@ class Injector:
         return [*(each.injected.worker for each in self._lasting), *going]
 
     def next_at(self) -> float | None:
-        """Return when `turn` must be called next, or None for never."""
+        """Return the time at which `turn` must be called next, or None if no call is needed."""
         return min((each.next_at for each in self._lasting), default=None)
 
     def turn(self, now: float) -> None:
@@ -261,8 +261,7 @@ class Injector:
         except OSError:
             raise NotOurs(f"{worker} has exited (process {pid})") from None
         process = _Process(pid, pidfd)
-        # A preloaded process keeps the environment of the worker for which it was created, even if it becomes another
-        # one.
+        # A preloaded process keeps the environment with which it was started, even if it becomes another worker.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
         if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()

@@ -1,7 +1,7 @@
-"""Isolation of individual processes on this machine: drops their TCP packets, or closes their connections.
+"""Network isolation of single processes on this machine: drop their TCP packets or close their connections.
 
-Packets are dropped by a table of nftables that belongs to a child process `nft`. The kernel removes the table when that
-process exits, so it cannot outlive this process. Requires root.
+Packets are dropped by an nftables table that a child process `nft` owns. The kernel removes the table when the child
+exits, so the table cannot outlive this process. Requires root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.errors import Invalid
 ANSWER_S = 5.0  # time limit for nft or ss to respond, in seconds
 LISTEN = "0A"
 
-End = tuple[str, int]  # address and port
+End = tuple[str, int]  # IP address and port
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ def check_cut() -> None:
 
 
 def sockets_of(pid: int) -> list[Socket]:
-    """Return the TCP sockets of a process. Raises OSError if the process has ended or is in another network
-    namespace."""
+    """Return the TCP sockets of a process.
+
+    Raises OSError if the process has exited or is in another network namespace.
+    """
     if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
         raise OSError(
             f"process {pid} is in another network namespace, so its connections can't be closed: run the command in"
@@ -71,7 +73,7 @@ def sockets_of(pid: int) -> list[Socket]:
         )
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # The socket may have been closed in the meantime.
+        with contextlib.suppress(OSError):  # The process may have closed the socket in the meantime.
             target = os.readlink(f"/proc/{pid}/fd/{name}")
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
@@ -141,7 +143,7 @@ def _host(end: End) -> str:
 class PacketFilter:
     """Context manager that drops all TCP packets of selected sockets while it is open.
 
-    Raises OSError if this is not possible.
+    Raises OSError if nft cannot be run or does not create the table.
     """
 
     def __init__(self, number: int) -> None:

@@ -1,6 +1,6 @@
-"""Selection of faults, their times and their victims, from a plan or drawn from a seed. Pure: no I/O, no clock.
+"""Selection of faults, times and victims, as given in a plan or drawn from a seed. Pure: no I/O, no clock.
 
-`plan_file` reads a plan, and `faulty_job` performs it.
+`plan_file` reads a plan, and `faulty_job` runs a job under it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ KINDS = {
 }
 FLIPPED = {"flip-weights": "weights", "flip-moments": "moments", "flip-gradients": "gradients"}
 SPOILS_FILE = "flip-file"
-# Range of the durations of random faults, in seconds.
+# minimum and maximum duration of random faults, in seconds
 LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}
 FACTOR = 3.0
-# minimum mean time between random faults; a constraint because the journal is checked only fifty times a second
+# minimum of the mean time between random faults, since the journal is checked only fifty times a second
 MEAN_LEAST_S = 0.05
 SECONDS_MAX = 1e6
 DRAWN_PER_LOOK = 20  # maximum number of random faults that one check of the journal returns
@@ -45,7 +45,7 @@ class Fault:
     at_generation: int | None = None
     for_s: float = 0.0
     factor: float = 0.0
-    # Whether the fault was drawn at random. Such a fault never affects the last worker.
+    # whether the fault was drawn at random; random faults never affect the last worker
     drawn: bool = False
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Fault:
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
-        """Return the number of members that must remain unaffected by a random fault.
+        """Return the number of unaffected members that a random fault requires, including its victim.
 
         For a bit flip, three replicas are needed: with two, it would be unknown which replica is correct.
         """
@@ -86,7 +86,7 @@ class Injected:
     rank: int
     size: int  # size of the world at the time of the injection
     at: float
-    what: str  # description: kind, factor, duration
+    what: str  # description of the fault: kind, factor, duration
     until: float | None = None  # time at which the fault was undone, or None
     note: str = ""
 
@@ -124,7 +124,7 @@ class Plan:
         return any(fault.after_commits is not None for fault in self.faults)
 
     def seeded(self, seed: int) -> Plan:
-        """Return the plan with a seed. ``seed`` is used only if the plan contains no seed."""
+        """Return the plan with a seed: its own, or ``seed`` if it has none."""
         if self.chance is None or self.chance.seed is not None:
             return self
         return replace(self, chance=replace(self.chance, seed=seed))
@@ -134,8 +134,9 @@ class Plan:
 
 
 def draw(chance: Chance) -> Iterator[Fault]:
-    """Yield the random faults of a seed, without end unless ``duration_s`` is set. The same seed yields the same
-    faults.
+    """Yield the random faults of a seed. The same seed yields the same faults.
+
+    The iterator is infinite unless ``duration_s`` is set.
     """
     dice = random.Random(chance.seed)
     at_s = 0.0
@@ -150,9 +151,9 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Determine which faults are due. `due` returns each fault once.
+    """Schedule of a plan's faults. `due` returns each fault once.
 
-    At most DRAWN_PER_LOOK random faults are returned by one call. The next call returns the rest.
+    One call returns at most DRAWN_PER_LOOK random faults. The next call returns the rest.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -178,11 +179,11 @@ class Schedule:
         return now
 
     def put_off(self, fault: Fault) -> None:
-        """Return a fault again at the next call of `due`, because no victim is currently allowed."""
+        """Postpone a fault for which no victim is currently allowed: the next call of `due` returns it again."""
         self._waiting.append(fault)
 
     def left(self) -> list[Fault]:
-        """Return the planned faults that were not returned yet."""
+        """Return the planned faults that `due` has not returned yet."""
         return list(self._waiting)
 
 
@@ -203,7 +204,7 @@ def choose(
     spare: Sequence[str],
     dice: random.Random,
 ) -> list[Worker]:
-    """Return the victims of a fault, or an empty result if no victim is allowed.
+    """Return the victims of a fault. The list is empty if no victim is allowed.
 
     Args:
         members: live members of the current world, by rank.

@@ -32,19 +32,19 @@ else:
 
 FOR_S = 5.0  # default duration of a planned fault, in seconds
 FACTOR_MAX = 100.0
-WHOLE_MAX = 2**63 - 1  # the largest integer that TOML guarantees
+WHOLE_MAX = 2**63 - 1  # largest integer that every TOML parser supports
 MOMENTS = ("at_s", "after_commits", "at_generation")
 VICTIMS = (
     '"random", "rank N", "newest", "oldest", "worker HOST:SLOT", "host NAME", "all but one", "all"'
 )
-_NUMBER = "[0-9]{1,6}"  # \d would also match non-ASCII digits.
+_NUMBER = "[0-9]{1,6}"  # not \d, which would also match non-ASCII digits
 _VICTIM = re.compile(
     rf"random|newest|oldest|all but one|all|rank {_NUMBER}|worker \S+:{_NUMBER}|host \S+"
 )
 
 
 def read_plan(text: str, name: str) -> plan.Plan:
-    """Parse a TOML text. Raises Invalid with the line of the first mistake."""
+    """Parse a plan from TOML text. Raises Invalid with the line number of the first error."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -148,7 +148,7 @@ def _chance(table: dict[str, Any], where: _Where) -> plan.Chance:
 
 
 class _Where:
-    """A table in a TOML text. Finds the line of a key for error messages."""
+    """Location of a table in a TOML text. Finds the line number of a key for error messages."""
 
     def __init__(self, text: str, name: str, table: str, index: int) -> None:
         self._lines = text.splitlines()
@@ -191,7 +191,7 @@ class _Where:
         if value == math.inf:
             self.fail(key, f"{key} is {value!r}: pass a finite number")
         if value > most:
-            # The number is omitted from the message, because it may have any number of digits.
+            # The message does not contain the number, because the number may have thousands of digits.
             self.fail(key, f"{key} is too large: pass at most {most:.0f}")
         return float(value)
 

@@ -4,7 +4,7 @@ Terms:
 
 - A commit is *lost* if a world continued from an older commit although a member of that world held the newer one. This
   must never happen.
-- A commit is *gone with its holders* if only workers that died had made it. No worker could continue from it, so its
+- A commit is *gone with its holders* if every worker that held it has died. No worker could continue from it, so its
   steps were repeated, as was all work since the last commit (*done again*, in seconds).
 - *Training* is the time in which a whole world trained and its work was kept: from the moment when every member had
   completed its first collective to the last commit before the world failed, to a planned change, or to the end of
@@ -26,17 +26,17 @@ from elastic.driver.journal.entries import Entry
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker
 
-EXAMPLES = 5  # maximum number of differing commits that are listed
-LONG = 3.0  # factor on the median commit interval; a longer interval may be a stall
+EXAMPLES = 5  # maximum number of differing commits to list
+LONG = 3.0  # a commit interval longer than the median by this factor may be a stall
 STALL_S = 0.25
 
 
 @dataclass
 class Recovery:
-    """A new training world of elastic.run.
+    """Change from one training world of elastic.run to the next.
 
     Args:
-        at_s: since training began.
+        at_s: seconds since training began.
     """
 
     at_s: float
@@ -50,7 +50,7 @@ class Recovery:
 
 @dataclass
 class Steps:
-    """Numbers of commits: made, lost, and repeated.
+    """Numbers of commits that were kept, lost, or gone with their holders.
 
     Args:
         again_s: seconds of uncommitted work that was repeated.
@@ -74,7 +74,7 @@ class Goodput:
     total_s: float = 0.0
     training_s: float = 0.0
     full_s: float = 0.0
-    worker_s: float = 0.0  # training time multiplied by the number of workers
+    worker_s: float = 0.0  # training time multiplied by the number of workers, in worker-seconds
     stalled_s: float = 0.0
     workers: int = 0
 
@@ -88,8 +88,7 @@ class Goodput:
 
     @property
     def worker_share(self) -> float:
-        """Return the time that the workers trained, as a share of the time that all initial workers could have
-        trained.
+        """Return the workers' total training time as a fraction of the time available to all initial workers.
         """
         whole = self.total_s * self.workers
         return self.worker_s / whole if whole else 0.0
@@ -97,7 +96,7 @@ class Goodput:
 
 @dataclass
 class Digests:
-    """Number of digests of commits and state copies that were compared.
+    """Results of comparing the workers' digests of commits and of state copies.
 
     Args:
         compared: number of commits and copies reported by several workers.
@@ -108,7 +107,7 @@ class Digests:
     differing: int = 0
     single: int = 0
     examples: list[str] = field(default_factory=list)
-    # whether digests of commits were compared, and not only those of state copies
+    # whether the comparison included digests of commits, not only those of state copies
     of_commits: bool = False
 
 
@@ -139,7 +138,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return the job's exit code, or 1 if the job succeeded but violated an invariant or tested nothing."""
+        """Return the job's exit code, or 1 if the job exited with 0 but violated an invariant or tested nothing."""
         promises = self.broken or self.steps.lost or self.digests.differing
         return self.code or (1 if promises or not self.trained else 0)
 
@@ -204,14 +203,14 @@ class _Reading:
         self.steps = Steps()
         self.goodput = Goodput(workers=settings.np)
         self._digests: dict[Commit, dict[Worker, int]] = {}
-        self._sees_commits = False  # State copies are always compared, and count as commit 0.
+        self._sees_commits = False  # unlike commits, state copies (commit 0) are always compared
         self._history: list[Commit] = []  # current committed history
         self._held: dict[Worker, Commit] = {}  # newest commit that each worker is known to hold
         self._generation = 0
         self._size = 0
         self._training_since: float | None = None
         self._committed_at: float | None = None  # time of this generation's newest commit
-        # Times of successive commits in one world, and its size.
+        # (time of a commit, time of the next commit in the same world, size of the world)
         self._gaps: list[tuple[float, float, int]] = []
         self._over_at: float | None = None
         self._at = 0.0
@@ -246,7 +245,7 @@ class _Reading:
                     self._over(entry.at)
 
     def finish(self) -> None:
-        """Complete the evaluation at the end of the journal, even if the job has not ended."""
+        """Complete the evaluation at the end of the journal, even if the journal contains no end of the job."""
         self._training_ends(self._at)
         self._over(self._at)
         self.steps.kept = len(self._history)
@@ -330,7 +329,7 @@ class _Reading:
         since = self._training_since
         if since is None:
             return
-        # Without digests commits are unknown, and all work until now counts as kept.
+        # Without digests, commits are unknown, so all work so far counts as kept.
         kept_until = max(since, self._committed_at or since) if self._sees_commits else at
         self._training_ends(kept_until)
         self.steps.again_s += at - kept_until

@@ -1,7 +1,7 @@
-"""Guard that resumes a stopped process if this process exits without resuming it, even after SIGKILL.
+"""Guard that resumes a stopped process if this process exits first, even after SIGKILL.
 
-A small separate process waits at a pipe that the kernel closes when this process exits. It refers to the victim by the
-given pidfd, so that it can never continue another process.
+The guard is a small child process that waits on a pipe, which the kernel closes when this process exits. It refers to
+the victim by pidfd, so it can never resume an unrelated process that has reused the ID.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ except ProcessLookupError:
 
 
 class Guard:
-    """A child process that continues the victim if this process exits.
+    """Child process that resumes the victim if this process exits.
 
-    Create it before the victim is stopped, and `close` it when the victim continues.
+    Create it before the victim is stopped, and call `close` after the victim was resumed.
     """
 
     def __init__(self, pidfd: int) -> None:
@@ -32,12 +32,12 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must not end the guard.
+            start_new_session=True,  # protects the guard from Ctrl-C
         )
 
     def close(self) -> None:
         """End the child process."""
-        # The guard is killed before the pipe is closed, because a closed pipe would make the guard resume the victim.
+        # Kill the guard before closing the pipe, because a closed pipe would make the guard resume the victim.
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:

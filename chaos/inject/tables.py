@@ -1,4 +1,4 @@
-"""Print a report on a terminal. Computes nothing except percentiles."""
+"""Formatting of a report for the terminal. This module computes only percentiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTS_SHOWN = 40
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the whole report."""
+    """Print the whole report to standard output."""
     console = console or Console()
     if not console.is_terminal:
         console.width = WIDTH

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if all invariants hold, 1 if an invariant is broken or could not be checked.
+    """Check the journals. Return 0 if all invariants hold, 1 if an invariant is broken or could not be checked.
 
     Raises:
         Invalid: ``--samples`` is less than 1, or a journal cannot be read.
@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def broken_invariants(path: Path) -> list[str]:
-    """Return a list with the sentence of the first broken invariant; empty if none is broken.
+    """Return a list with a sentence about the first broken invariant, or an empty list.
 
     Raises Invalid if the file is not a journal.
     """

@@ -1,4 +1,4 @@
-"""Waits that must end by a given time. Pure: no I/O, no clock."""
+"""Deadlines by which expected events must occur. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Hashable
 
 
 class Deadlines:
-    """Pending waits, each with a key, a deadline and a sentence about the awaited event.
+    """Set of pending waits, each with a key, a deadline and a sentence about the expected event.
 
-    `begin` replaces a wait with the same key.
+    `begin` replaces an existing wait with the same key.
     """
 
     def __init__(self) -> None:
         self._open: dict[Hashable, tuple[float, str]] = {}
-        # heap of deadlines; it may contain waits that have ended
+        # heap of deadlines, including those of waits that have already ended
         self._by: list[tuple[float, int, Hashable]] = []
         self._count = 0
 
@@ -36,7 +36,7 @@ class Deadlines:
         self._by.clear()
 
     def overdue(self, now: float) -> str:
-        """Return a sentence about the events whose deadlines are before ``now``, or an empty string."""
+        """Return a sentence about the expected events that are overdue at ``now``, or an empty string."""
         while self._by and self._by[0][0] < now:
             by, _, key = heapq.heappop(self._by)
             found = self._open.get(key)

@@ -1,54 +1,60 @@
-"""Invariants of every job. They are checked on the driver's events and on the resulting actions.
+"""Invariants of every job, checked on the driver's events and on the resulting actions.
 
 Pure: no I/O, no clock.
 
-The checks are independent of the decisions of membership. They receive events and actions from a journal or a running
-simulation, and raise BrokenInvariant at the first impossible entry. The state is small, and the work per event is
-proportional to the number of resulting actions.
+The checks do not use the code of membership that makes the decisions. They receive events and actions from a journal
+or a running simulation, and raise BrokenInvariant at the first violation. Their state is small, and the work per event
+is proportional to the number of resulting actions.
 
-    ONE GENERATION     Worlds are numbered without a gap. Each worker that trained in the last world is in the next, or
-                       was released, fenced or lost before. Orders about a world go to its live members and carry its
-                       generation. Not visible: whether a process obeyed before it answered.
-    NO OLDER COMMIT    No worker outside the current world, unless fenced or leaving, reports a commit that is newer
-                       than the one this world began from. Not visible: unreported commits.
-    NEVER BACK         A world begins from the newest commit that its old members reported, rank 0 holds it, and no
-                       remaining worker reports less than it held before, nor an older commit after a newer one of the
-                       same world, unless its connection was replaced. After a planned change all old members hold the
-                       same. Not visible: commits of a worker that was killed before it reported them.
-    EQUAL DIGESTS      Equal (generation, number) means equal parameters; a world's commit 0 is the one it began from.
+"Not visible" marks what the events and actions cannot show.
+
+    ONE GENERATION     Worlds are numbered without a gap. Each worker that trained in one world is in the next world,
+                       unless it was released, fenced or lost before. Orders about a world go to its live members and
+                       carry its generation. Not visible: whether a process obeyed before it answered.
+    NO OLDER COMMIT    A worker outside the current world reports no commit that is newer than the one from which this
+                       world began, unless it is fenced or leaving. Not visible: unreported commits.
+    NEVER BACK         A world begins from the newest commit that its old members reported, and rank 0 holds this
+                       commit. No remaining worker reports an older commit than it held before. Unless its connection
+                       was replaced, it reports the commits of one world in ascending order. After a planned change,
+                       all old members hold the same commit. Not visible: commits of a worker that was killed before
+                       it reported them.
+    EQUAL DIGESTS      Commits with the same generation and number have equal parameters. Commit 0 of a world is the
+                       commit from which the world began.
     EACH SAMPLE ONCE   See `sample_history`. Only if workers report samples, which they do in tests.
-    SIZE               min <= members <= max, one more while a worker leaves; a reason is logged for a slow gathering.
-                       No world of elastic.run has a free place while a worker waits for one. No more workers are
-                       started than max plus the standbys.
-    NO MIXING          A worker reports only on generations in which it has a place, never on an older one after a
-                       newer, and resumes once in each. Not visible: which bytes a collective moved.
-    RANK 0 IS NO OTHER Old members keep their order behind the holders, new ones come last, ranks count from 0. The job
-                       does not end for lack of a holder while one lives.
-    EVERY WAIT ENDS    Starts, exits, answers, stops, gatherings and the end happen within their timeouts; the job
-                       ends. Not visible: waits that a worker does not report.
-    SEALED IS KEPT     A sharded state is not restored from a commit older than one that a worker reported as sealed,
-                       while members hold all shards of it, or workers on no more than `copies` hosts are missing. Not
-                       visible: seals that no worker reported before it was lost.
-    SEALED IS MIRRORED Each member of the world that sealed a commit holds its shard and the copies that it keeps.
-    EVERY SHARD HELD   Members hold every shard of the commit that a world restores. Then each shard is trained by a
-                       member, and kept on 1 + `copies` hosts, or all.
+    SIZE               min <= members <= max, or max + 1 while a worker leaves. The reason for a slow gathering is
+                       logged. No world of elastic.run has a free place while a worker waits for one. At most max
+                       workers plus the standbys are started.
+    NO MIXING          A worker reports only on generations in which it has a place, in ascending order, and resumes
+                       once in each. Not visible: which bytes a collective moved.
+    RANK 0 IS NO OTHER Ranks start at 0: first the old members that hold the commit, then other old members, then new
+                       members. Old members keep their order. The job does not end for lack of a holder while a holder
+                       lives.
+    EVERY WAIT ENDS    Starts, exits, answers, stops, gatherings and the end of the job happen within their timeouts.
+                       Not visible: waits that a worker does not report.
+    SEALED IS KEPT     If a worker has reported a commit of a sharded state as sealed, no older commit is restored as
+                       long as members hold all shards of the sealed commit, or workers on at most `copies` hosts are
+                       missing. Not visible: seals that no worker reported before it was lost.
+    SEALED IS MIRRORED Each member of the world that sealed a commit holds its own shard and its copies of other shards.
+    EVERY SHARD HELD   Members hold every shard of the commit that a world restores. In the new world, each shard is
+                       trained by a member and kept on 1 + `copies` hosts, or on all hosts if there are fewer.
     ONE COMMIT RESTORED All members of a world restore the same commit of a sharded state.
-    ONE PER SLOT       No worker is started in a slot whose last worker was not seen to exit; incarnations grow. Only
-                       started workers report.
+    ONE PER SLOT       No worker is started in a slot before the exit of the slot's last worker was observed.
+                       Incarnation numbers increase. Only started workers report.
     NOTICES            No worker is started on a machine with a preemption notice before the announced end.
-    UNHEALTHY STAYS OUT No worker is in a world before the health check of its slot has passed, if the job has one, nor
-                       after it has failed.
+    UNHEALTHY STAYS OUT In a job with a health check, a worker is in a world only after the check of its slot has passed,
+                       and not after a check has failed.
     SLOW STAYS OUT     One host is measured at a time, and a worker is rejected for low bandwidth only if its host was
                        measured, and was below the given share of the median of at least two others.
-    QUARANTINED STAYS EMPTY A worker is fenced for wrong gradients only if a member has reported it. None is started in
-                       its slot, or on its host, until an operator releases it, or a health check decides.
+    QUARANTINED STAYS EMPTY A worker is fenced for wrong gradients only if a member has reported it. No worker is
+                       started in its slot or on its host until an operator releases it or a health check passes.
     FENCED STAYS OUT   A worker that was killed, released, rejected or lost with its host, or that finished, is in no
                        later world.
-    THE END            EndJob occurs once, and nothing is started or published after it. The driver never raises. The
-                       code and reason of EndJob match the observed returns and exits. See `job_end`.
+    THE END            EndJob occurs once. Afterwards no worker is started and no world is published. The driver never
+                       raises an exception. The code and reason of EndJob match the observed returns and exits. See
+                       `job_end`.
     TIME               Time never goes backwards, not even when another driver continues the job.
-    ONE DRIVER         Each driver that continues the job has a greater term than the one before, and first reports
-                       that it was restarted. Not visible: what a replaced driver does; it cannot write.
+    ONE DRIVER         Each driver that continues the job has a greater term than its predecessor, and first records
+                       that it was restarted. Not visible: actions of a replaced driver, since it cannot write.
 """
 
 from __future__ import annotations
@@ -103,7 +109,7 @@ from elastic.protocol.messages import Commit, Worker
 
 __all__ = ["BrokenInvariant", "Invariants", "Summary", "check_journal"]
 
-EXPLAIN_S = 12.0  # seconds after which the reason for a slow gathering must be in the log
+EXPLAIN_S = 12.0  # seconds after which the reason for a slow gathering must have been logged
 AFTER_THE_END = (AnswerRequest, LetGo, KillWorker, DumpStacks, Report)
 # events after which the driver may repeat its current decisions
 REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
@@ -111,7 +117,7 @@ REPEATS = (WorkerReconnected, HostReported, DriverRestarted)
 
 @dataclass(frozen=True)
 class Summary:
-    """Numbers of checked worlds, recoveries, commits and samples. If they are 0, a success proves nothing."""
+    """Numbers of checked worlds, recoveries, commits and samples. A number of 0 means that nothing was checked."""
 
     worlds: int
     recoveries: int
@@ -136,7 +142,7 @@ class Invariants:
         self._explained = False
         self._recoveries = 0
         self._term = 0  # term of the current driver
-        # line at which another driver resumed the journal, until its first event
+        # line at which another driver resumed the journal; 0 after the driver's first event
         self._resumed_at = 0
 
     @property
@@ -173,7 +179,7 @@ class Invariants:
         *,
         more: bool = False,
     ) -> None:
-        """Check one entry of the journal. Raise BrokenInvariant if an invariant does not hold after it.
+        """Check one entry of the journal. Raise BrokenInvariant if the entry violates an invariant.
 
         Args:
             at: time of the event, in seconds.
@@ -207,7 +213,7 @@ class Invariants:
             self._no_wait_exceeds_deadline()
 
     def raised(self, error: str) -> None:
-        """Raise BrokenInvariant because the driver raised an exception while it handled the last event."""
+        """Report that the driver raised an exception while it handled the last event. Raises BrokenInvariant."""
         self.job.broken(
             "THE END", f"the driver raised {error}, expected it to continue or to end the job"
         )
@@ -218,7 +224,7 @@ class Invariants:
         Raise BrokenInvariant if the job did not end or did not train every sample once.
 
         Args:
-            ended: whether the job should have ended. If so, it is a violation that it has not.
+            ended: whether the job must have ended. If so, a missing end is a violation.
         """
         self.job.event = None
         if ended and self.job.end is None:
@@ -271,7 +277,7 @@ class Invariants:
             ) if isinstance(self.job.event, WorkerReconnected) and members == [
                 self.job.event.worker
             ]:
-                pass  # The worker repeated the message after a reconnection.
+                pass  # valid: the driver repeats the message to a worker that has reconnected
             case BreakWorld(generation, members):
                 self._concerns(action, generation, members)
                 self._recoveries += 1
@@ -339,7 +345,7 @@ class Invariants:
         event = self.job.event
         for worker in members:
             if isinstance(event, HostReported) and worker.host == event.host:
-                # Several hosts were lost at once, and their losses are handled one by one.
+                # Allow this: if several hosts were lost at once, the driver handles the losses one by one.
                 continue
             if worker not in self.job.members or worker not in self.job.workers:
                 what = f"{type(action).__name__} goes to {worker}, no live member of generation"
@@ -353,7 +359,7 @@ class Invariants:
     def _dies_within_s(self, worker: Worker) -> float:
         known = self.job.workers.get(worker)
         if worker in self.job.members and known is not None and not known.going:
-            # The worker must be killed soon, because others wait for it.
+            # The shorter limit applies, because the other members wait for the end of this worker.
             return self.job.settings.kill_s
         return max(self.job.settings.leave_s, self.job.settings.kill_s)
 
@@ -440,12 +446,12 @@ class Invariants:
 
 
 def check_journal(path: Path, *, samples: int = 0, ended: bool = True) -> Summary:
-    """Check every line of a journal, and return the numbers of checks.
+    """Check every line of a journal, and return a summary of what was checked.
 
     Args:
         path: the journal.
         samples: size of the dataset, or 0 if it is unknown.
-        ended: False if the job continues or its driver was killed.
+        ended: whether the job must have ended. Pass False if the job continues or its driver was killed.
 
     Raises:
         BrokenInvariant: an entry violates an invariant.

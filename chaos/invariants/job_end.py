@@ -1,10 +1,10 @@
-"""Check that a job may end with a code and a reason after its previous events.
+"""Check that the exit code and reason of a job's end are consistent with the previous events.
 
 Pure: no I/O, no clock. See `invariants`.
 
-There are two kinds of success. A world ends when each of its live members has returned from elastic.run and was
-notified. Programs that never enter it end one by one, with exit code 0. Any other end is a failure, and its code is 1
-or the exit code of the worker whose exit caused it.
+A job succeeds in one of two ways: each live member of its world has returned from elastic.run and was notified, or,
+if the program never calls elastic.run, each worker has exited with code 0. Any other end is a failure. Its exit code
+is 1 or that of the worker whose exit caused the failure.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from elastic.driver.membership.worlds.root_cause import exit_code
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-VANISHED = exit_code(-9)  # exit code reported for a worker that its host's agent does not know
+VANISHED = exit_code(-9)  # exit code that the driver records for a worker unknown to its host's agent
 
 
 class JobEnd:
-    """Checker of the end of a job: the last entries of its journal."""
+    """Checker of the last entries in a job's journal, which end the job."""
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
-        self.finishes = False  # whether the answer to this event releases members
+        self.finishes = False  # whether the actions for the current event contain FinishWorld, which releases members
 
     def have_returned(self, action: FinishWorld) -> None:
-        """Check that each member released at the end of a world has returned from elastic.run, and that the world was
-        not broken.
+        """Check that all released members have returned from elastic.run, and that their world had not failed.
         """
         self.job.finished = True
         broken = f"generation {action.generation} is finished, and was broken before"

@@ -1,4 +1,4 @@
-"""State of a job after a part of its journal has been replayed, shared by all invariants.
+"""State of a job after replaying a part of its journal, shared by all invariants.
 
 Pure: no I/O, no clock. See `invariants`.
 """
@@ -17,8 +17,9 @@ from elastic.protocol.messages import Commit, Worker
 
 
 class BrokenInvariant(AssertionError):
-    """Error raised when an invariant is violated. The message contains the violation, the line number in the journal,
-    and the expected state.
+    """Error raised when an invariant is violated.
+
+    The message contains the violation, the expected state and the line number in the journal.
     """
 
 
@@ -30,25 +31,25 @@ class LiveWorker:
     first: int = 0  # first generation in which the worker had a place
     placed: int = 0  # newest generation in which the worker had a place
     before: int = 0  # generation before `placed` in which the worker had a place
-    said: int = 0  # newest generation on which the worker reported
-    # newest generation on which the worker reported through its first connection
+    said: int = 0  # newest generation in the worker's reports
+    # newest generation in the worker's reports through its first connection
     said_at_first: int = 0
     resumed: int = 0
     readies: int = 0  # sequence number of the worker's latest Ready message
-    # Whether the worker's connection was replaced, so its messages may be repeated in another order.
+    # whether the worker's connection was replaced, so messages may arrive repeatedly or in another order
     reconnected: bool = False
-    overtaken_in: int = 0  # newest generation in which messages may be reordered
+    overtaken_in: int = 0  # newest generation whose messages may be reordered
     # generation and commit of the worker's newest digest
     digested: tuple[int, Commit] | None = None
     returned: int = 0  # generation in which the worker's function returned
-    finished: bool = False  # whether the worker was notified that all functions have returned
+    finished: bool = False  # whether the worker was notified that all members' functions have returned
     dismissed: bool = False  # whether the driver does not consider the worker a member
     running: bool = False  # whether the worker was inside elastic.run at its last Ready
-    ready: bool = False  # whether the worker has reported Ready since its last world
-    own_pace: bool = False  # whether the worker may have stopped at an earlier commit than others
+    ready: bool = False  # whether the worker has reported Ready since the begin of its last world
+    own_pace: bool = False  # whether the worker is allowed to stop at an earlier commit than the other members
     commit: Commit | None = None  # commit in the worker's last Ready
     kept: list[Commit] = field(default_factory=list)  # older commits in the worker's last Ready
-    trained_in: int = 0  # first world of elastic.run of which the worker was a member
+    trained_in: int = 0  # generation of the first world of elastic.run of which the worker was a member
     holds: Commit | None = None  # oldest commit that the worker may hold
     going: str = ""  # reason why the worker must not be in a later world; empty if it may be
     stranded: bool = False  # whether the worker's world failed outside elastic.run
@@ -60,49 +61,49 @@ class LiveWorker:
 
 
 class ObservedJob:
-    """Workers, worlds and pending deadlines of a job after a part of its journal has been replayed."""
+    """Workers, worlds and pending deadlines of a job after replaying a part of its journal."""
 
     def __init__(self, settings: Settings, samples: int) -> None:
         self.settings = settings
         self.now = 0.0
-        self.line = 1  # The first line of a journal contains the settings.
+        self.line = 1  # the first line contains the settings, not an event
         self.event: Event | None = None
         self.workers: dict[Worker, LiveWorker] = {}
         self.slots: dict[tuple[str, int], Worker] = {}
-        self.incarnations: dict[tuple[str, int], int] = {}  # the last worker started in each slot
+        self.incarnations: dict[tuple[str, int], int] = {}  # incarnation of the last worker started in each slot
         # the last worker that exited in each slot
         self.departed: dict[tuple[str, int], tuple[Worker, LiveWorker]] = {}
-        # Workers that exited with code 0 without having been asked to leave.
+        # last workers of their slots that exited with code 0 without a request to leave
         self.ended_well: dict[tuple[str, int], LiveWorker] = {}
         self.hosts: dict[str, int] = {}
         self.going_hosts: dict[str, float] = {}  # time of the announced end of each host
         self.drained: set[str] = set()  # hosts that an operator has drained
         self.quarantined: set[tuple[str, int]] = set()  # slots that no worker may be started in
-        # The measurement in progress, its start time, and the last result of each host.
+        # bandwidth: the measurement in progress (host, peer), its start time, and the last result of each host
         self.measuring: tuple[str, str] | None = None
         self.measuring_since = 0.0
         self.bandwidth: dict[str, BandwidthMeasured] = {}
         # maximum number of workers, as last set by an operator
         self.workers_max = settings.workers_max
-        # Whether the size was reduced, so the world may still have more members.
+        # whether the maximum was reduced and the current world may still exceed it
         self.shrinks = False
         self.generation = 0
         self.members: dict[Worker, int] = {}  # members of the current world with their ranks
         self.base: Commit | None = None  # the commit from which the current world began
-        # Commits that may contain wrong gradients: those after this commit, up to this generation.
+        # (commit, generation): commits after ``commit`` up to ``generation`` may contain wrong gradients
         self.doubted: tuple[Commit, int] | None = None
         self.trained = False
         # The newest commit in durable storage, as reported to the driver.
         self.durable: Commit | None = None
         self.broken_at: float | None = None
         self.first_ready_at: float | None = None
-        self.checks: dict[Worker, int] = {}  # members' answers to the planned change in progress
+        self.checks: dict[Worker, int] = {}  # members' safepoints for the planned change
         self.stop_at: int | None = None  # safepoint at which all members must stop
         self.digests: dict[Commit, tuple[int, str]] = {}
         self.compared = 0
         self.samples = SampleHistory(samples)
         self.waits = Deadlines()
-        self.finished = False  # whether some members have returned and were released
+        self.finished = False  # whether members were released after their return from elastic.run
         self.repeating = False  # whether the current actions repeat earlier decisions
         self.end: EndJob | None = None
 
@@ -121,7 +122,7 @@ class ObservedJob:
     def goes(
         self, worker: Worker, known: LiveWorker, why: str, *, exit_within: float | None = None
     ) -> None:
-        """Record that a worker must not be a member of a later world.
+        """Record that a worker must not be a member of any later world.
 
         Args:
             worker: the worker.

@@ -1,12 +1,12 @@
 """Determine which of the trained samples count in the committed history, and check them. Pure: no I/O, no clock.
 
-With each commit, a worker reports the samples that it trained since the previous commit, separately for each epoch. A
-report counts if its commit is in the chain, which consists of the commits from which later worlds began and the earlier
-commits of the same worlds. Training after a commit outside the chain was undone and is repeated.
+With each commit, a worker reports the samples on which it trained since the previous commit, separately for each
+epoch. A report counts if its commit is in the committed history: the commits from which later worlds began, and the
+earlier commits of the same worlds. All other training was undone and is repeated.
 
-Within an epoch, each sample counts once. Only the last round may contain repeated samples: fewer than the world has
-workers, and exactly as many as are needed to fill the partition. If a worker dies between a commit and its report, the
-report is lost, so a missing sample is an error only if missing reports cannot explain it.
+Each sample must count exactly once per epoch. Only the last round may repeat samples, namely those that pad the
+partition, which are fewer than the workers. If a worker dies between a commit and its report, the report is lost, so a
+missing sample is an error only if lost reports cannot explain it.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ class Epoch:
 
     # the first commit that contains each sample
     seen: dict[int, Commit] = field(default_factory=dict)
-    # for each commit, those of its samples that an earlier commit had already counted
+    # for each commit, its samples that are also in an earlier commit
     repeats: dict[Commit, list[int]] = field(default_factory=dict)
     last: Commit | None = None  # the latest commit with samples of this epoch
-    # for each generation, the number of samples that were counted first in it
+    # for each generation, the number of samples that were not in an earlier generation
     fresh: dict[int, int] = field(default_factory=dict)
-    # Commits with missing reports: the number of reports, and the maximum length of each.
+    # for each commit with missing reports, their number and the maximum number of samples in each
     silent: dict[Commit, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def unreported(self) -> int:
-        """Maximum number of samples that were trained but never reported."""
+        """Maximum number of trained samples that can be missing because reports were lost."""
         return sum(reports * longest for reports, longest in self.silent.values())
 
 
 class SampleHistory:
-    """Checker of the samples of each world and report, in the order of the journal.
+    """Checker of trained samples. Its methods are called in the order of the journal.
 
     Each method returns a description of a violation, or an empty string.
     """
 
     def __init__(self, samples: int = 0) -> None:
-        # Number of samples in the dataset; 0 means the number of reported samples.
+        # size of the dataset; 0 means unknown, in which case it is inferred from the reports
         self._samples = samples
         self._sizes: dict[int, int] = {}
-        # for each generation, the number of its last commit in the chain
+        # for each generation, the number of its last commit in the committed history
         self._kept: dict[int, int] = {}
-        self._settled = 0  # commits of older generations can no longer be undone
+        self._settled = 0  # commits of generations before this one are final
         # samples of each commit and worker, by epoch
         self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._epochs: dict[int, Epoch] = {}
-        # Commits that the newest worlds have undone, while none of these has committed, and the value of `_kept` before
-        # them.
+        # Commits that the newest worlds have undone, and the value of `_kept` before. Discarded at these worlds' first
+        # commit.
         self._undone: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._kept_before: dict[int, int] | None = None
         self.counted = 0
 
     def reported(self, worker: Worker, commit: Commit, epoch: int, samples: list[int]) -> str:
-        """Record a worker's report, which may arrive after a later world has begun."""
+        """Record a worker's report. It may arrive after a later world has begun."""
         if commit.number > self._kept.get(commit.generation, commit.number):
-            return ""  # The commits of this report were undone.
+            return ""  # this report's commit was undone
         if commit.number and commit.generation >= max(self._sizes, default=0):
             self._undone, self._kept_before = {}, None
         if commit.generation < self._settled:
@@ -81,7 +81,7 @@ class SampleHistory:
     def began(
         self, generation: int, size: int, commit: Commit | None, back_to: int | None = None
     ) -> str:
-        """Record a new world. Commits after ``commit`` are undone. Earlier ones are final.
+        """Record a new world, which undoes all commits after ``commit``.
 
         Args:
             generation: number of the world.
@@ -105,8 +105,7 @@ class SampleHistory:
         return self._settle(before=self._settled)
 
     def restored(self, commit: Commit) -> None:
-        """Record that the current world continues from a checkpoint that is newer than was known when the world
-        began.
+        """Record that the current world continues from ``commit``, a checkpoint newer than the commit in `began`.
         """
         before = self._kept_before or {}
         for old in [each for each in self._kept if each < commit.generation]:
@@ -183,7 +182,7 @@ class SampleHistory:
             if epoch.last is not None and commit < epoch.last:
                 return f"{twice}, which is not its last round: that was in {epoch.last}"
             if epoch.unreported > 0 or missing > 0:
-                continue  # The length of the last partition is unknown, so it cannot be checked.
+                continue  # Skip this check, because the length of the last partition is unknown.
             size = self._sizes.get(commit.generation, 1)
             left = length - sum(n for g, n in epoch.fresh.items() if g < commit.generation)
             if len(repeats) > -left % size:

@@ -1,10 +1,10 @@
-"""Check that no sealed commit of a sharded state is lost while its shards are held.
+"""Check that no sealed commit of a sharded state is lost while members hold its shards.
 
 Pure: no I/O, no clock. See `invariants`.
 
-Before each world, workers report the shards that they hold, and after it, the commit that they restored. See
-`elastic.protocol.messages`. A world must not restore a commit older than one that a worker reported as sealed, unless
-some shards of the sealed commit were held only by workers that are missing, on more hosts than there are copies.
+Workers report the shards that they hold before each world begins, and the commit that they have restored in it (see
+`elastic.protocol.messages`). A world may restore a commit older than a sealed one only if some shards of the sealed
+commit were held only by missing workers, and these workers were on more hosts than there are copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.protocol.messages import Commit, HeldCommitShards, ShardsHeld, Shar
 
 @dataclass
 class ShardedWorld:
-    """Members of a world, the shards that they held before it, and the parts of the state that they hold in it."""
+    """Members of a world, the shards that they held before it, and their parts of the state in it."""
 
     members: tuple[Worker, ...]
     held: dict[Worker, ShardsHeld]
@@ -30,7 +30,7 @@ class ShardedWorld:
         return {worker.host for worker in self.members}
 
     def holds(self, commit: Commit) -> list[tuple[Worker, HeldCommitShards]]:
-        """Return each member that holds shards of a commit, with these shards."""
+        """Return the members that hold shards of a commit, each with its shards."""
         return [
             (w, each)
             for w, held in self.held.items()
@@ -41,7 +41,7 @@ class ShardedWorld:
     def missing(self, commit: Commit) -> set[int]:
         """Return the shards of a commit that no member holds.
 
-        If no member holds any, the number of shards is unknown, and the result is shard 0.
+        If no member holds any shard, the number of shards is unknown, and the result is ``{0}``.
         """
         found = [each for _, each in self.holds(commit)]
         there = {shard for each in found for shard in (each.own, *each.copies)}
@@ -74,7 +74,7 @@ class ShardRecords:
         self._here: Commit | None = None  # newest commit sealed in the current world
         self._held: dict[
             Worker, tuple[int, ShardsHeld]
-        ] = {}  # for each shard, its holders and the generation in which it was trained
+        ] = {}  # for each worker, the generation in its last Ready message and the shards that it held
         self._worlds: dict[int, ShardedWorld] = {}
 
     def heard(self, event: events.Event) -> None:
@@ -82,7 +82,7 @@ class ShardRecords:
         match event:
             case events.WorkerReady(worker, generation, shards=ShardsHeld() as shards):
                 if generation < self._held.get(worker, (0, shards))[0]:
-                    return  # The message was sent on a connection that has been lost.
+                    return  # an older message, which arrived late from a lost connection
                 self._copies = shards.copies
                 self._held[worker] = generation, shards
                 self._sealed(shards.sealed)
@@ -116,7 +116,7 @@ class ShardRecords:
     def _sealed(self, commit: Commit | None) -> None:
         """Record a commit that a worker reported as sealed.
 
-        The report may arrive after the next world was published.
+        The report may arrive after the next world has been published.
         """
         if commit is None:
             return

@@ -76,7 +76,8 @@ class WorkerRecords:
     def _goes(self, host: str, notice: events.Notice | None) -> None:
         """Record a preemption notice.
 
-        If there are two notices, the earlier deadline applies. None means that the machine stays or was replaced.
+        If a host receives several notices, the earliest deadline applies. None means that the notice was withdrawn or
+        the machine was replaced.
         """
         for _, known in self._on(host):
             known.noticed = notice is not None
@@ -120,7 +121,7 @@ class WorkerRecords:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _is_late_event(self, worker: Worker, event: events.Event) -> None:
-        """Check a message that arrived after its sender had exited. Reports about commits are still valid then."""
+        """Check a message that arrived after its sender had exited. Such a report of a commit is still valid."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return
@@ -133,7 +134,7 @@ class WorkerRecords:
 
     def _note_event_of(self, worker: Worker, known: LiveWorker, event: events.Event) -> None:
         if isinstance(event, events.WorkerReady) and 0 < event.number < known.readies:
-            return  # This Ready belongs to an earlier wait.
+            return  # outdated: a newer Ready message of this worker was already processed
         generation: int | None = getattr(event, "generation", None)
         if isinstance(event, events.WorkerReconnected) and not known.reconnected:
             known.said_at_first = known.said
@@ -172,7 +173,7 @@ class WorkerRecords:
             case events.WorkerQuit(_, generation) if (
                 generation == self.job.generation and not known.going
             ):
-                # If there are no other members, the time is not limited.
+                # There is no time limit without other members.
                 if any(w != worker and not (k.dismissed or k.finished) for w, k in self.job.here()):
                     self.job.goes(worker, known, "has quit", exit_within=self.job.settings.leave_s)
                     known.dismissed = True
@@ -205,8 +206,8 @@ class WorkerRecords:
 
     def _speaks_of(self, worker: Worker, known: LiveWorker, generation: int) -> None:
         places = sorted({known.before, known.placed})
-        # A message of a lost connection, or a message from before the first world, may be late. Messages of one
-        # connection arrive in order.
+        # Messages of one connection arrive in order. Only a message from a lost connection, or from before the worker's
+        # first world, may be late.
         was_there = known.first <= generation or not (generation or known.said_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
@@ -220,7 +221,7 @@ class WorkerRecords:
     def _ready(self, worker: Worker, known: LiveWorker, event: events.WorkerReady) -> None:
         known.readies = event.number
         if known.going or (worker in self.job.members and event.generation != self.job.generation):
-            # the worker's Ready was not processed yet, or the worker has not received its new world
+            # sent before the worker received its new world, or by a worker that must not rejoin
             return
         if event.commit is not None and known.holds is not None and event.commit < known.holds:
             what = f"{worker} is ready with commit {event.commit}, expected at least {known.holds}"
@@ -243,7 +244,7 @@ class WorkerRecords:
         self, worker: Worker, known: LiveWorker, commit: Commit | None, agreed: Commit
     ) -> None:
         if known.reconnected and commit != agreed:
-            # a collective failed at this worker, and the report of the failure was lost
+            # a collective failed on this worker, and its report of the failure was lost
             self.job.stop_at = None
         elif commit is not None and commit != agreed:
             what = f"{worker} has stopped with commit {commit}, expected {agreed}, like all others"
@@ -261,8 +262,10 @@ class WorkerRecords:
         known.holds = commit if known.holds is None else max(known.holds, commit)
 
     def _counts_on(self, worker: Worker, known: LiveWorker, event: events.WorkerDigested) -> None:
-        """Check that the commits of one worker in one generation are in ascending order. A commit may be reported in
-        several parts."""
+        """Check that the commits of one worker in one generation are in ascending order.
+
+        A commit may be reported in several parts.
+        """
         generation, commit = event.generation, event.commit
         if commit.generation > generation:
             what = f"{worker} reports commit {commit} while in generation {generation}"

@@ -1,4 +1,4 @@
-"""Check that a world may follow the previous one with its members. Pure: no I/O, no clock. See `invariants`."""
+"""Check that each world is a valid successor of the previous one. Pure: no I/O, no clock. See `invariants`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class WorldSequence:
             if known is None or worker in chosen or worker in let_go or known.going:
                 continue
             if known.stranded or not known.running:
-                continue  # A worker outside elastic.run joins as a new worker.
+                continue  # valid: a worker outside elastic.run joins later as a new worker
             what = f"{worker} of generation {self.job.generation} was not let go, fenced or lost"
             self.job.broken("ONE GENERATION", f"{what}, and is not in the next world")
 
@@ -157,9 +157,9 @@ class WorldSequence:
         return after < commit and commit.generation <= until
 
     def _to_return_to(self, holders: list[LiveWorker], newest: Commit) -> Commit:
-        """Return the newest commit that some worker holds and that precedes all steps with possibly wrong gradients.
+        """Return the newest commit held by a worker that precedes all steps with possibly wrong gradients.
 
-        If there is none, return the oldest commit held.
+        If no such commit exists, return the oldest commit held.
         """
         kept = [commit for known in holders for commit in known.kept]
         sound = [commit for commit in kept if not self._is_doubted(commit)]

@@ -1,8 +1,7 @@
-"""`python -m elastic.chaos simulate`: simulate a whole job for each of several seeds, and print how to reproduce
-failures.
+"""`python -m elastic.chaos simulate`: simulate whole jobs with several seeds, and print how to reproduce violations.
 
-A run depends only on the seed and the code. After a violation, the command therefore prints both, writes the driver's
-journal, and shows the command that reproduces it.
+A run depends only on the seed and the version of the code. After a violation, the command therefore prints both,
+writes the driver's journal, and shows the command that reproduces the violation.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ examples:
   python -m elastic.chaos simulate --sharded --seeds 1000       the same with a state in shards
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
   python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
-# number of workers from which one simulated event represents one step of all members, to save time
+# minimum number of workers for which one simulated event advances all members by a step, to save time
 LARGE = 200
 
 
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if there was no violation, otherwise 1."""
+    """Simulate jobs. Return 0 if there was no violation, otherwise 1."""
     _refuse_what_cannot_run(options)
     if options.workers >= LARGE:
         return _large(options)
@@ -89,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
             outcome = simulation.run()
             survives = (
                 options.mild and outcome.reason.kind is not ReasonKind.SHARDS_LOST
-            )  # A simulated job may end with a failure.
+            )  # A failed job is not a violation.
             wrong = f"the job failed: {outcome.reason}" if survives and outcome.code else ""
             if not wrong:
                 outcomes["ended with success" if outcome.code == 0 else "ended with a reason"] += 1
@@ -109,7 +108,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
-    """Raise Invalid for options that cannot be combined, before anything runs."""
+    """Raise Invalid for options that cannot be combined."""
     for name in ("seeds", "workers", "steps"):
         if getattr(options, name) < 1:
             raise Invalid(f"--{name} is {getattr(options, name)}: pass 1 or more")

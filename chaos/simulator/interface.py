@@ -1,4 +1,4 @@
-"""Interfaces between the parts of a simulation, which allow each part to be read and tested separately."""
+"""Interfaces between the parts of a simulation, so that each part can be tested separately."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Agent(Protocol):
         """Handle the exit of a worker process with the given exit code."""
 
     def watch(self) -> None:
-        """Start to sample the workers, because one of them may be frozen."""
+        """Start sampling the workers, because one of them may be frozen."""
 
 
 class SimulatedJob(Protocol):
-    """Interface of one simulated job. `Any` stands for a class of the module that the comment names."""
+    """Interface of one simulated job. For attributes of type `Any`, a comment names the module of the class."""
 
     clock: Clock
     network: SimulatedNetwork
@@ -33,28 +33,28 @@ class SimulatedJob(Protocol):
     weather: Any  # class of `simulated_faults`
     training: Any  # class of `simulated_training`
     driver: Any  # class of `simulated_driver`
-    agents: dict[str, Any]  # objects of `simulated_agent`, by host
+    agents: dict[str, Any]  # agents by host; class of `simulated_agent`
     workers: int
-    processes: dict[Worker, Any]  # live objects of `simulated_worker`
-    hosts: dict[str, int]  # hosts with their slots
-    listed: dict[str, int]  # hosts in the current host list
+    processes: dict[Worker, Any]  # live processes; class of `simulated_worker`
+    hosts: dict[str, int]  # number of slots of each host
+    listed: dict[str, int]  # number of slots of each host in the current host list
     fixed_hosts: bool  # whether the list of hosts is fixed; see `HostsChanged`
     steps: int
-    # If positive, one event every ``step_s`` simulated seconds advances all members by one step.
+    # if positive, one event advances all members by one step every ``step_s`` simulated seconds
     step_s: float
     mild: bool  # whether the faults spare the last worker that holds the state
     calmed: bool  # whether the phase with faults has ended
-    aimed: int  # number of workers to kill at the next commits
+    aimed: int  # number of workers that will be killed at their next commits
     going_on: bool
     keep_journal: bool
     reports_samples: bool
-    sharded: Any  # object that `simulated_shards` returns, or None if no shards are simulated
+    sharded: Any  # object of `simulated_shards`; None without shards
     seed: int
-    verify: float  # fraction of a step's shards that two workers compute
+    verify: float  # fraction of a step's shards that are verified by a second worker
     named: set[Worker]  # workers that the driver reported as computing wrong results
     # workers in `named` whose wrong gradients may remain in the state, because no older copy of a commit existed
     excused: set[Worker]
-    throttled: set[Worker]  # workers that a fault has made slow
+    throttled: set[Worker]  # workers that a fault has slowed down
 
     def note(self, fault: str) -> None:
         """Add a description of an injected fault to the list of events."""

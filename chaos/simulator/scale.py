@@ -1,10 +1,9 @@
-"""Simulates large jobs on the virtual clock, and measures how the cost of a regroup depends on their size.
+"""Simulation of large jobs on a virtual clock, to measure how the cost of a regroup grows with the number of workers.
 
-The simulation runs the real state machines.
-
-A step of a world is one event, and a heartbeat is one event per host. The faults are the most common ones in large
-jobs: whole hosts that die during training and return. At the end of the time, no more hosts fail, and the job may
-finish a regroup in progress before it is checked. `python -m elastic.chaos.simulator.scale` prints the table.
+The simulation runs the real state machines. A step of a world is one event, and a heartbeat is one event per host.
+The simulated fault is the most common one in large jobs: whole hosts die during training and return later. After the
+given time no more hosts fail, and a regroup in progress may finish before the job is checked.
+`python -m elastic.chaos.simulator.scale` prints the results as a table.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SIZES = (10, 100, 1_000, 10_000)
 class Scale:
     """Simulation of a large job.
 
-    It trains for a given virtual time while hosts fail, then continues until all workers are back.
+    The job trains for a given virtual time while hosts fail. It then continues until all workers are back.
     """
 
     def __init__(
@@ -51,7 +50,8 @@ class Scale:
     def run(self) -> Outcome:
         """Run the simulation.
 
-        Raises Violation if an invariant is broken, or if not all workers train LIVENESS_S seconds after the last fault.
+        Raises Violation if an invariant is broken, or if a worker does not train LIVENESS_S seconds after the last
+        fault.
         """
         sim = self.simulation
         membership = sim.driver.membership

@@ -1,9 +1,9 @@
-"""Simulated agent on the virtual clock, which starts, monitors, probes and kills the workers of its host.
+"""Simulated agent that starts, monitors, probes and kills the workers of its host. It runs on the virtual clock.
 
 There is one agent per host. It sends the messages of a real agent (`elastic.driver.agents.messages`). When a driver
-attaches, it reports which workers run and which have ended, because messages of an earlier connection may be lost. It
-then reports every exit and sends heartbeats. If the agent dies, its workers die as well, so a restarted agent has no
-workers.
+connects, the agent reports which workers run and which have exited, because messages of an earlier connection may be
+lost. Afterwards it reports every exit and sends heartbeats. If the agent dies, its workers die as well, so a restarted
+agent has no workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Address, Worker
 
 SAMPLE_S = 0.25
-# failures that agents report
+# unsuccessful outcomes of simulated health checks
 OUTCOMES = (HealthOutcome.FAILED, HealthOutcome.TIMED_OUT, HealthOutcome.WRONG_RESULT)
 
 
@@ -37,18 +37,18 @@ class SimulatedAgent:
         self.sim = sim
         self.host = host
         self.identity = messages.AgentId(host, 1)
-        # An agent that the driver does not start runs from the beginning of the simulation.
+        # Agents run from the beginning of the simulation unless the driver starts them on demand.
         self.alive = not sim.weather.starts_agents
         self.frozen = False
         self.lost = False  # whether the machine is lost permanently
-        # end of the latest short freeze or cut, which is harmless unless another one follows immediately
+        # end of the latest short freeze or network cut; another one immediately afterwards would not be harmless
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
-        self._notice: Notice | None = None  # current preemption notice, with the time of the end
+        self._notice: Notice | None = None  # current preemption notice; `_ends_at` is the time of the preemption
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
-        self._checked: dict[Worker, WorkerHealthChecked] = {}  # results of running workers
+        self._checked: dict[Worker, WorkerHealthChecked] = {}  # results of the health checks of running workers
         self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(sim.settings.lease_s)
         self._watching = False
         # messages that were received while the agent was frozen
@@ -135,7 +135,7 @@ class SimulatedAgent:
                 pass
 
     def _check_health(self, worker: Worker) -> None:
-        """Begin a simulated health check, whose outcome and duration are random.
+        """Begin a simulated health check with a random outcome and duration.
 
         After the phase with faults, every check passes.
         """
@@ -160,7 +160,7 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def _bandwidth(self) -> tuple[float, float]:
-        """Return the bytes per second sent and received, which are low on some hosts until the faults have ended."""
+        """Return the bytes per second sent and received. Some hosts are slow until the phase with faults has ended."""
         clock = self.sim.clock
         sent, received = clock.between(5e7, 1e8), clock.between(5e7, 1e8)
         if not self.sim.calmed and clock.chance(0.3):
@@ -199,9 +199,9 @@ class SimulatedAgent:
             self.say(messages.Seen(event))
 
     def watch(self) -> None:
-        """Start to sample the workers.
+        """Start sampling whether the workers can run.
 
-        While all workers can run, samples would only renew liveness timeouts, so none are taken.
+        No samples are taken while all workers can run, because these samples would only renew liveness timeouts.
         """
         if not self._watching:
             self._watching = True
@@ -238,7 +238,7 @@ class SimulatedAgent:
         return Notice(self._notice.text, left_s)
 
     def announce(self, notice: Notice | None) -> None:
-        """Announce the preemption of the machine. None withdraws the notice."""
+        """Announce the preemption of the machine, or withdraw the announcement if ``notice`` is None."""
         self._notice = notice
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s

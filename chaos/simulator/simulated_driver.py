@@ -1,10 +1,9 @@
-"""Simulated driver on the virtual clock: the real JobDecisions and AgentPool, with models of the event loop, the server
-and the journal.
+"""Simulated driver: the real JobDecisions and AgentPool, with a simulated event loop, server and journal.
 
 Every event and the resulting actions are written to the journal before the actions are performed. The driver can crash
 wherever it yields control: before an event is written, or between any two actions. After a restart, it replays its
-journal into a new Membership and continues. It then knows its decisions, but not which actions were performed. Agents
-communicate with its AgentPool. Workers have their own connections, as on a single machine.
+journal into a new Membership and continues. It then knows its earlier decisions, but not which of their actions were
+performed. Agents communicate with its AgentPool. Workers have their own connections, as on a single machine.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from elastic.driver.membership.worker_messages import event_of
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
 
-BEAT_S = 0.9  # seconds between two heartbeats of an agent
+BEAT_S = 0.9  # seconds between heartbeats of an agent
 ARM_S = 0.001
-LAST_S = 2.0  # seconds from the last worker's exit to the end of the driver's process
-AGENT_STARTS_S = (0.05, 0.5)  # seconds for starting an agent
+LAST_S = 2.0  # seconds from the last worker's exit to the exit of the driver
+AGENT_STARTS_S = (0.05, 0.5)  # minimum and maximum seconds for starting an agent
 
 
 class SimulatedDriver:
@@ -57,7 +56,7 @@ class SimulatedDriver:
         self.paused = False
         self.end: events.EndJob | None = None
         self.ended_at = 0.0
-        # The driver crashes when it yields control for the n-th time from now.
+        # number of further points of yielding control until the driver crashes; None means no crash
         self.doom: int | None = None
         self.down_s = 1.0
         self.crashes = 0
@@ -126,7 +125,7 @@ class SimulatedDriver:
         if not self.sim.step_s:
             self._arm()
         elif not self._arming:
-            # As in the real loop, the timer is set once per batch of events.
+            # Set the timer once per batch of events, as the real loop does.
             self._arming = True
             self.sim.clock.after(ARM_S, self._arm)
 
@@ -186,7 +185,7 @@ class SimulatedDriver:
                     hosts.setdefault(worker.host, []).append(worker)
                 for host, there in hosts.items():
                     self._send_to_agent(self.pool.agent_of(host), Probe(there))
-                # The other members would only report their script lines.
+                # Ask only these members to locate their ranks; the others would only report their script lines.
                 asked = self.membership.worlds.signs.asked
                 self._send([each for each in workers if each in asked], messages.Locate())
             case events.MeasureBandwidth(host, peer):
@@ -242,7 +241,7 @@ class SimulatedDriver:
         self._workers[worker] = connection
 
     def heard(self, connection: Connection, worker: Worker, message: Message) -> None:
-        """Handle a worker's message, from the worker's current connection or from a lost one."""
+        """Handle a worker's message, which may come from its current connection or from a lost one."""
         self.hear(event_of(worker, message))
 
     def lost(self, connection: Connection, silent: bool) -> None:
@@ -251,7 +250,7 @@ class SimulatedDriver:
         worker = connection.worker
         if worker is not None:
             if self._workers.get(worker) is not connection:
-                return  # Another driver has already replaced this one.
+                return  # a newer connection of the worker has already replaced this one
             del self._workers[worker]
             self.hear(events.WorkerDisconnected(worker, silent))
             return
@@ -316,7 +315,7 @@ class SimulatedDriver:
         pool = self.pool
         for action in pool.handle(event, self.sim.clock.now):
             if not self.up or pool is not self.pool:
-                return  # The driver crashed while it performed the previous action.
+                return  # Stop here: the driver crashed while it performed the previous action.
             self._carry_out(action)
         self._arm_pool()
 

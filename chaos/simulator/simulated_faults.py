@@ -1,4 +1,4 @@
-"""Faults of a simulation. Each is a function that chooses its victims with the run's own random numbers.
+"""Faults of a simulation. Each fault is a function that chooses its victims with the random generator of the run.
 
 ``MILD`` faults always leave workers that hold the newest commit and can continue, so the job must succeed. A run does
 not use all kinds of faults. Its seed determines the kinds, their frequencies and the quality of the network. This finds
@@ -35,7 +35,7 @@ def _sound(sim: SimulatedJob) -> list[SimulatedWorker]:
 
 
 def _spared(sim: SimulatedJob, victims: list[SimulatedWorker]) -> bool:
-    """Return whether this run may lose these victims. In a mild run, two workers with a correct state must remain."""
+    """Return whether this run may lose these victims. A mild run must keep two workers with a correct state."""
     if not sim.mild:
         return True
     left = [p for p in _sound(sim) if p not in victims]
@@ -62,7 +62,7 @@ def _agent(sim: SimulatedJob) -> SimulatedAgent | None:
 
 
 def kill_one(sim: SimulatedJob) -> None:
-    """Kill a worker, except one of the last holders of the state."""
+    """Kill a random worker. If at most two workers hold the state, spare these."""
     holders = [p for p in sim.processes.values() if newest(p) is not None]
     spare = [p for p in sim.processes.values() if newest(p) is None]
     victims = [p for p in [*(holders if len(holders) > 2 else []), *spare] if _spared(sim, [p])]
@@ -102,7 +102,7 @@ def kill_many(sim: SimulatedJob) -> None:
 
 
 def freeze(sim: SimulatedJob) -> None:
-    """Freeze a worker with SIGSTOP, and continue it with SIGCONT after a while."""
+    """Freeze a worker with SIGSTOP, and resume it with SIGCONT after a random time."""
     process = _one(sim)
     if process is not None:
         seconds = sim.clock.random.choice((0.5, 1.5, 8.0, 90.0))
@@ -121,7 +121,7 @@ def leave(sim: SimulatedJob) -> None:
 
 
 def raise_in_user_code(sim: SimulatedJob) -> None:
-    """Raise an exception or call sys.exit in the user code of one worker, or in that of several workers."""
+    """Raise an exception or call sys.exit in the user code of one or more workers."""
     random = sim.clock.random
     number = random.choice((1, 1, 2))
     text = random.choice("abcdefghij")
@@ -137,7 +137,7 @@ def stick(sim: SimulatedJob) -> None:
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
         if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
-            # No other worker would wait for this one, so the stuck worker could not be detected.
+            # Without a worker that waits for this one, the driver cannot detect that it is stuck.
             return
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True
@@ -145,7 +145,7 @@ def stick(sim: SimulatedJob) -> None:
 
 
 def miscompute(sim: SimulatedJob) -> None:
-    """Make a worker compute wrong gradients from now on, in every backward pass or in some of them."""
+    """Make a worker compute wrong gradients from now on, in all or in a random fraction of its backward passes."""
     sound = [each for each in _sound(sim) if each.recovery.place.size > 2]
     victims = [each for each in sound if _spared(sim, [each])]
     spare = sum(sim.hosts.values()) - sum(
@@ -169,7 +169,7 @@ def throttle(sim: SimulatedJob) -> None:
 
 
 def slow_down(sim: SimulatedJob) -> None:
-    """Make one step of a worker long, or announce a long phase. Neither may lead to a kill."""
+    """Make one step of a worker long, or make it announce a long phase. The worker must not be killed for either."""
     sound = [p for p in _sound(sim) if not p.trouble]
     if sound:
         process = sim.clock.random.choice(sound)
@@ -188,7 +188,7 @@ def hang_a_gpu(sim: SimulatedJob) -> None:
 
 
 def hang_the_network(sim: SimulatedJob) -> None:
-    """Hang the network between the GPUs. No collective of this world ends, and no worker is the cause."""
+    """Hang the network between the GPUs: all collectives of the current world block, without any worker at fault."""
     sim.training.on_gpus = True
     if sim.training.worlds:
         generation = max(sim.training.worlds)
@@ -197,7 +197,8 @@ def hang_the_network(sim: SimulatedJob) -> None:
 
 
 def spoil_all(sim: SimulatedJob) -> None:
-    """Corrupt the state of all workers through a bit flip in one. A checkpoint detects the corruption."""
+    """Corrupt the state of all workers, as by a bit flip, and report that a checkpoint has detected it.
+    """
     driver = sim.driver
     if not driver.up or driver.paused:
         return
@@ -212,7 +213,7 @@ def spoil_all(sim: SimulatedJob) -> None:
     spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
     driver.hear(spoilt)
     if driver.entries[-1].event == spoilt:
-        # Applied only if the driver has not crashed in the meantime.
+        # Corrupt the states only if the driver has recorded the report instead of crashing.
         for each in members:
             sim.training.spoils(each)
 
@@ -245,7 +246,7 @@ def crash_agent(sim: SimulatedJob) -> None:
 
 
 def lose_host(sim: SimulatedJob) -> None:
-    """Lose a machine: it sends no more messages, and returns only after the phase with faults."""
+    """Disconnect a machine: it sends no more messages and returns only after the phase with faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
         sim.note(f"lose {agent.host}")
@@ -253,7 +254,7 @@ def lose_host(sim: SimulatedJob) -> None:
 
 
 def announce_an_end(sim: SimulatedJob) -> None:
-    """Announce the preemption of a machine. The machine is then preempted, or withdraws the notice, or does neither."""
+    """Announce the preemption of a machine. Afterwards, preempt it, withdraw the notice, or do nothing."""
     random = sim.clock.random
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2 or agent.notice is not None:
@@ -272,8 +273,9 @@ def announce_an_end(sim: SimulatedJob) -> None:
 
 
 def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
-    """Return whether a mild run must skip a fault, because two outages without a heartbeat between them could exceed
-    the liveness timeout.
+    """Return whether a mild run must skip an outage of the agent because the previous outage was just before.
+
+    Two outages without a heartbeat between them could exceed the liveness timeout.
     """
     now, before = sim.clock.now, agent.quiet_until
     agent.quiet_until = now + seconds
@@ -296,7 +298,7 @@ def freeze_agent(sim: SimulatedJob) -> None:
 
 
 def freeze_machine(sim: SimulatedJob) -> None:
-    """Freeze the agent and the workers of a machine. Its kernel still acknowledges packets."""
+    """Freeze the agent and the workers of a machine, whose kernel still acknowledges packets."""
     agent = _agent(sim)
     if agent is None or len(sim.agents) < 2:
         return
@@ -337,7 +339,7 @@ def break_connections(sim: SimulatedJob) -> None:
 
 
 def cut_host(sim: SimulatedJob) -> None:
-    """Cut a host off in one direction or both, with or without its connections to other workers."""
+    """Drop the traffic of a host in one or both directions, with or without that between its workers and others."""
     random = sim.clock.random
     seconds = random.choice((0.3, 0.8, 3.0, 15.0))
     agent = _agent(sim) if seconds > 1 else random.choice(list(sim.agents.values()))
@@ -370,7 +372,7 @@ def slow_network(sim: SimulatedJob) -> None:
 
 
 def scale(sim: SimulatedJob) -> None:
-    """Request any number of workers, including an invalid one."""
+    """Request a random number of workers, which may be invalid."""
     workers = sim.clock.random.randint(1, sim.workers + 2)
     sim.note(f"scale to {workers}")
     sim.driver.hear(ScaleRequested(0, workers))
@@ -443,15 +445,15 @@ ON_GPUS: list[Fault] = [hang_a_gpu, hang_the_network, slow_down]
 
 @dataclass
 class FaultConditions:
-    """Probabilities and frequencies of faults in a run, drawn from its seed."""
+    """Kinds, frequencies and probabilities of faults in a run, drawn from the seed of the run."""
 
     faults: list[Fault] = field(default_factory=list)
     step_s: tuple[float, float] = (0.002, 0.03)
     network: Conditions = field(default_factory=Conditions)
-    # fraction of exits that arrive before the last messages of the process
+    # fraction of exits that the driver receives before the last messages of the process
     early_exits: float = 0.0
     struck: float = 0.0  # fraction of new processes that are killed or frozen during start-up
-    # Whether the driver starts agents on demand; otherwise they run from the beginning.
+    # whether the driver starts agents on demand; otherwise agents run from the beginning
     starts_agents: bool = False
     busy_s: float = 0.0  # seconds in which events arrive that the driver handles together
 
@@ -470,7 +472,7 @@ class FaultConditions:
 
     @classmethod
     def drawn(cls, seed: int, *, mild: bool) -> FaultConditions:
-        """Draw the conditions of a seed."""
+        """Draw the conditions of a run from its seed."""
         source = random.Random(f"weather {seed}")
         kinds = MILD if mild else EVERY
         some = source.sample(kinds, source.randint(2, len(kinds)))

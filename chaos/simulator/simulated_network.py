@@ -2,8 +2,9 @@
 
 Messages of one connection arrive in order, after random delays. A connection that breaks loses the last messages in
 flight, separately for each direction, and the two sides detect the loss at different times. A host can be cut off in
-one direction or both: messages then wait, as TCP retransmits them, until the cut ends or the connection's lease
-expires. Messages of a lost connection may still arrive later ("ghosts"), as a faulty driver would receive them.
+one direction or both: messages are then held back, as if TCP retransmitted them, until the cut ends or the connection's
+liveness timeout expires. Messages of a lost connection may still arrive later ("ghosts"), to test how the driver
+handles them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, Protocol
 from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.protocol.messages import Worker
 
-INWARD, OUTWARD = 0, 1  # directions: to the driver, and from it
-GHOST_S = 6.0  # maximum delay of a message of a lost connection
+INWARD, OUTWARD = 0, 1  # directions of messages: to the driver, and from the driver
+GHOST_S = 6.0  # maximum seconds by which a message of a lost connection is delayed
 
 Deliver = Callable[..., None]
 
@@ -32,7 +33,7 @@ class DriverEnd(Protocol):
 
 @dataclass
 class Conditions:
-    """Quality of the network: delays and the probability of losses."""
+    """Quality of the simulated network: delays and the probability of losses."""
 
     # maximum delays in seconds; the delay of each message is random
     delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)
@@ -49,11 +50,11 @@ class SimulatedNetwork:
         self.messages = 0
         self.driver: DriverEnd
         self.cuts: set[tuple[str, int]] = set()
-        self.slow: dict[str, float] = {}  # slowdown factor of each slow host
+        self.slow: dict[str, float] = {}  # factor by which the delays of each slow host are multiplied
         self._of: dict[str, list[Connection]] = {}  # open connections of each host
 
     def open(self, host: str, lost: Callable[[Connection], None]) -> Connection | None:
-        """Open a connection from a process on ``host``. Return None if the driver cannot be reached now."""
+        """Open a connection from a process on ``host``. Return None if the driver is currently unreachable."""
         blocked = (host, INWARD) in self.cuts or (host, OUTWARD) in self.cuts
         if blocked or not self.driver.can_accept():
             return None
@@ -70,7 +71,7 @@ class SimulatedNetwork:
         return list(self._of.get(host, ()))
 
     def driver_disconnected(self) -> None:
-        """End all connections of the driver's process, including pending ones."""
+        """Close all connections of a driver that has exited, including pending ones."""
         for connections in list(self._of.values()):
             for connection in list(connections):
                 connection.break_off(tell_driver=False)
@@ -101,7 +102,7 @@ class SimulatedNetwork:
 class Connection:
     """One connection between a process and the driver.
 
-    ``lost`` notifies the process of its end. The driver is notified through `DriverEnd`.
+    When the connection is lost, ``lost`` is called to notify the process, and `DriverEnd` notifies the driver.
     """
 
     __slots__ = (
@@ -123,10 +124,10 @@ class Connection:
         self.network = network
         self.host = host
         self.over = False
-        self.worker: Worker | None = None  # worker at the other end, as soon as the driver knows it
+        self.worker: Worker | None = None  # worker at the other end, once the driver knows it
         self._lost = lost
-        # For each direction: the number of messages sent, the number that arrived, the maximum number to deliver, and
-        # the time of the last arrival.
+        # For each direction: the numbers of the last message sent, the last message that arrived and the last message
+        # to deliver, and the time of the latest arrival.
         self._sent = [0, 0]
         self._arrived = [0, 0]
         self._limit: list[float] = [float("inf"), float("inf")]
@@ -144,7 +145,7 @@ class Connection:
         network = self.network
         network.messages += 1
         if self.over:
-            return  # The sender has not detected the loss of the connection yet.
+            return  # discard: the sender has not yet detected that the connection was lost
         self._sent[way] += 1
         self._held[way].append((self._sent[way], deliver, args))
         if network.cuts and (self.host, way) in network.cuts:
@@ -173,7 +174,7 @@ class Connection:
                 deliver(self, *args)
 
     def flush(self, way: int) -> None:
-        """Deliver everything that was sent in this direction so far."""
+        """Deliver all messages that were sent in this direction so far, unless a cut holds them back."""
         if (self.host, way) not in self.network.cuts:
             self._arrive(way, self._sent[way])
 
@@ -184,7 +185,7 @@ class Connection:
                 self._carry(way, self._sent[way])
 
     def close(self) -> None:
-        """Close the connection because its process has exited.
+        """Close the connection after its process has exited.
 
         Messages in flight arrive before the driver detects the end.
         """
@@ -281,7 +282,7 @@ class SimulatedLink:
             self.connection.send(INWARD, deliver, *args)
 
     def close(self) -> None:
-        """Close the connection because the process has exited."""
+        """Close the connection after the process has exited."""
         self.closed = True
         if self.connection is not None:
             self.connection.close()

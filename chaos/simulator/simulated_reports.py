@@ -1,4 +1,4 @@
-"""Reports of a simulated worker during training: waits in collectives, pace, and trained samples."""
+"""Reports that a simulated worker sends during training: waits in collectives, pace, and trained samples."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class SimulatedReports:
     def __init__(self, sim: SimulatedJob, worker: Reporter) -> None:
         self.samples: list[int] = []  # samples since the last commit
         self.idle = False  # whether the worker waits outside collectives without using CPU time
-        self.phase = ""  # name of the phase that the script marks as long, or empty
+        self.phase = ""  # name of the current phase that the script has marked as long, or empty
         self._sim = sim
         self._worker = worker
         self._said_at = 0.0  # time at which a wait was last reported
         self._cpu_s = 0.0
         self._looked_at = sim.clock.now
-        # start of the measurement, number of collectives, and seconds spent in them
+        # current measurement of the pace: start time, number of collectives, and seconds spent in them
         self._paced = (0.0, 0, 0.0)
 
     def cpu_s(self) -> float:
@@ -56,7 +56,7 @@ class SimulatedReports:
         if not worker.alive or worker.frozen:
             return
         rank = worker.recovery.place.rank
-        # The report is repeated only for GPUs, whose state may have changed.
+        # Repeat the report only on GPUs, because their state may have changed.
         due = self._sim.training.on_gpus and now - self._said_at >= REPEAT_S
         if rank not in collective.told or due:
             collective.told.add(rank)

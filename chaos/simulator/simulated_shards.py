@@ -1,8 +1,8 @@
-"""A worker on the virtual clock whose state is sharded: the real decisions of `elastic.sharding` on simulated rows.
+"""Simulated worker with a sharded state: the real decisions of `elastic.sharding` on simulated rows.
 
-A commit is a collective: each rank copies its shard into a snapshot buffer, and in the background receives the copies
-that it keeps. The next commit, or a planned change of the world, seals it. In another world, the ranks choose the
-newest complete commit, and its rows move to their new owners. Each row contains the history of its state, so that a row
+A commit is a collective: each rank copies its shard into a snapshot buffer and, in the background, receives the copies
+that it keeps. The next commit, or a planned change of the world, seals the commit. In a new world, the ranks choose the
+newest complete commit and send its rows to their new owners. Each row contains the history of its state, so that a row
 of another commit is detected.
 
 Invariant: if workers on no more than ``copies`` hosts were lost since the newest seal, that commit or a newer one is
@@ -30,21 +30,21 @@ from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
 
 TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
 LIMIT = 10  # maximum size of a transfer of rows, in bytes
-SPENT_EVERY = 4  # number of commits between two reports of rank 0 on its time
-# for each tensor and row, the history of the state to which the row belongs
+SPENT_EVERY = 4  # number of commits between reports of rank 0 on how it spent its time
+# for each (tensor, row), the history of the state to which the row belongs
 Rows = dict[tuple[int, int], int]
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
 class Sealed(NamedTuple):
-    """A sealed commit, and the workers that made it."""
+    """Sealed commit, and the workers that made it."""
 
     steps: int
     workers: tuple[Worker, ...]
 
 
 class Mirroring(NamedTuple):
-    """Transfer, in the background, of the copies of a commit's shards.
+    """Background transfer of the copies of a commit's shards.
 
     Attributes:
         sent: exchange in which all ranks take part.
@@ -71,19 +71,19 @@ class ShardedJob:
         self.copies = copies
         self.least = least
         self.newest: Sealed | None = None
-        self.restored = 0  # number of commits restored in another world
-        self.lost = 0  # number of worlds in which no commit was complete
+        self.restored = 0  # number of worlds that restored a commit of an earlier world
+        self.lost = 0  # number of worlds whose members held no complete commit
 
     @classmethod
     def drawn(cls, seed: int) -> ShardedJob:
-        """Draw a job with one or two copies of each shard. Half of the jobs have replicas."""
+        """Draw a job from a seed, with one or two copies of each shard. Half of the jobs have replicas."""
         return cls(1 + seed % 2, (None, None, 1, 2)[seed // 2 % 4])
 
     def shards(self, size: int) -> int:
         return size if self.least is None else mesh_shape(size, min(self.least, size)).shards
 
     def sealed(self, steps: int, workers: tuple[Worker, ...]) -> None:
-        """Record that a rank was notified that all ranks have received their copies of this commit."""
+        """Record a commit as sealed: a rank was notified that all ranks have received their copies."""
         self.newest = Sealed(steps, workers)
 
     def met(self, present: tuple[Worker, ...], steps: int | None) -> None:
@@ -111,7 +111,7 @@ class ShardedJob:
 
 
 class ShardedWorker(SimulatedWorker):
-    """A simulated worker with a sharded state."""
+    """Simulated worker with a sharded state."""
 
     def __init__(self, sim: SimulatedJob, agent: Any, worker: Worker) -> None:
         super().__init__(sim, agent, worker)
@@ -133,7 +133,7 @@ class ShardedWorker(SimulatedWorker):
     # ---- commits ---------------------------------------------------------------------------------------------------
 
     def begin_training(self) -> None:
-        """Begin with the state that the script has created, in the world formed by init()."""
+        """Begin training with the state that the script has created, in the world formed by init()."""
         place = self.recovery.place
         if self.recovery.newcomer or not place.size:
             return
@@ -162,7 +162,7 @@ class ShardedWorker(SimulatedWorker):
         yield "commit", 0.0
 
     def _copy(self) -> Thread:
-        """Seal the previous commit, copy this rank's shard, and start to send it to the ranks that keep copies."""
+        """Seal the previous commit, copy this rank's shard, and start sending it to the ranks that keep copies."""
         yield from self._seal()
         generation, rank = self.recovery.generation, self.recovery.place.rank
         shards = self._job.shards(len(self._order))
@@ -209,8 +209,7 @@ class ShardedWorker(SimulatedWorker):
         self._cycle.mirrored()
 
     def _stop_mirroring(self) -> None:
-        """End the transfers that the end of the world interrupted, and keep the copies that were received
-        completely.
+        """Abort the transfer that the end of the world interrupted. Keep the copies that were received completely.
         """
         transfer, self._transfer = self._transfer, None
         if transfer is not None:

@@ -1,9 +1,9 @@
-"""Training of simulated workers, with invariants over all workers that only a simulator can check.
+"""Training of simulated workers, with invariants across all workers that only a simulator can check.
 
 A state is a number of steps, a cursor into the samples, and a hash of their history, so that two states are equal only
-if the same worlds produced them. A collective belongs to one generation, needs every rank of it, and requires equal
-states; each rank contributes the sample that it trained. Each worker that finishes must have trained every sample of
-every epoch exactly once, except for the repeats that fill the last round.
+if the same worlds produced them. A collective belongs to one generation, needs all its ranks, and requires their states
+to be equal; each rank contributes the sample on which it trained. When a worker finishes, its state must contain every
+sample of every epoch exactly once, except for the repeats that pad the last round.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from elastic.driver.events import PublishWorld
 from elastic.protocol.messages import GRADIENTS, Commit, Launches, Worker
 from elastic.runtime.recovery import Recovery
 
-LOOK_S = 1.0  # seconds in a collective after which a wait is reported
+LOOK_S = 1.0  # seconds in a collective after which the wait is reported
 
 
 class State(NamedTuple):
     steps: int
     history: int
-    cursor: int = 0  # number of samples trained, over all epochs
+    cursor: int = 0  # number of samples trained so far, over all epochs
     spoilt: frozenset[Worker] = frozenset()  # workers whose wrong gradients are part of the state
 
     def sample(self, rank: int, epoch: int) -> int:
@@ -67,12 +67,12 @@ class Collective:
         self.ranks = ranks
         self.came: dict[int, Process] = {}
         self.samples: dict[int, int] = {}
-        self.brought: State | None = None  # state of the first rank that arrived
+        self.brought: State | None = None  # state of the first rank that entered the collective
         self.sent = State(0, 0)  # state that the lowest rank sends
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
         self.told: set[int] = set()  # ranks that have reported their wait
-        self.values: dict[int, Any] = {}  # values that each rank of a sharded state sends to all
+        self.values: dict[int, Any] = {}  # values that each rank of a sharded state sends to all ranks
         self.wrong: frozenset[Worker] = frozenset()  # workers with wrong gradients
 
     @property
@@ -82,7 +82,7 @@ class Collective:
 
 class WaitReports(Protocol):
     def waits(self, collective: Collective) -> None:
-        """Report to the driver in which collective the worker waits, and for how long."""
+        """Report to the driver in which collective the worker waits and for how long."""
 
 
 class Process(Protocol):
@@ -116,7 +116,7 @@ class Training:
         self.worlds: dict[int, PublishWorld] = {}
         self.ranks: dict[int, dict[Worker, int]] = {}
         self._runs: dict[int, WorldRun] = {}
-        # hosts with workers that cannot reach workers of other hosts
+        # hosts whose workers cannot reach workers on other hosts
         self.cut_off: set[str] = set()
         self._collectives: dict[tuple[int, str, int], Collective] = {}
         self._stalled: list[Collective] = []
@@ -126,8 +126,8 @@ class Training:
         self._made: dict[int, tuple[int, list[int]]] = {}
         self.on_gpus = False
         self.hung: set[int] = set()  # generations in which NCCL hangs on all ranks
-        self._spoilt: set[int] = set()  # histories from which training must not continue
-        # for each generation, the workers that detect closed sockets
+        self._spoilt: set[int] = set()  # hashes of corrupted histories, from which training must not continue
+        # for each generation, the workers that will detect closed sockets
         self._losing: dict[int, set[Worker]] = {}
 
     def published(self, world: PublishWorld) -> None:
@@ -135,8 +135,7 @@ class Training:
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
     def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """Return the ranks that take part in the transfer of the state: the source, and all ranks that lack the
-        state.
+        """Return the ranks that take part in the transfer of the state: the source, and the ranks without the state.
         """
         if (holders, size) not in self._copying:
             self._copying[holders, size] = (0, *range(max(1, holders), size))
@@ -224,8 +223,7 @@ class Training:
         self._made.setdefault(after.history, (before.history, fresh))
 
     def _look(self, collective: Collective) -> None:
-        """Report long waits in a collective to the driver. In a real worker, the link thread does this once a
-        second.
+        """Report long waits in a collective to the driver, once a second, as a real worker's link thread does.
         """
         waits = False
         for rank, peer in collective.came.items():
@@ -238,7 +236,7 @@ class Training:
     # ---- GPUs ------------------------------------------------------------------------------------------------------
 
     def launches(self, process: Process, collective: Collective) -> list[Launches]:
-        """Return the progress of a waiting worker's GPU, which launches one collective in each step."""
+        """Return how many collectives a waiting worker's GPU has launched and finished. Each step launches one."""
         if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
             return []
         launched = collective.key[2] + 1
@@ -249,7 +247,7 @@ class Training:
     # ---- corrupted memory ------------------------------------------------------------------------------------------
 
     def spoils(self, process: Process) -> None:
-        """Mark the worker's states as corrupted, because its gradients contained NaN."""
+        """Mark the worker's current and committed states as corrupted."""
         self._spoilt |= {process.state.history, process.saved.history}
 
     def _is_corrupted(self, history: int) -> bool:
@@ -260,9 +258,9 @@ class Training:
     # ---- lost peers ------------------------------------------------------------------------------------------------
 
     def peers_lose(self, process: Process, generation: int) -> None:
-        """Close the sockets of a worker in one generation.
+        """Close a worker's connections to its peers in one generation.
 
-        In the other ranks, blocked collectives then fail at different times.
+        The collectives in which the peers are blocked then fail at different times.
         """
         world = self.worlds.get(generation)
         if world is None:
@@ -276,7 +274,7 @@ class Training:
             if worker not in notified and worker != process.worker:
                 apart = worker.host in self.cut_off or process.worker.host in self.cut_off
                 if apart and worker.host != process.worker.host:
-                    # The worker is unreachable by its peers, so only the driver can notify it.
+                    # The network is cut between the two, so only the driver can notify this peer.
                     continue
                 notified.add(worker)
                 peer = self.sim.processes.get(worker)
@@ -322,8 +320,7 @@ class Training:
 
 
 class WorldRun:
-    """All members of one generation, trained in lockstep: one step of the whole world is one event, regardless of its
-    size.
+    """Members of one generation in lockstep: one event is one step of the whole world, whatever its size.
     """
 
     def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
@@ -339,7 +336,7 @@ class WorldRun:
 
         Args:
             process: the worker.
-            commits: makes one step of this worker. Returns False if the worker has other work first.
+            commits: function that makes one step of this worker. It returns False if the worker must leave lockstep.
         """
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:
@@ -359,7 +356,7 @@ class WorldRun:
         before = first.state
         for process in self.joined:
             if process.frozen or not process.alive:
-                # The world makes no progress. The other workers will be notified that the world is over.
+                # No step is possible. Check again later, until the driver has notified the other workers.
                 self._due = True
                 clock.after(self.step_s, self._step)
                 return

@@ -1,9 +1,8 @@
-"""A worker on the virtual clock: a real Recovery state machine in a model of the run loop, the link and the
-collectives.
+"""Simulated worker: the real Recovery state machine with a simulated run loop, link and collectives.
 
-The training thread is a generator. Each yield returns the name of a place in the code, and the time or condition that
-the thread waits for. Conditions are checked again after every event of this worker. At each yield, the process can be
-killed or frozen.
+The training thread is a generator. Each yield returns the name of a place in the code, and either a number of seconds
+or a condition for which the thread waits. Conditions are checked again after every event of this worker. At each yield,
+the process can be killed or frozen.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from elastic.runtime.recovery import AbortGroups, Phase, Recovery, Send, Verdict
 
 HOLD_S = 60.0
 DEVICE_S = 10.0
-SHARDS = 8  # number of shards of a step in which shards are verified
+SHARDS = 8  # number of shards per step in a job that verifies shards
 GIVE_UP_S = 40.0  # seconds without a connection to the driver after which the worker exits
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
-QUITS = {"a": 0, "b": 3}  # exit codes with which user code calls sys.exit
-QUITTING_S = 8.0  # maximum seconds for an interpreter to exit
+QUITS = {"a": 0, "b": 3}  # argument of sys.exit in simulated user code, by the value of `will_raise`
+QUITTING_S = 8.0  # maximum seconds that the interpreter takes to exit
 
 
 class UserError(Exception):
@@ -48,7 +47,7 @@ class UserError(Exception):
 
 
 class SimulatedWorker:
-    """A simulated worker process, from its start to its exit."""
+    """Simulated worker process, from its start to its exit."""
 
     def __init__(self, sim: SimulatedJob, agent: Agent, worker: Worker) -> None:
         self.sim = sim
@@ -61,21 +60,21 @@ class SimulatedWorker:
         self.saved = self.state
         self.frozen = False
         self.doomed = False  # whether the driver may kill this worker because of an injected fault
-        self.point = "start"  # name of the place at which its training thread has yielded control
-        # One of a few texts, so that several workers may raise the same exception.
+        self.point = "start"  # name of the place at which the training thread has last yielded
+        # One of a few texts, so that several workers may raise the same exception; empty means none.
         self.will_raise = ""
-        self.trouble = ""  # fault in the worker's next step: stuck, spinning, slow, long
+        self.trouble = ""  # fault in the worker's next step ("stuck", "spinning", "slow", "long"), or empty
         self.trouble_s = 0.0
-        self.slowness = 1.0  # factor by which the worker's steps are slower
+        self.slowness = 1.0  # factor by which the worker's steps are slowed down
         # whether the worker's GPU hangs, so that it enters no more collectives
         self.gpu_hangs = False
         # whether the worker is slow or in a long phase, for which the driver must not kill it
         self.innocent = False
-        # The process is killed, or frozen for some seconds, at its n-th yield or at the yield with this name.
+        # (yield, seconds): freeze the process at its n-th yield or at a named yield; 0 seconds means kill
         self.strike: tuple[int | str, float] | None = None
         self.wrong = 0.0  # fraction of backward passes with wrong gradients
         self.wrong_passes = 0  # number of backward passes with wrong gradients
-        # number of steps of this world in which all backward passes of the worker were wrong
+        # number of steps in this world with wrong gradients in all of the worker's backward passes
         self.wrong_steps = 0
         # this worker's shards of the current step with wrong gradients
         self.wrong_shards: set[int] = set()
@@ -269,7 +268,7 @@ class SimulatedWorker:
                 raise_if_broken(self.recovery)
                 return
             except PeerLost:
-                if self.gpu_hangs:  # An aborted collective never ends on a hung GPU.
+                if self.gpu_hangs:  # on a hung GPU, even an aborted collective never ends
                     yield "drain", DEVICE_S
                     raise DeviceLost("the GPU did not recover") from None
                 yield "restore", self.sim.clock.between(0.0, 0.05)
@@ -278,7 +277,7 @@ class SimulatedWorker:
             except WorldChanging:
                 try:
                     yield from self.keep()
-                # Ranks of a sharded state commit together, so each commit is a collective.
+                # The commit of a sharded state is a collective, so it can fail.
                 except PeerLost:
                     self.state = self.saved
                     self.reports.samples = []
@@ -324,11 +323,11 @@ class SimulatedWorker:
         """Enter elastic.run, as a script does."""
 
     def held_shards(self) -> ShardsHeld | None:
-        """Return the report on the shards that the worker holds."""
+        """Return a report of the shards that the worker holds. None for a state without shards."""
         return None
 
     def placed_shards(self) -> ShardsPlaced | None:
-        """Return the report on the worker's part of a sharded state in this world."""
+        """Return a report of the worker's part of a sharded state in this world. None for a state without shards."""
         return None
 
     def bring(self) -> Thread:
@@ -376,10 +375,9 @@ class SimulatedWorker:
     # ---- verification of shards, as in `elastic.exact.verifier` ------------------------------------------------------
 
     def _verify(self, rank: int, size: int) -> Thread:
-        """Compute the drawn shards of other ranks again, compare the results, and report the ranks whose gradients are
-        wrong.
+        """Recompute selected shards of other ranks, compare the results, and report ranks with wrong gradients.
 
-        Raises AssertionError if this worker's gradients have been wrong for longer than the schedule of checks permits.
+        Raises AssertionError if this worker's wrong gradients remained undetected for longer than the schedule permits.
         """
         held, generation, step = assign(SHARDS, size), self.recovery.generation, self.state.steps
         checks = verification.checks(held, self.sim.verify, self.sim.seed, generation, step)
@@ -482,7 +480,7 @@ class SimulatedWorker:
             self.reports.progress(None)
 
     def keep(self) -> Thread:
-        """Commit because the world is about to change."""
+        """Commit before a planned change of the world."""
         self.committed()
         yield from ()
 
@@ -578,7 +576,7 @@ class SimulatedWorker:
             yield from self._at_check()
 
     def _one_step(self) -> bool:
-        """Make one step as part of the world's event. Return False if this worker has other work first."""
+        """Make one step in lockstep with the world. Return False if this worker must leave lockstep."""
         self.entered += 1
         if self.entered == 1:
             self.perform(self.recovery.resumed({}))
@@ -592,7 +590,7 @@ class SimulatedWorker:
 
 
 def raise_if_broken(recovery: Recovery) -> None:
-    """Raise the exception that unwinds user code, if the current world has ended."""
+    """If the current world has ended, raise the exception that unwinds the stack of user code."""
     if recovery.phase is Phase.BROKEN:
         raise PeerLost(recovery.reason)
     if recovery.phase is Phase.OVER:

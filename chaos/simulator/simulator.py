@@ -1,10 +1,12 @@
-"""Run the real Membership, AgentPool and Recovery of a whole job on a virtual clock. Deterministic for each seed.
+"""Simulation of a whole job on a virtual clock, with the real Membership, AgentPool and Recovery.
 
-There is one driver, an agent on each host, and workers. The network between them can delay, lose and duplicate
-messages, and partition hosts. In the first phase, faults happen, and only safety is checked: after every event the
-invariants hold, and training is correct. Then the faults stop: partitions heal, frozen processes resume, crashed ones
-are restarted, and within LIVENESS_S the job must train to its end or end with a reason. There is no real clock,
-process, socket or thread.
+Each run is deterministic for its seed.
+
+The job consists of a driver, an agent on each host, and workers. The network between them can delay, lose and
+duplicate messages, and partition hosts. In the first phase, faults are injected, and only safety is checked: after
+every event, the invariants must hold and training must be correct. In the second phase, partitions heal, frozen
+processes resume and crashed ones restart. Within LIVENESS_S, the job must then train to its end or end with a reason.
+No real clock, process, socket or thread is used.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker
 
 FAULTS_S = 12.0  # virtual seconds during which faults are injected
-# virtual seconds after the faults in which the job and all of its processes must end
+# virtual seconds after the last fault within which the job and all of its processes must end
 LIVENESS_S = 400.0
 SLOTS = 2  # number of slots per host
 
@@ -57,12 +59,12 @@ class Outcome:
     happened: int = 0  # number of processed events
     messages: int = 0
     crashes: int = 0  # number of crashes of the driver
-    # Places at which processes were killed or frozen.
+    # number of processes killed or frozen, by the name of the place at which they had yielded
     places: Counter[str] = field(default_factory=Counter)
 
 
 class Violation(AssertionError):
-    """Error raised when an invariant is violated. It contains the seed and the latest events."""
+    """Error raised when an invariant is violated. The message contains the seed and the latest events."""
 
 
 def settings_for(
@@ -75,7 +77,7 @@ def settings_for(
     health_check: bool = False,
     replace_stragglers: bool = False,
 ) -> Settings:
-    """Return settings whose timeouts are short enough that stuck workers are detected during a run."""
+    """Return settings with timeouts that are short enough to detect stuck workers during a run."""
     return Settings(
         np=workers,
         workers_min=min(2, workers),
@@ -102,11 +104,11 @@ def settings_for(
 
 
 class Simulation:
-    """A simulated job.
+    """Simulated job.
 
     Args:
         faults: number of injected faults.
-        mild: whether the faults leave at least one worker with the state.
+        mild: whether the faults always leave workers that hold the newest commit and can continue.
     """
 
     def __init__(
@@ -141,13 +143,13 @@ class Simulation:
         self.workers = workers
         self.steps = steps
         self.mild = mild
-        # If positive, the interval in virtual seconds at which one event advances all members by one step.
+        # If positive, one event advances all members by one step every ``step_s`` virtual seconds.
         self.step_s = step_s
         self.keep_journal = keep_journal
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)
-        # Samples are not reported in two cases. A lost report is not repeated on a new connection. And a commit of a
-        # sharded state may be restored although no rank has reported it.
+        # Do not check samples if reports can be lost, because they are not repeated on a new connection, or if the
+        # state is sharded, because a commit may then be restored although no rank has reported it.
         self.reports_samples = not self.weather.loses_messages and sharded is None
         self.settings = settings_for(
             workers,
@@ -163,7 +165,7 @@ class Simulation:
         self.network.conditions.lease_s = self.settings.lease_s
         wanted = workers + standbys
         self.hosts = {f"h{n}": slots for n in range((wanted + slots - 1) // slots)}
-        self.listed = self.hosts  # hosts in the current list
+        self.listed = self.hosts  # number of slots of each host in the current host list
         self.fixed_hosts = fixed_hosts
         self.processes: dict[Worker, SimulatedWorker] = {}  # live workers
         self.training = Training(self)
@@ -174,7 +176,7 @@ class Simulation:
         self.faults: list[str] = []  # descriptions of the injected faults
         self.places: Counter[str] = Counter()
         self.calmed = False  # whether the phase with faults has ended
-        self.aimed = 0  # number of workers to kill at the next commits
+        self.aimed = 0  # number of workers that will be killed at their next commits
         self.going_on = True
         at = self.clock.at
         for agent in self.agents.values():
@@ -182,7 +184,7 @@ class Simulation:
                 at(0.0, agent.link.open)
         at(0.5, self.list_hosts, self.hosts)
         at(0.3, self._beat)
-        # Workers in lockstep report no collectives, so a stuck worker would not be detected.
+        # Omit `stick`: workers in lockstep report no collectives, so a stuck worker would not be detected.
         kinds = [
             kind for kind in self.weather.faults if not (step_s and kind is simulated_faults.stick)
         ]
@@ -234,7 +236,7 @@ class Simulation:
         return not self.going_on
 
     def story(self, last: int | None = None) -> str:
-        """Return a readable list of the driver's events and actions, and of the faults."""
+        """Return lines of text that describe the driver's events and actions, and the faults."""
         entries = self.driver.entries[-last if last else 0 :]
         since = entries[0].at if entries else 0.0
         faults = [f"fault: {fault}" for fault in self.faults]
@@ -270,7 +272,7 @@ class Simulation:
         self.training.heal(host)
 
     def lose_host(self, host: str) -> None:
-        """Lose a host without closing its connections or notifying any process."""
+        """Disconnect a host without closing its connections or notifying any process."""
         agent = self.agents[host]
         agent.lost = True
         self.network.cut(host, 0, 1)
@@ -291,7 +293,7 @@ class Simulation:
         for agent in self.agents.values():
             self.heal(agent.host)
             if agent.lost:
-                agent.announce(None)  # Another machine has replaced the lost one.
+                agent.announce(None)  # the notice was for the lost machine; this is its replacement
             agent.lost = False
             agent.thaw()
             if not self.weather.starts_agents:
@@ -323,8 +325,9 @@ class Simulation:
             self.clock.after(self.clock.between(0.0, 0.02), simulated_faults.kill_one, self)
 
     def ordered(self, action: StartWorker | KillWorker | DumpStacks) -> None:
-        """Check that no worker is killed only because it is slow, in a long phase, or waiting for another worker's
-        GPU.
+        """Check an order to an agent: the driver must not kill a worker without a fault.
+
+        A worker without a fault may be slow, in a long phase, or waiting for another worker's GPU.
         """
         if isinstance(action, KillWorker):
             process = self.processes.get(action.worker)

@@ -1,6 +1,6 @@
-"""A virtual clock that advances to the next event.
+"""Virtual clock, which advances from event to event.
 
-It contains the run's only source of random numbers, which is seeded.
+It also contains the seeded random generator of the run, the only source of random numbers.
 """
 
 from __future__ import annotations

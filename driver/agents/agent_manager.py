@@ -1,7 +1,7 @@
-"""Driver side of all agents: launches workers through them and relays the workers' connections.
+"""Driver side of the agents: launches workers through agents, and relays the workers' messages.
 
-`agent_pool.AgentPool` makes the decisions. This module handles the server that agents connect to, the starter, the
-timer, and the callbacks of the job's loop.
+`agent_pool.AgentPool` makes the decisions. This module runs the server to which agents connect, starts agents, sets
+the timer, and calls the callbacks of the job's loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from elastic.protocol.messages import Address, Message, Place, Worker, World
 AGENTS: Callers[AgentId] = Callers(
     "agent", from_agent, AgentAnswer, lambda answer: answer.agent, replaces=True
 )
-CLOSE_S = 15.0  # time limit for agents to kill their workers and report the exits, in seconds
+CLOSE_S = 15.0  # seconds within which agents must have killed their workers and reported the exits
 
 ReachUs = Callable[[str], Bootstrap]
 
@@ -53,17 +53,18 @@ class AgentManager:
 
     Args:
         server: server to which agents connect.
-        attach: first message to each agent.
-        sink: receives the workers' output.
+        attach: first message to send to each agent.
+            sink: receives the workers' output.
         log: called with a level and a text.
         starter: starts agents. None if agents are started externally.
-        reach: called with a host. Returns the configuration that the host's agent needs to find this driver.
+        reach: function that returns, for a host, the configuration with which the host's agent finds this driver.
         folder: working folder of the workers.
-        adopted: workers of the previous driver.
+        adopted: workers to take over from the previous driver.
         environ_of: function that returns, for a host, the environment variables to add to its workers.
-        connected: called after each change with the slots of all hosts with agents, if these hosts form the list of
-            hosts.
-        deposed: returns whether another driver leads the job. If so, this driver sends nothing and kills nothing.
+        connected: called after each change with the slots of all hosts that have agents. None if the list of hosts has
+            another source.
+        deposed: function that returns whether another driver leads the job. If so, this driver sends no messages and
+            kills no workers.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class AgentManager:
         heard: Callable[[Worker, Any], None],
         gone: Callable[[Worker, bool], None],
     ) -> Address:
-        """Start to serve agents. Raises OSError if the address cannot be bound."""
+        """Start serving agents. Raises OSError if the address cannot be bound."""
         self._heard, self._gone = heard, gone
         return await self._server.open(
             interface,
@@ -125,8 +126,7 @@ class AgentManager:
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
-        """Send messages to the agent of a host. Return False if the agent is not connected, in which case they are
-        dropped.
+        """Send messages to the agent of a host. If it is not connected, drop them and return False.
         """
         agent = None if self._leadership_lost() else self.pool.agent_of(name)
         return agent is not None and self._server.send(agent, *messages)
@@ -177,7 +177,7 @@ class AgentManager:
     async def close(self) -> None:
         """Dismiss all agents at the end of the job.
 
-        Waits, within a time limit, until the agents have killed their workers, and until the exiting agents have
+        Wait, for at most CLOSE_S seconds, until the agents have killed their workers and the exiting agents have
         disconnected.
         """
         self._handle(pool_events.JobEnded())
@@ -256,7 +256,7 @@ class AgentManager:
 
 
 class RelayedWorkers:
-    """Connections to all workers, relayed by their hosts' agents, with the interface of `ControlServer`."""
+    """Connections to all workers through their hosts' agents, with the interface of `ControlServer`."""
 
     def __init__(self, fleet: AgentManager) -> None:
         self._fleet = fleet
@@ -270,7 +270,7 @@ class RelayedWorkers:
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
-        """Start to serve agents. Parameters are those of `Server.open`.
+        """Start serving agents. Parameters are those of `Server.open`.
 
         Workers are authenticated by the agents that started them.
         """
@@ -280,7 +280,7 @@ class RelayedWorkers:
         return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))
 
     def send_each(self, messages: Iterable[tuple[Worker, Message]]) -> None:
-        """Send messages to their workers.
+        """Send each message to its worker.
 
         Consecutive messages for the same host are sent together. Sending to one host does not delay the others.
         """
@@ -305,11 +305,11 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False, because an agent sends a worker's messages and exit in order."""
+        """Return False: a worker's exit needs no wait for its messages, because its agent sends both in order."""
         return False
 
     def drain(self, worker: Worker) -> None:
-        """Do nothing, because a worker's agent sends its messages before its exit."""
+        """Do nothing, because the worker's agent has sent all its messages before its exit."""
 
     def disconnect(self, worker: Worker) -> None:
         self._fleet.order(worker.host, Drop(worker))

@@ -1,10 +1,10 @@
-"""Decisions about agents: agent starts, the agent of each host, queued worker starts, and lost hosts.
+"""Decisions about agents: when to start agents, which agent serves a host, queued worker starts, and lost hosts.
 
 Pure: no I/O, no clock.
 
-    none   --start a worker--> wanted: an agent is started there (if possible), and starts are queued for it
-    wanted --Registered--> here: queued starts are sent, messages of its workers are received
-    here   --gone--> missing, for RETURN_S --Registered--> here
+    none   --start a worker--> wanted: an agent is started (if possible), and worker starts are queued for it wanted
+    --Registered--> here: queued starts are sent, messages of its workers are received here   --gone--> missing, for
+    RETURN_S --Registered--> here
       |          +--------------------------------> lost: HostLost
       +--gone silently-----------------------------> lost --Registered--> here
       +--the driver gives it up--------------------> lost
@@ -68,22 +68,21 @@ from elastic.driver.network.address_check import AddressCheck
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 
-ARRIVE_S = 30.0  # time limit from the start of an agent to its connection, in seconds
-CALL_S = 3.0  # connection timeout of a running agent, which retries every second
-RETURN_S = 0.5  # time limit for an agent to reconnect, in seconds; it tries immediately
+ARRIVE_S = 30.0  # seconds after its start within which an agent must connect
+CALL_S = 3.0  # seconds within which a running agent must connect; it retries every second
+RETURN_S = 0.5  # seconds within which a disconnected agent must reconnect; it tries immediately
 BEATS = 4  # number of heartbeats per liveness timeout
-REPEATED_S = 0.2  # minimum time in seconds after which the kernel retransmits unacknowledged data
-# maximum time in seconds without a message from an agent; needed because the kernel acknowledges data even if the agent
-# is stopped
+REPEATED_S = 0.2  # minimum seconds after which the kernel retransmits unacknowledged data
+# maximum seconds without a message from an agent; detects stopped agents, for which the kernel still acknowledges data
 STOPPED_S = 10.0
 TOGETHER_S = (
-    0.2  # seconds within which all hosts that stopped responding for the same reason are detected
+    0.2  # seconds within which hosts lost for the same reason are all detected
 )
-NO_AGENT = 126  # exit code reported for a worker that could not be started
+NO_AGENT = 126  # exit code to report for a worker that could not be started
 
 
 def silence_s(lease_s: float) -> float:
-    """Return the time for which an agent's host may leave data unacknowledged, in seconds.
+    """Return the maximum seconds for which an agent's host may leave data unacknowledged.
 
     Together with the interval until the next heartbeat, this is one liveness timeout. Linux measures the time from the
     first retransmission.
@@ -92,13 +91,13 @@ def silence_s(lease_s: float) -> float:
 
 
 class AgentPool:
-    """State machine of a job's agents. Pass it events with their time, and perform the returned actions in order.
+    """State machine of a job's agents: takes timed events, and returns actions to perform in order.
 
     Args:
-        attach: first message to each agent.
-        starts_agents: whether this driver can start agents. Otherwise they are started externally.
-        lists_hosts: whether to report the hosts with agents, which form the list of hosts.
-        adopted: the workers of the previous driver.
+        attach: first message to send to each agent.
+        starts_agents: whether this driver can start agents. If False, agents are started externally.
+        lists_hosts: whether the hosts with agents form the list of hosts and must be reported.
+        adopted: workers to take over from the previous driver.
     """
 
     def __init__(
@@ -128,20 +127,20 @@ class AgentPool:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def agent_of(self, host: str) -> AgentId | None:
-        """Return the agent to which messages for a host are sent, or None if none is connected."""
+        """Return the connected agent of a host, or None."""
         known = self._hosts.get(host)
         return known.agent if known is not None and known.here else None
 
     def alive(self) -> frozenset[Worker]:
-        """Return the workers that were started or reported as running, and whose exits were not reported."""
+        """Return the workers that were started or reported as running and have no reported exit."""
         return frozenset(worker for host in self._hosts.values() for worker in host.running)
 
     def awaits_agents(self) -> bool:
         """Return whether the driver must still wait for an agent's exit reports or for a dismissed agent to disconnect.
 
-        The driver does not close connections first: an agent that is about to send would fail, and the dismissal would
-        be lost unread. The driver also waits for an agent that was just started, because it would otherwise search for
-        the driver for minutes.
+        Before that, the driver must not close connections: an agent that is about to send would fail, and would lose
+        the dismissal without reading it. The driver also waits for an agent that was just started, because it would
+        otherwise search for the driver for minutes.
         """
         return any(
             host.coming or (host.here and (host.running or host.ends))
@@ -149,13 +148,13 @@ class AgentPool:
         )
 
     def next_deadline(self) -> float | None:
-        """Return the time, in seconds, by which `handle` must receive `TimePassed`, or None."""
+        """Return the time, in seconds, at which `handle` must receive `TimePassed`, or None."""
         return self._due.first()
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def handle(self, event: pool_events.PoolEvent, now: float) -> list[pool_events.PoolAction]:
-        """Return the actions for an event, in the order in which to perform them."""
+        """Return the actions for an event, in the order in which they must be performed."""
         self._actions.begin(now)
         match event:
             case pool_events.AgentMessageReceived(agent, message, caller):
@@ -198,7 +197,7 @@ class AgentPool:
                 case DeadlineKind.RETRY:
                     self._try_again(self._host(name))
                 case DeadlineKind.RESIGNATION:
-                    # By this time, even unreachable agents have killed their workers.
+                    # By now, even the unreachable agents have killed their workers.
                     for held in map(self._host, self._reach.give_up()):
                         self._lose(held, held.overdue_why)
                 case DeadlineKind.BEAT:
@@ -242,7 +241,7 @@ class AgentPool:
             case Registered() if all(worker.host == agent.host for worker in message.running):
                 self._registered(agent, host, message, caller)
             case _ if agent != host.agent:
-                pass  # The message comes from an agent that has been replaced.
+                pass  # ignore messages from a replaced agent
             case Heard(worker, sent) if worker.host == agent.host:
                 self._actions.add(pool_events.RelayMessage(worker, sent))
             case Seen(event) if event.worker.host == agent.host:
@@ -289,7 +288,7 @@ class AgentPool:
         self, agent: AgentId, host: AgentRecord, message: Registered, caller: str
     ) -> None:
         if host.here and agent != host.agent:
-            return  # The agent was not attached when the connection was lost.
+            return  # outdated: another agent serves this host
         before, host.agent = host.agent, agent
         if before is not None and before != agent:
             text = "has a new agent; the workers of the previous agent were lost"
@@ -308,7 +307,7 @@ class AgentPool:
         for event in message.exits:
             self._exited(host, event)
         waiting = {order.worker for order in host.starts}
-        # Queued starts were not sent on the last connection, so missing processes are expected.
+        # Exclude queued starts: they were never sent, so their processes are not expected in the report.
         ordered = sorted(host.running - waiting)
         self._actions.add(
             pool_events.PostToDriver(
@@ -393,12 +392,12 @@ class AgentPool:
     def _part(self, host: AgentRecord) -> None:
         """Dismiss the agent of a host that was removed from the list, once the host's workers have exited.
 
-        Some clusters release a machine only when it is idle, which a running agent would prevent. An agent that was
-        started externally is not dismissed.
+        Some clusters release a machine only when it is idle, which a running agent would prevent. Agents that were
+        started externally are not dismissed.
         """
         if self._closing or host.name in self._listed:
             return
-        # The new agent of an engine is not on the list of hosts yet.
+        # If an engine starts the agents, a new agent's host is not on the list yet, so only dismiss removed hosts.
         if not self._starts_agents and not (self._lists_hosts and host.name in self._removed):
             return
         if not host.here or host.running or host.starts:
@@ -411,7 +410,7 @@ class AgentPool:
         self._list_host(host.name, 0)
 
     def _list_host(self, name: str, slots: int) -> None:
-        """Request a report of the hosts with agents, if the number of slots of this host has changed."""
+        """Report the hosts with agents if the number of slots of this host has changed."""
         if not self._lists_hosts or self._closing or self._connected.get(name, 0) == slots:
             return
         self._connected[name] = slots
@@ -427,9 +426,9 @@ class AgentPool:
             self._actions.add(pool_events.StartAgent(host.name))
 
     def _start_again(self, host: AgentRecord) -> None:
-        """Schedule another start of an agent.
+        """Schedule another attempt to start an agent on the host.
 
-        Until an agent of the host reports, it is unknown which processes run there.
+        Without a report from an agent, the driver does not know which processes still run there.
         """
         if not self._starts_agents or self._closing or (host.name, DeadlineKind.RETRY) in self._due:
             return
@@ -476,8 +475,8 @@ class AgentPool:
             return
         host.starts.append(order)
         if (host.name, DeadlineKind.ARRIVAL) in self._due:
-            return  # A running agent should reconnect soon.
-        # An attempt to start an agent ends without a timeout here, with a reason if it fails.
+            return  # wait: a running agent should connect soon
+        # No timeout is needed for the start of an agent: a failed attempt ends with a reason.
         if self._starts_agents:
             self._start_agent(host)
         else:
@@ -494,7 +493,7 @@ class AgentPool:
             host.doomed.add(worker)
 
     def _measure(self, host: str, peer: str) -> None:
-        """Begin a measurement. If one of the agents is lost, there is no result."""
+        """Begin a measurement of the bandwidth from ``host`` to ``peer``. No result follows if either agent is lost."""
         absent = [name for name in (host, peer) if self.agent_of(name) is None]
         if absent:
             self._not_measured(host, peer, f"the agent of {absent[0]} is not connected")

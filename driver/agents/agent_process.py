@@ -1,10 +1,10 @@
-"""Agent process. Reads its configuration as one line of JSON from standard input (see `Bootstrap`).
+"""Entry point of an agent process. Reads its configuration as one line of JSON from standard input (see `Bootstrap`).
 
     python -m elastic.driver.agents.agent_process
 
-After validation it writes a line with READY and its release to standard output. It exits when its standard input is
-closed. An agent that must outlive its starter instead detaches from it and continues in the background. It
-also detaches if standard input is still open after two minutes, but exits if standard output has no reader.
+After validation, the agent writes a line with READY and its release to standard output. It exits when standard input is
+closed. An agent that must outlive its starter instead continues in the background when standard input is closed, or
+after two minutes, but exits if standard output has no reader.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 
-BOOTSTRAP_LIMIT = 1 << 20  # maximum size of the bootstrap, in bytes
+BOOTSTRAP_LIMIT = 1 << 20  # maximum size of the configuration line, in bytes
 STDOUT = 1
 
 
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> int:
-    """Run one agent to its end and return its exit code.
+    """Run one agent until it exits, and return its exit code.
 
     Args:
         bootstrap: configuration of the agent.
@@ -118,9 +118,9 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """Return the number of usable GPUs of this host, or the number of cores if it has no GPU.
+    """Return the number of usable GPUs of this host, or its number of cores without a GPU.
 
-    Counts GPUs without importing torch, which takes seconds.
+    GPUs are counted without importing torch, because the import takes seconds.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -155,8 +155,7 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file, which the agent's starter may rewrite. Returns nothing if the file does not
-    exist.
+    """Return the addresses in a file, which the agent's starter may rewrite. Empty without a readable file.
     """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
@@ -167,11 +166,11 @@ def _listed(file: str) -> list[str]:
 
 
 def _await_starter(within_s: float) -> bool:
-    """Wait until the starter has read READY and closed standard input.
+    """Wait until the starter has closed standard input, at most ``within_s`` seconds.
 
     Returns:
         Whether standard output still has a reader. If not, the starter or the ssh connection has ended, and the agent
-        must exit. The wait ends after ``within_s`` seconds, because the starter's host may be lost.
+        must exit.
     """
     deadline = time.monotonic() + within_s
     fd = sys.stdin.fileno()
@@ -196,14 +195,14 @@ def _daemonize() -> None:
 
 
 def _end_with_stdin(process: HostAgent) -> None:
-    """End the agent when standard input is closed. The starter keeps it open while the agent must run."""
+    """Start a thread that ends the agent when its starter closes standard input."""
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
-        with contextlib.suppress(RuntimeError):  # The event loop may already be closed.
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
             loop.call_soon_threadsafe(process.end, 0, "its parent process is gone")
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()

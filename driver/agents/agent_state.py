@@ -1,13 +1,12 @@
-"""Decisions of an agent about which driver to serve, and how long to wait for a driver. Pure: no I/O, no clock.
+"""Decisions of an agent: which driver to serve, and how long to wait for a driver. Pure: no I/O, no clock.
 
     IDLE --attached--> SERVING --driver lost--> AWAY --attached, same job--> SERVING
              |                       |
              |                       +-- away_s passed, or fenced: kill the workers --> IDLE
              +--detached, or attached to another job: kill the workers --> IDLE
 
-Each driver has a term, which grows with every driver of a job and, in etcd, with every job of the same name. An agent
-never serves a driver with a lower term than one that it has served, because such a driver has been replaced without
-knowing it.
+Each driver of a job has a greater term than the previous one. In etcd, terms also increase across jobs of the same
+name. An agent that has served a driver rejects drivers with a lower term: they have been replaced without knowing it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker
 
-EXITS_LIMIT = 4096  # maximum number of exits of a job on one host; the oldest are discarded
+EXITS_LIMIT = 4096  # maximum number of stored exits of a job's workers; the oldest are discarded
 
 
 @dataclass(frozen=True)
 class AttachOutcome:
     """Result of an `Attach`."""
 
-    refused: str = ""  # reason for rejecting this driver, or empty if it is served
-    kill: bool = False  # whether the running workers belong to a job that is over
+    refused: str = ""  # reason for rejecting this driver; empty if the agent serves it
+    kill: bool = False  # whether to kill the running workers, because they belong to another job
 
 
 @dataclass
@@ -36,9 +35,9 @@ class AgentState:
 
     job: str = ""  # job that the agent serves; empty if none
     term: int = 0  # greatest term served in the last job
-    generation: int = 0  # greatest generation sent to workers of this host
+    generation: int = 0  # greatest generation of a world sent to this host's workers
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
-    # time at which the driver was lost, while the agent serves a job
+    # time at which the connection to the job's driver was lost; None if connected or without a job
     away_since: float | None = None
     _away_s: float = 0.0
     _lease_s: float = 0.0
@@ -48,8 +47,8 @@ class AgentState:
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
         """Handle a driver's `Attach` message.
 
-        Terms restart with each job whose journal is a file, and if etcd loses its data. A job with restarted terms is a
-        different job. For jobs in etcd, the term in etcd is decisive.
+        A lower term is valid for a different job, because terms restart with each job whose journal is a file, and if
+        etcd loses its data. For jobs in etcd, the term in etcd is decisive.
 
         Args:
             attach: the driver's message.
@@ -70,7 +69,7 @@ class AgentState:
         return AttachOutcome(kill=kill)
 
     def superseded(self, term: int) -> bool:
-        """Return whether a driver of this term replaces the current driver, which may be frozen."""
+        """Return whether a driver of this term replaces the current, possibly frozen driver."""
         return bool(self.job) and self.away_since is None and term > self.term
 
     def lost(self, now: float) -> None:
@@ -84,7 +83,7 @@ class AgentState:
         return None if self.away_since is None else self.away_since + self._away_s
 
     def given_up(self, now: float) -> bool:
-        """Return whether the time limit for a driver has expired, so that the workers must be killed."""
+        """Return whether the time limit for a driver has expired, in which case the workers must be killed."""
         if self.away_by is None or now < self.away_by:
             return False
         self.release()
@@ -95,9 +94,9 @@ class AgentState:
         self.generation = max(self.generation, generation)
 
     def fenced(self, generation: int, now: float) -> bool:
-        """Return whether this host's workers must be killed because the other workers have continued without them.
+        """Return whether to kill this host's workers, because the job has continued without them.
 
-        True only if no driver was reachable for one liveness timeout.
+        This requires that no driver was reachable for one liveness timeout.
 
         Args:
             generation: the current generation according to etcd.
@@ -111,17 +110,17 @@ class AgentState:
         return True
 
     def detached(self) -> None:
-        """Handle the end of the job for this agent."""
+        """Handle the driver's message that the job has ended."""
         self._over = self.job or self._over
         self.release()
 
     def release(self) -> None:
-        """Leave the job, because it continued without this host's workers. The driver may connect again."""
+        """Leave the job, whose workers on this host will be killed. The driver may connect again."""
         self.job, self.away_since = "", None
         self.exits.clear()
 
     def may_start(self, worker: Worker) -> bool:
-        """Return whether a worker may be started. A repeated order for the same worker is ignored."""
+        """Return whether a worker may be started. A worker that has exited is not started again."""
         return bool(self.job) and worker not in self.exits
 
     def exited(self, event: WorkerExited) -> None:

@@ -1,9 +1,9 @@
 """Bandwidth measurement by transfers between the agents of two hosts. Makes no decisions.
 
-The peer's agent listens. The measured host's agent connects, sends chunks that the peer acknowledges, and then requests
-chunks. Both sides prove knowledge of the job's secret first. Few chunks are in flight, and each transfer ends after
-TRANSFER_S, to limit the effect on training over a slow network. The result is the best of several transfers, because a
-busy host delays some of them.
+The peer's agent listens. The measured host's agent connects, and both sides prove knowledge of the job's secret. The
+measured host's agent then sends chunks, which the peer acknowledges, and requests chunks. Few chunks are in flight, and
+each transfer ends after TRANSFER_S, to limit the effect on training over a slow network. The result is the best of
+several transfers, because a busy host delays some of them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from elastic.rpc.client import ControlClient
 
 ROLE = "bandwidth"
 CHUNK_BYTES = 1 << 16
-CHUNKS_MAX = 32  # maximum number of chunks of a transfer: 2 MB
-IN_FLIGHT = 4  # maximum number of unacknowledged chunks
+CHUNKS_MAX = 32  # maximum number of chunks in one transfer (2 MiB)
+IN_FLIGHT = 4  # maximum number of chunks in flight
 TRANSFER_S = 0.02  # seconds after which a transfer sends no more chunks
 ROUNDS = 3  # number of transfers in each direction
-PAUSE_S = 0.05  # seconds between two rounds
+PAUSE_S = 0.05  # pause between rounds, in seconds
 LIMIT_S = 3.0  # time limit for the connection and all transfers, in seconds
-SERVE_S = 5.0  # seconds that an agent listens for the other agent
+SERVE_S = 5.0  # seconds for which an agent listens for the other agent
 
 
 class BandwidthMessage(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class Chunk(BandwidthMessage, frozen=True):
 
 
 class ChunkReceived(BandwidthMessage, frozen=True):
-    """Acknowledgement of a `Chunk` from the connecting agent."""
+    """Acknowledgement, by the listening agent, of a `Chunk`."""
 
 
 class Fetch(BandwidthMessage, frozen=True):
@@ -68,12 +68,12 @@ MEASURING: Callers[AgentId] = Callers(
 
 
 class BandwidthMeter:
-    """Endpoint of measurements at one agent. It can listen or connect.
+    """One agent's side of bandwidth measurements. It can listen or connect.
 
     Args:
         agent: identity of the agent.
         secret: the job's secret.
-        tls: TLS contexts of a client and of a server, or None.
+        tls: TLS contexts for connecting and for listening; None without TLS.
         send: sends a message to the driver.
         log: called with a level and a text.
     """
@@ -94,7 +94,7 @@ class BandwidthMeter:
     async def serve(self, interface: str, caller: str) -> None:
         """Listen on a port of ``interface`` for the agent of the host ``caller``, and report the address.
 
-        An earlier listener is closed. This one is closed after SERVE_S seconds.
+        Closes an earlier listener. The new listener is closed after SERVE_S seconds.
         """
         await self.close()
         self._server = server = ControlServer(
@@ -153,10 +153,10 @@ def measure(
         agent: identity of the agent of this host.
         address: address at which the agent of the other host listens.
         secret: key for measurements, derived from the job's secret.
-        tls: TLS context, or None.
+        tls: TLS context of the connection; None without TLS.
 
     Returns:
-        Bytes per second that were sent, and that were received. None for a direction that was not measured within the
+        Bytes per second sent, and bytes per second received. None for a direction that was not measured within the
         limit.
 
     Raises:
@@ -178,7 +178,7 @@ def measure(
             request = Fetch() if number % 2 else Chunk(bytes(CHUNK_BYTES))
             rate, complete = _transfer(client, encoded(request), deadline)
             if not complete and rate == 0.0:
-                # This failure is not a property of the measured host.
+                # not a low bandwidth of the measured host, so report no result
                 raise TimeoutError("the other host did not answer")
             best[type(request)] = max(rate, best.get(type(request), 0.0))
             if not complete:
@@ -189,7 +189,7 @@ def measure(
 
 
 def _transfer(client: ControlClient, request: bytes, deadline: float) -> tuple[float, bool]:
-    """Exchange chunks in one direction. Return bytes per second, and whether it ended before the deadline."""
+    """Transfer chunks in one direction. Return bytes per second, and whether the transfer ended before the deadline."""
     began = now = time.monotonic()
     sent = answered = 0
     try:

@@ -1,4 +1,4 @@
-"""Agent that registers in etcd and finds its driver there. Performs I/O."""
+"""Agent that registers in etcd and looks up its driver there. Performs I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.driver.sinks import Log
 
 
 class _Generation(msgspec.Struct):
-    """Generation of the newest world, as written to etcd by the driver. See `elastic.driver.job.start_multi_host`."""
+    """Generation of the newest world, which the driver writes to etcd. See `elastic.driver.job.start_multi_host`."""
 
     generation: int
     job: str
@@ -30,11 +30,11 @@ class _Generation(msgspec.Struct):
 async def serve_by_etcd(
     bootstrap: Bootstrap, access: EtcdAccess, *, slots: int, bound: bool, log: Log
 ) -> int:
-    """Run an agent to its end and return its exit code.
+    """Run an agent until it exits, and return its exit code.
 
     Args:
         bootstrap: configuration of the agent.
-        access: addresses and credentials of etcd.
+        access: endpoints and credentials of etcd.
         slots: number of slots of this host.
         bound: whether a driver started the agent and therefore knows its host.
         log: called with a level and a text.
@@ -68,7 +68,7 @@ async def serve_by_etcd(
 
 
 class _Seat:
-    """Driver address last read from etcd."""
+    """Cache of the driver address in etcd."""
 
     def __init__(self) -> None:
         self._seat: LeaderAddress | None = None

@@ -16,15 +16,15 @@ from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
 KEPT_LIMIT = 4 * 1024 * 1024  # maximum buffered output per host, in bytes
-CONGESTED = 8 * 1024 * 1024  # maximum number of bytes pending on the connection
+CONGESTED = 8 * 1024 * 1024  # bytes pending on the connection above which output is buffered
 
 
 class ForwardingSink:
     """Sink that forwards output to the driver. See `elastic.driver.sinks.Sink`.
 
     Args:
-        send: sends a message. Returns False if no driver is connected.
-        backlog: returns the number of bytes that wait to be sent.
+        send: function that sends a message. It returns False if no driver is connected.
+        backlog: function that returns the number of bytes pending on the connection.
     """
 
     def __init__(self, send: Callable[[Printed], bool], backlog: Callable[[], int]) -> None:
@@ -36,7 +36,7 @@ class ForwardingSink:
         self._left_out: dict[tuple[Worker, Stream], int] = {}
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        if stream == "usage":  # Measurements soon become outdated, so they are not buffered.
+        if stream == "usage":  # not buffered, because measurements soon become outdated
             if not self._kept and self._backlog() < CONGESTED:
                 self._send(Printed(worker, stream, data))
             return

@@ -1,9 +1,9 @@
-"""Agent of one host: connects to the driver, and serves the workers of its host.
+"""Agent of one host: connects to the driver, and manages the workers of its host.
 
-`AgentState` decides which driver it serves. As in the driver's process, `ProcessSupervisor` starts, monitors and kills
-workers. They use the worker protocol to communicate with this process over loopback. Their messages are forwarded while
-a driver is connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and
-the workers repeat their state. The loss of a connection or of a driver therefore does not stop training.
+`AgentState` decides which driver the agent serves. `ProcessSupervisor` starts, monitors and kills workers. Workers
+connect to the agent over loopback and use the worker protocol. Their messages are forwarded while a driver is
+connected, and dropped otherwise: each new driver receives the list of running workers and past exits, and the workers
+repeat their state. Training therefore continues when a connection or a driver is lost.
 """
 
 from __future__ import annotations
@@ -68,25 +68,26 @@ from elastic.rendezvous import nccl_settings
 from elastic.version import __version__
 
 LOOPBACK = "127.0.0.1"
-# Exit code after SIGTERM. It is not 0, because a Kubernetes Job would count the pod as completed and not replace it.
+# Exit code after SIGTERM. Must not be 0, because a Kubernetes Job would then count the pod as completed and not replace
+# it.
 TERMINATED = 143
-# time limit for killed workers to exit, in seconds; the agent then reports those that remain
+# seconds within which killed workers must exit; the agent then reports those still running
 CLEARED_S = 12.0
-MISSING_SAID_S = 600.0  # interval between two log lines about a missing driver
-HERE_S = 2.0  # interval between two answers to heartbeats
-# interval between two log lines about a missing driver if the reason changes
+MISSING_SAID_S = 600.0  # minimum seconds between log lines about a missing driver
+HERE_S = 2.0  # minimum seconds between answers to heartbeats
+# minimum seconds between log lines about a missing driver if the reason has changed
 ANOTHER_REASON_S = 3.0
-FIND_S = 120.0  # time limit to find the first driver, in seconds, if a driver started this agent
+FIND_S = 120.0  # seconds within which an agent that a driver has started must find this driver
 
 Find = Callable[[], Awaitable[list[tuple[str, int]]]]
 
 
 class HostAgent:
-    """Agent of one host. `run` returns its exit code after the last worker has exited.
+    """Agent of one host. `run` returns the agent's exit code after the last worker has exited.
 
     Args:
         bootstrap: configuration of the agent.
-        find: returns addresses at which the driver may be.
+        find: coroutine function that returns addresses at which the driver may listen.
         slots: number of slots of this host.
         bound: whether a driver started the agent, which then serves only this job.
         log: called with a level and a text.
@@ -109,13 +110,14 @@ class HostAgent:
         self._bind = ""
         self._addresses: list[str] = []
         self._network: dict[str, str] = {}
-        # results of launched functions, which workers send only once
+        # results of launched functions, stored because workers send them only once
         self._results: dict[Worker, Heard] = {}
-        # Health check results of running workers. They are sent again to each driver, because one may have been lost.
+        # Health check results of running workers. They are sent to each new driver, because messages may have been
+        # lost.
         self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._connected: set[Worker] = set()
         self._workers_of = ""  # job to which the workers on this host belong
-        self._stale: set[Worker] = set()  # workers of an ended job, whose names may be reused
+        self._stale: set[Worker] = set()  # workers of an ended job; ignored, because a new job may reuse their names
         self._missing_said_at = float("-inf")
         self._missing_said = ""
         self._said_here_at = float("-inf")
@@ -142,7 +144,7 @@ class HostAgent:
             self.identity,
             self._secret,
             self._find,
-            opened=lambda: None,  # The driver sends the first message on a connection.
+            opened=lambda: None,  # nothing to send: the driver sends the first message on a connection
             heard=self._on_driver_message,
             closed=self._driver_lost,
             missing=self._missing,
@@ -175,7 +177,7 @@ class HostAgent:
             expected=lambda worker: worker in self._agent.alive(),
         )
         end_signals = [signal.SIGTERM, signal.SIGINT]
-        # SIGHUP stays ignored under nohup.
+        # do not handle SIGHUP if it is ignored, as under nohup
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             end_signals.append(signal.SIGHUP)
         for number in end_signals:
@@ -272,7 +274,7 @@ class HostAgent:
         try:
             own = interfaces.own_addresses()
             wanted, local = self.bootstrap.interfaces, self._uplink.bound
-            # Running workers keep listening on their address.
+            # Keep the address while workers run, because they listen on it.
             if not self._bind or not self._agent.alive():
                 self._bind = choose_address.choose_bind(wanted, own, local=local)
             self._network = choose_address.worker_variables(self._bind, own, os.environ)
@@ -359,7 +361,7 @@ class HostAgent:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
-        """Log that no driver was found: immediately for a new reason, otherwise at intervals."""
+        """Log that no driver was found. Limit repeated log lines to one per MISSING_SAID_S for the same reason."""
         now = self._now()
         least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
         if now - self._missing_said_at >= least_s:
@@ -377,9 +379,9 @@ class HostAgent:
             self._uplink.send(Here())
 
     def _refused(self, reason: str) -> None:
-        """Kill the workers, because no driver accepts this agent.
+        """Kill the workers, because the driver has rejected this agent.
 
-        An agent that was started manually then waits until the host's other agent exits.
+        An agent that a driver has started also exits. Any other agent retries, since the host's other agent may exit.
         """
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")
@@ -475,7 +477,7 @@ class HostAgent:
         self._uplink.send(Announced(self._machine.notice))
 
     def _asked_to_end(self, number: int) -> None:
-        """End the agent after a signal. Workers get time to leave only after the first SIGTERM."""
+        """Handle a signal that ends the agent. Only after the first SIGTERM do workers get time to leave."""
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
         if number != signal.SIGTERM:
             self.end(0, name)
@@ -485,7 +487,7 @@ class HostAgent:
     def _log(self, level: str, text: str) -> None:
         """Log to the driver and to this agent's own output.
 
-        If a driver started the agent, log only to the driver, which shows its own log and the agent's output.
+        If a driver started the agent and is connected, log only to the driver, which also shows the agent's output.
         """
         delivered = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
         if not (delivered and self._bound):
@@ -501,8 +503,7 @@ class HostAgent:
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Put the folder of this agent's Python first in PATH, because PATH in an ssh session may lead to a different
-    Python.
+    """Put the folder of this agent's Python first in PATH, since an ssh session may find another Python.
     """
     own = os.path.dirname(sys.executable)
     path = environ.get("PATH", os.defpath)
@@ -513,7 +514,7 @@ def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _contexts(bootstrap: Bootstrap) -> tuple[Any, Any]:
-    """Return the TLS contexts of a client and of a server."""
+    """Return the TLS contexts for connecting and for listening, or (None, None) without TLS."""
     if bootstrap.tls is None:
         return None, None
     from elastic.protocol import tls

@@ -1,4 +1,4 @@
-"""Tracking of the preemption of an agent's machine, announced by a cloud provider or SIGTERM. Performs I/O."""
+"""Tracking of preemption notices for an agent's machine, from a cloud provider or SIGTERM. Performs I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-# The agent exits this many seconds before the expected SIGKILL, or halfway to it if less than twice this time remains.
+# The agent exits this many seconds before the expected SIGKILL, or halfway to it if the grace period is shorter than
+# twice this time.
 LAST_S = 5.0
 
 
@@ -37,18 +38,18 @@ class HostPreemption:
         log: Log,
     ) -> None:
         self._host = host
-        # seconds after SIGTERM by which the workers must have left
+        # seconds after SIGTERM within which the workers must leave
         self._leave_s = max(grace_s - LAST_S, grace_s / 2)
         self._changed = changed
         self._end = end
         self._log = log
         self._watch: Watch | None = None
         self._watches = ""
-        self._signal_reason = ""  # reason for leaving, set after SIGTERM
+        self._signal_reason = ""  # reason for the workers to leave; empty before SIGTERM
         self._end_by = 0.0
 
     def watch(self, attach: Attach) -> None:
-        """Watch the sources of preemption notices that this driver requests."""
+        """Watch the source of preemption notices that the driver has requested in ``attach``."""
         if self._watch is not None:
             if self._watches == attach.preemption:
                 return
@@ -73,7 +74,7 @@ class HostPreemption:
         return None if self._watch is None else self._watch.notice
 
     def told(self, signal: str) -> bool:
-        """Handle a signal that gives the workers time to leave. Return False if such a signal was already handled."""
+        """Handle a signal after which workers get time to leave. Return False if one was already handled."""
         if self._signal_reason:
             return False
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
 """Messages between an agent and the driver. Pure: values only; `elastic.protocol.framing` encodes them.
 
-The agent connects, and both sides prove knowledge of the job's secret, as between worker and driver. The driver then
-sends `Attach`, and the agent answers `Registered`; afterwards both send at any time. Messages from and to the workers
-of the agent's host pass through unchanged.
+The agent connects, and both sides prove knowledge of the job's secret, as workers and the driver do. The driver then
+sends `Attach`, and the agent answers with `Registered`. Afterwards both may send at any time. Messages from and to the
+workers of the agent's host are forwarded unchanged.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ class AgentAnswer(AgentMessage):
 
 
 class Registered(AgentMessage):
-    """Message to the driver, in answer to `Attach` and first on each connection: running workers and past exits."""
+    """Answer to `Attach`, sent to the driver first on each connection: running workers and past exits."""
 
     slots: int
     bind: str  # numeric address on which the workers of this host listen for each other
-    addresses: list[str]  # all addresses of the host, as 10.0.0.5/24
+    addresses: list[str]  # all addresses of the host, such as 10.0.0.5/24
     running: list[Worker]
     exits: list[WorkerExited]  # exits of workers of this job, latest last
-    job: str = ""  # job of the agent's workers, or empty
-    release: str = ""  # release of this package
+    job: str = ""  # ID of the job of the agent's workers; empty if the agent serves no job
+    release: str = ""  # release of this package on the agent's host
     notice: Notice | None = None  # current preemption notice, or None
-    # whether the agent exits when it is dismissed, instead of waiting for the next job
+    # whether the agent exits when the job ends, instead of waiting for the next job
     ends: bool = False
 
 
 class Heard(AgentMessage):
-    """Message to the driver: a message of a worker."""
+    """Message to the driver: a forwarded message of a worker."""
 
     worker: Worker
     message: messages.FromWorker
@@ -111,10 +111,10 @@ class Announced(AgentMessage):
 
 
 class BandwidthServed(AgentMessage):
-    """Message to the driver, in answer to `ServeBandwidth`: the address that the other host's agent may call.
+    """Message to the driver, in answer to `ServeBandwidth`: the address to which the other agent may connect.
 
     Args:
-        caller: the host that measures.
+        caller: the host whose agent will connect.
         address: numeric address and port, or None if this host cannot listen.
         trouble: reason why it cannot listen, or empty.
     """
@@ -125,34 +125,34 @@ class BandwidthServed(AgentMessage):
 
 
 class BandwidthFound(AgentMessage):
-    """Message to the driver, in answer to `CallForBandwidth`."""
+    """Message to the driver, in answer to `CallForBandwidth`: the result of the measurement."""
 
     event: BandwidthMeasured
 
 
 class Here(AgentMessage):
-    """Message to the driver: answer to `Beat`.
+    """Message to the driver, in answer to `Beat`.
 
-    It shows that the agent process is running, not only that its connection is open.
+    It shows that the agent process is running, not only that its host acknowledges data.
     """
 
 
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Attach(AgentMessage, tag="Hire"):  # message name used by earlier releases
-    """First message of a driver to an agent: identity of the driver.
+class Attach(AgentMessage, tag="Hire"):  # wire name, kept from earlier releases
+    """First message of a driver to an agent, with the identity of the driver and its job.
 
-    If the agent has served a later driver, it closes the connection.
+    An agent that has served a newer driver of the job closes the connection.
     """
 
     job: str  # ID of the job, unique even among jobs with the same name
-    term: int  # grows with every driver of a job
+    term: int  # term of the driver; each driver of a job has a greater term than the previous one
     lease_s: float
-    away_s: float  # seconds that workers keep training without a driver
+    away_s: float  # seconds for which workers keep training without a driver
     # Source of preemption notices of the agent's machine; see `preemption.watch`.
     preemption: str = "off"
-    slurm: dict[str, str] = {}  # variables about the allocation in the driver's environment
+    slurm: dict[str, str] = {}  # variables of the Slurm allocation from the driver's environment
     preload: str = ""  # modules that the preloaded process for the next worker imports
 
 
@@ -163,16 +163,16 @@ class Reject(AgentMessage, tag="Refused"):
 
 
 class Start(AgentMessage):
-    """Order to an agent: start this incarnation of a worker.
+    """Order to an agent: start a worker.
 
     The agent adds environment variables that describe the agent and its host.
     """
 
     worker: Worker
     command: list[str]
-    # environment of the workers, which takes precedence over the agent's environment
+    # environment variables of the worker, which take precedence over those of the agent
     env: dict[str, str]
-    folder: str  # working folder of the workers, if it exists on the host
+    folder: str  # working folder of the worker, used if it exists on the host
 
 
 class Kill(AgentMessage):
@@ -184,7 +184,7 @@ class Probe(AgentMessage):
 
 
 class Dump(AgentMessage):
-    """Order to an agent: make a worker write the stack of its training thread, or of all its threads."""
+    """Order to an agent: make a worker write the stack trace of its training thread, or of all its threads."""
 
     worker: Worker
     all_threads: bool = False
@@ -208,7 +208,7 @@ class TellPlaces(AgentMessage):
 
     Args:
         members: the members on this host, each with its place.
-        world: the message, with the place of any member.
+        world: the message to each member. Its place is replaced by that of the member.
     """
 
     members: list[tuple[Worker, Place]]
@@ -222,7 +222,7 @@ class ServeBandwidth(AgentMessage):
 
 
 class CallForBandwidth(AgentMessage):
-    """Order to an agent: measure the bandwidth to another host, whose agent listens at this address."""
+    """Order to an agent: measure the bandwidth to another host, whose agent listens at ``address``."""
 
     peer: str
     address: messages.Address

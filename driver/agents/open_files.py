@@ -1,4 +1,4 @@
-"""Open-file limit of a driver, which has a connection to the agent of each host."""
+"""Limit of open files for a driver, which has a connection to the agent of each host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import resource
 
 from elastic.errors import Invalid
 
-SPARE = 512  # descriptors for unauthenticated connections and other files
-# Limit for an unknown number of hosts. The system's hard limit may reduce it.
+SPARE = 512  # file descriptors reserved for unauthenticated connections and other files
+# Limit if the number of hosts is unknown. The hard limit of the system may be lower.
 UNKNOWN = 16_384
 
 
 def limit_for(hosts: int | None, soft: int, hard: int) -> int:
-    """Return the limit of open files to set.
+    """Return the soft limit of open files to set.
 
     While an agent reconnects, it may have two connections. Raises Invalid if the hard limit is too low.
 
@@ -36,7 +36,7 @@ def limit_for(hosts: int | None, soft: int, hard: int) -> int:
 
 
 def allow_hosts(hosts: int | None) -> None:
-    """Raise this process's limit of open files for a job with this number of hosts.
+    """Increase this process's limit of open files for a job with ``hosts`` hosts.
 
     Raises Invalid if the hard limit is too low.
     """

@@ -1,8 +1,9 @@
-"""Decide whether an unresponsive host is lost, or whether this driver's own network has failed. Pure: no I/O, no clock.
+"""Distinction between lost hosts and a failure of this driver's own network. Pure: no I/O, no clock.
 
-A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. In the second
-case, the hosts continue to train without decisions of the driver. Therefore, if several hosts were reachable before and
-none is reachable now, no host is given up. When one host is reachable again, the deadlines of the other hosts restart.
+A driver that reaches no host cannot distinguish the loss of all hosts from a failure of its own network. If its own
+network has failed, the hosts keep training without the driver. Therefore, if several hosts were reachable before and
+none is reachable now, no host is treated as lost. When one host is reachable again, the deadlines of the other hosts
+restart.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ class PartitionDetector:
     """Detector of network partitions, based on the reachability of hosts."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()  # hosts that were reached and have not been lost since
+        self._known: set[str] = set()  # hosts that were reachable at some time and are not lost
         self._here: set[str] = set()
-        self._held: set[str] = set()  # hosts that would be lost if another host were reachable
+        self._held: set[str] = set()  # unresponsive hosts that are not treated as lost, because no host is reachable
 
     @property
     def cut_off(self) -> bool:
@@ -22,9 +23,9 @@ class PartitionDetector:
         return bool(self._held)
 
     def here(self, host: str) -> list[str]:
-        """Record a reachable host.
+        """Record that a host is reachable.
 
-        Return the hosts that were treated as running until now, and restart their deadlines.
+        Return the unresponsive hosts that were treated as running until now, whose deadlines must restart.
         """
         self._known.add(host)
         self._here.add(host)
@@ -32,7 +33,7 @@ class PartitionDetector:
         return sorted(released)
 
     def expected(self, host: str) -> None:
-        """Record a host that the previous driver reached."""
+        """Record that the previous driver could reach a host."""
         self._known.add(host)
 
     def away(self, host: str) -> None:
@@ -45,7 +46,7 @@ class PartitionDetector:
             hosts.discard(host)
 
     def overdue(self, host: str) -> bool:
-        """Return whether a host that did not return in time is lost."""
+        """Return whether a host that did not reconnect in time is lost."""
         self._here.discard(host)
         if host in self._known and not self._here and len(self._known) > 1:
             self._held.add(host)
@@ -54,7 +55,7 @@ class PartitionDetector:
         return True
 
     def give_up(self) -> list[str]:
-        """Return the unresponsive hosts as lost, because no host became reachable before the timeout."""
+        """Return the unresponsive hosts, which are now lost, because no host became reachable before the timeout."""
         held, self._held = self._held, set()
         self._known -= held
         return sorted(held)

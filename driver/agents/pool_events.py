@@ -1,6 +1,6 @@
 """Events that an `AgentPool` receives (past tense) and actions that it requests (imperative). Pure: values only.
 
-It also receives `driver.events.HostsChanged` and ``TimePassed``, and requests ``Report`` for log lines.
+An `AgentPool` also receives `driver.events.HostsChanged` and ``TimePassed``, and requests ``Report`` for log lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AgentConnected(msgspec.Struct, frozen=True):
 
 
 class AgentMessageReceived(msgspec.Struct, frozen=True):
-    """Event: a message of an agent was received.
+    """Event: a message from an agent was received.
 
     Args:
         caller: the agent's numeric address, needed only for some messages.
@@ -39,7 +39,7 @@ class AgentDisconnected(msgspec.Struct, frozen=True):
     """Event: the connection of an agent ended.
 
     Args:
-        silent: whether the connection was not closed, but the host no longer acknowledges data.
+        silent: True if the host stopped acknowledging data, False if the connection was closed.
     """
 
     agent: AgentId
@@ -91,7 +91,7 @@ class GiveUpOrdered(msgspec.Struct, frozen=True):
 
 
 class DriverReady(msgspec.Struct, frozen=True):
-    """Event: agents can connect, and actions are performed from now on."""
+    """Event: the driver accepts connections of agents and performs actions from now on."""
 
 
 class JobEnded(msgspec.Struct, frozen=True):
@@ -158,7 +158,7 @@ class RelayOutput(msgspec.Struct, frozen=True):
 
 
 class ListConnectedHosts(msgspec.Struct, frozen=True):
-    """Action: report the slots of all hosts whose agents are connected, or are about to reconnect."""
+    """Action: report the slots of all hosts whose agents are connected or expected to reconnect."""
 
     hosts: dict[str, int]
 

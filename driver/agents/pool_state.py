@@ -11,7 +11,7 @@ from elastic.driver.agents.pool_events import PoolAction, SendToAgents
 from elastic.driver.events import Report
 from elastic.protocol.messages import Worker
 
-# initial and maximum delay between attempts to start an agent on a lost host, in seconds
+# initial and maximum seconds between attempts to start an agent on a lost host
 AGAIN_S = (2.0, 60.0)
 
 
@@ -20,14 +20,14 @@ class AgentRecord:
     """State of one host's agent."""
 
     name: str
-    agent: AgentId | None = None  # the last agent that registered
-    here: bool = False  # the agent is connected and has reported its workers
-    ends: bool = False  # the agent exits when it is dismissed
-    coming: bool = False  # an agent was started, may outlive this driver, and has not connected yet
-    # orders to start workers, queued until the agent connects
+    agent: AgentId | None = None  # last agent that registered
+    here: bool = False  # whether the agent is connected and has reported its workers
+    ends: bool = False  # whether the agent exits when it is dismissed
+    coming: bool = False  # whether a started agent, which may outlive this driver, has yet to connect
+    # queued orders to start workers, sent once the agent connects
     starts: list[Start] = field(default_factory=list)
-    starting: bool = False  # an agent is being started
-    # Workers that were ordered or reported and have not exited.
+    starting: bool = False  # whether an agent is being started
+    # workers that were ordered to start or reported as running, and have not exited
     running: set[Worker] = field(default_factory=set)
     doomed: set[Worker] = field(default_factory=set)  # workers to kill once the agent is connected
     overdue_why: str = ""  # reason for the loss of the host if its agent does not connect in time
@@ -38,11 +38,11 @@ class AgentRecord:
 
 
 class DeadlineKind(enum.IntEnum):
-    """Kinds of deadlines."""
+    """Kind of a deadline; each member names what happens at the deadline."""
 
-    ARRIVAL = 1  # the host's agent must have connected
-    RETRY = 2  # the start of an agent on the host is retried
-    RESIGNATION = 3  # all hosts are considered lost unless one becomes reachable
+    ARRIVAL = 1  # host is lost if its agent has not connected
+    RETRY = 2  # start of the host's agent is retried
+    RESIGNATION = 3  # all unresponsive hosts are lost if none has become reachable
     BEAT = 4
 
 
@@ -51,7 +51,7 @@ class PoolDeadlines:
 
     def __init__(self) -> None:
         self._at: dict[tuple[str, DeadlineKind], float] = {}
-        # Heap that may contain outdated deadlines. Keeps updates fast when thousands of agents reconnect after a
+        # Heap that may contain outdated deadlines, so that updates are fast when thousands of agents reconnect after a
         # failover.
         self._queue: list[tuple[float, tuple[str, DeadlineKind]]] = []
 
@@ -88,9 +88,9 @@ class PoolDeadlines:
 
 
 class PoolActions:
-    """Collector of the actions of one event, in the order in which they are performed.
+    """Collector of the actions for one event, in the order in which they must be performed.
 
-    Args:
+    Attributes:
         now: time of the event, in seconds.
     """
 
@@ -108,6 +108,6 @@ class PoolActions:
         self.add(Report(level, text))
 
     def tell(self, host: AgentRecord, message: AgentMessage) -> None:
-        """Add a message to the agent of a host, if the agent is connected."""
+        """Add an action that sends a message to the agent of a host, if the agent is connected."""
         if host.here and host.agent is not None:
             self.add(SendToAgents([host.agent], [message]))

@@ -1,10 +1,10 @@
-"""Connection of an agent to the driver: lookup, authentication, and reconnection. Makes no decisions.
+"""Connection of an agent to the driver: lookup, authentication and reconnection. Makes no decisions.
 
     searching --connected--> proving --Accepted--> open: each message goes to ``heard``
         ^                                            |
         +--- closed, silent, invalid data -----------+     ``closed`` is called with the reason
 
-The uplink searches for the driver until it is cancelled, since the driver may be restarted on another host. The agent
+The uplink searches for the driver until it is cancelled, because the driver may restart on another host. The agent
 decides how long to search.
 """
 
@@ -24,13 +24,13 @@ from elastic.driver.network.connection import Connection
 from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import RELAY_LIMIT, ProtocolError, SendResult, encoded
 
-CONNECT_S = 5.0  # time limit to connect to one address and authenticate, in seconds
-RETRY_S = (0.05, 1.0)  # initial and maximum delay between two attempts, in seconds
+CONNECT_S = 5.0  # seconds within which a connection to one address must be open and authenticated
+RETRY_S = (0.05, 1.0)  # initial and maximum seconds between attempts
 REJECTED = "the driver rejected this agent: see its log (another secret, another release, or TLS on one side only)"
 
 
 class NoDriver(Exception):
-    """Error raised when the expected driver does not respond. The text gives the reason."""
+    """Error raised when no driver can be found. The message states the reason."""
 
 
 class Uplink:
@@ -39,9 +39,9 @@ class Uplink:
     Args:
         agent: identity of the agent.
         secret: the job's secret.
-        find: returns numeric addresses and ports to try, in order. May wait, and may raise NoDriver.
+        find: coroutine function that returns numeric addresses and ports to try in order. It may raise NoDriver.
         opened: called when both sides have authenticated.
-        heard: called for each message.
+        heard: called with each message from the driver.
         closed: called with the reason when an open connection has ended.
         missing: called with the reason when no driver was found.
         lease_s: liveness timeout, in seconds.
@@ -68,11 +68,11 @@ class Uplink:
         self.lease_s = lease_s
         self.tls = tls
         self.decoder = messages.to_agent
-        self.open = False  # both sides have authenticated on the current connection
-        self.bound = ""  # numeric address of this host in the last connection
+        self.open = False  # whether both sides have authenticated on the current connection
+        self.bound = ""  # numeric local address of the last connection
         self._connection: Connection[AgentId] | None = None
         self._caller: ClientHandshake
-        self._proved: asyncio.Future[None]  # ends when the current attempt has authenticated
+        self._proved: asyncio.Future[None]  # done when both sides have authenticated in the current attempt
         self._ended: asyncio.Future[str]  # result: the reason for the end of the open connection
 
     @property
@@ -91,7 +91,8 @@ class Uplink:
                 reason = await self._ended
                 self._hang_up()
                 self._closed(reason)
-                # Delay the retry, because a driver that closes a connection immediately would do so again.
+                # Back off if the connection was short, because the driver would probably close the next one at once as
+                # well.
                 quick = loop.time() - began < RETRY_S[1]
                 pause_s = min(2 * pause_s, RETRY_S[1]) if quick else RETRY_S[0]
                 await asyncio.sleep(pause_s)
@@ -106,7 +107,7 @@ class Uplink:
         if not self.backlog:
             self._connection.patience = 0
         if isinstance(message, Heard) and isinstance(message.message, SendResult):
-            # Each worker sends one result, which may be large, so a full buffer does not indicate a stuck driver.
+            # A worker's result may be large, so a full buffer does not mean that the driver is stuck.
             self._connection.patience += len(body)
         return self._connection.write(body)
 

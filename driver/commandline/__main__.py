@@ -10,7 +10,7 @@ def main() -> int:
     try:
         from elastic.driver.commandline import cli
     except KeyboardInterrupt:
-        # 128 + SIGINT, as a literal to keep the time before the handler is installed short
+        # 128 + SIGINT as a literal, because importing signal would delay the installation of the handler
         return 130
     return cli.main()
 

@@ -1,4 +1,4 @@
-"""The commands ``elasticrun agent``, which offers this host to a job, and ``elasticrun secret``."""
+"""Commands ``elasticrun agent``, which offers this host to a job, and ``elasticrun secret``."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     own, rest = parser.split(arguments)
     options = AgentOptions()
     parser.parse_args(own, namespace=options)
-    # A TrainJob appends its program, which the driver reads from the pod (--program-from-pods).
+    # Ignore further words: a TrainJob appends its program, which the driver reads from the pod (--program-from-pods).
     if rest and arguments[len(own)] != "--":
         raise Invalid(f"unexpected argument {rest[0]!r}: see elasticrun agent --help")
     bootstrap = agent_bootstrap(options, environ)
@@ -154,7 +154,7 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootstrap:
-    """Return the configuration of an agent that is started by hand.
+    """Return the configuration of an agent that a user starts with ``elasticrun agent``.
 
     Raises:
         Invalid: ``--job``, the secret or the driver's address is missing, or a value is invalid.

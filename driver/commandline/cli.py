@@ -1,6 +1,6 @@
 """Program ``elasticrun`` (also ``horovodrun``): converts flags to a validated job, runs it, and returns its exit code.
 
-This is the only module of the driver that reads the environment. All mistakes that can be detected before anything is
+This is the only module of the driver that reads the environment. All errors that can be detected before any process is
 started are reported here, in one sentence and with exit code 2. Precedence: command line, configuration file,
 environment, default.
 """
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Only workers use these variables. They are checked here to report a mistake once, before workers are started.
+# Variables that only workers use. They are checked here to report an error once, before workers are started.
 _WORKERS_SWITCHES = (
     "ELASTIC_CHECKS",
     "ELASTIC_NATIVE",
@@ -72,13 +72,13 @@ _WORKERS_SWITCHES = (
     "HOROVOD_DISABLE_GROUP_FUSION",
 )
 _SAYS_NOTHING = {
-    # The value equals Horovod's default, so the user may not have set it.
+    # These values equal Horovod's defaults, so the user may not have set them.
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
-    ("HOROVOD_TIMELINE", "DYNAMIC"),  # This value means that the script sets the file later.
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # with this value, the script sets the file later
 }
-# Log level for reporting one of elasticrun's flags after the program, if the program may define flags itself.
+# Log level at which to report an elasticrun flag that follows a program that may define flags itself.
 # The level of the last four options is lower, because programs often define flags with these names.
 _MISPLACED = {
     **dict.fromkeys(("num_proc", "min_num_proc", "max_num_proc"), "warning"),
@@ -87,7 +87,7 @@ _MISPLACED = {
     ),
 }
 PROGRAM_ALIKE = (
-    0.75  # minimum similarity (0 to 1) at which a program name may be a misspelt command
+    0.75  # minimum similarity (0 to 1) between a program name and a command to suggest the command
 )
 NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
@@ -96,7 +96,7 @@ OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", 
 TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
-_SLACK_S = 60.0  # Collectives time out long after the driver has acted on the worker.
+_SLACK_S = 60.0  # margin by which collectives time out after the driver has acted on a hang
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_program(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Raise Invalid if the first word is a misspelt command. Otherwise it would be run as a program."""
+    """Raise Invalid if the first word is a misspelled command, which would otherwise be run as a program."""
     word = arguments[0] if arguments else ""
     if (
         word[:1] in ("", "-")
@@ -185,7 +185,7 @@ def _nearest_command(word: str, alike: float = 0.6) -> str:
 
 
 def _command_meant(command: Sequence[str]) -> str:
-    """Return a suggestion as a question if a program name, such as ``stat``, may be a misspelt command."""
+    """Return a suggestion if a program name, such as ``stat``, may be a misspelled command, or an empty string."""
     near = _nearest_command(command[0], PROGRAM_ALIKE) if command else ""
     return f"; or did you mean elasticrun {near}?" if near else ""
 
@@ -236,7 +236,7 @@ def _program_from_pods(options: Options, environ: Mapping[str, str]) -> list[str
     """Return the program of the worker pods. Waits for the first pod.
 
     Raises:
-        Invalid: the options also contain a program, hosts are not pods, or the pods have no valid program.
+        Invalid: the command line also contains a program, hosts are not pods, or the pods have no valid program.
     """
     pods = pod_source(options, environ)
     if pods is None:
@@ -279,7 +279,7 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
             flags.parse([word])
         except Invalid as error:
             raise Invalid(f"{source}: {error}") from None
-    # argparse uses the last value, so the command line comes last.
+    # Put the command line last, because argparse uses the last value of a flag.
     return flags.parse([*(word for word, _ in words), *arguments])
 
 
@@ -317,12 +317,12 @@ def make_job(
     Args:
         options: options as given by the user.
         environ: environment of the driver.
-        this_host: recognizes names of this machine.
-        cores: cores that the workers share (default: those of this process).
-        provider: engine that supplies the hosts, if any.
+        this_host: object that recognizes names of this machine.
+        cores: number of cores that the workers share (default: those available to this process).
+        provider: engine that supplies the hosts, or None.
 
     Raises:
-        Invalid: an option is invalid. The files that were created are removed.
+        Invalid: an option is invalid. Files created by this call are removed.
     """
     traces = StartCleanup()
     with traces.removed_on_error():
@@ -390,7 +390,8 @@ def _checked_job(
                 ),
             )
         )
-    # With a discovery script, the number of slots is unknown: each worker's share is computed when it is started.
+    # With a discovery script, the number of slots is unknown here, so each worker's share of the cores is computed when
+    # the worker is started.
     if "OMP_NUM_THREADS" not in environ and not fleet.needed and hosts is not None:
         workers = min(workers_max + standbys, sum(hosts.values()))
         threads = threads_per_worker(cores, workers)
@@ -449,7 +450,7 @@ def _checked_job(
         notes=notes,
         refused=traces.remove,
     )
-    # Flags precede the program on the command line, so their errors are reported first.
+    # Check the program last, because it follows the flags on the command line.
     if not fleet.needed:
         check_command(command, path=environ.get("PATH"))
     elif not command:
@@ -461,7 +462,7 @@ def _report(path: str | None) -> str | None:
     """Return the absolute path of the report.
 
     Raises:
-        Invalid: the path cannot be written, or has a file of another kind.
+        Invalid: the path is not writable, or is a file that is not a report.
     """
     place = _writable_place("--report", path, replaces=True)
     if place is not None:
@@ -472,7 +473,7 @@ def _report(path: str | None) -> str | None:
 
 
 def _preemption(options: Options) -> str:
-    """Return the source of preemption notices.
+    """Return the source of preemption notices from ``--preemption``.
 
     Raises:
         Invalid: the value is neither a known source nor a command.
@@ -483,7 +484,7 @@ def _preemption(options: Options) -> str:
 
 
 def _preload(options: Options, *, elastic: bool) -> str:
-    """Return the value of ``--preload``. It is empty for a job of a fixed size, which restarts no worker.
+    """Return the value of ``--preload``, or an empty string for a static job, which restarts no worker.
 
     Raises:
         Invalid: a word is not a module name, or the number of processes is out of range.
@@ -502,7 +503,7 @@ def _stdin_rank(options: Options, workers_max: int, *, by_agents: bool) -> int |
     if rank is not None:
         try:
             behind = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
-        except OSError:  # The terminal of standard input belongs to another session.
+        except OSError:  # standard input is the terminal of another session
             behind = False
         if behind:
             raise Invalid(
@@ -535,7 +536,7 @@ def _torch_additions(
 ) -> dict[str, str]:
     """Return the environment variables that a script written for torch.distributed needs.
 
-    With a backend other than this package's, rank 0 listens at the address in these variables.
+    Rank 0 listens at the address in these variables unless the script uses this package's backend.
 
     Args:
         options: options of the job.
@@ -574,7 +575,8 @@ def _stall_limits(options: Options) -> dict[str, Any]:
     warning_s = _given(options.busy_warning, options.stall_warning)
     busy_s = _given(options.busy_timeout, options.stall_shutdown)
     busy_s = _given(busy_s, Settings.busy_s)
-    # A static job does not replace fenced workers, so treat an idle worker as busy. It may be waiting for an upload.
+    # A static job does not replace fenced workers, so allow an idle worker as much time as a busy one: it may be
+    # waiting for an upload.
     idle_s = Settings.idle_s if _is_elastic(options) else busy_s
     return {
         "idle_s": _given(options.idle_timeout, idle_s),
@@ -599,7 +601,7 @@ def _own_timeout_s(options: Options, environ: Mapping[str, str]) -> float | None
 def _collective_timeout_s(options: Options, environ: Mapping[str, str]) -> float:
     """Return the timeout of collectives in Gloo, in seconds.
 
-    It is a last resort, because the driver detects a hang much earlier.
+    The timeout is a last resort, because the driver detects a hang much earlier.
     """
     own_s = _own_timeout_s(options, environ)
     if own_s is not None:
@@ -619,7 +621,7 @@ def _metrics(options: Options) -> tuple[str, int] | None:
 
 
 def _dashboard(text: str | None) -> tuple[str, int] | None:
-    """Parse the value of ``--dashboard``, and return the address and port.
+    """Parse the value of ``--dashboard``. Return the address and port.
 
     An address without brackets is an IPv4 address or a name.
 
@@ -676,7 +678,7 @@ def _workers(options: Options) -> tuple[int, int, int, bool]:
     growing = (options.host_discovery_script, options.etcd, options.kubernetes_service)
     grows = options.kubernetes or any(each is not None for each in growing)
     most = _given(most, UNBOUNDED if grows else np)
-    # The order of the checks matters, because an error must not mention a default value.
+    # The order of the checks ensures that no error mentions a value that the user has not set.
     if np < least:
         raise Invalid(f"-np {np} is smaller than --min-np {least}: pass --min-np {np} or less")
     if options.num_proc is not None and np > most:
@@ -692,7 +694,7 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
     """Return the number of slots of each host, or None if hosts are discovered.
 
     Raises:
-        Invalid: several sources of hosts were given, a host entry is invalid, or this machine has too few cores.
+        Invalid: several sources of hosts were passed, a host entry is invalid, or this machine has too few cores.
     """
     sources = {
         "-H": options.hosts,
@@ -729,7 +731,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     notes += [("warning", other) for other in others if other is not None]
     for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
         value = environ.get(name, "")
-        # This package sets these variables in workers, and a worker may start another job.
+        # Ignore "gloo": this package sets this value in workers, and a worker may start another job.
         if value.lower() not in ("", "gloo"):
             why = "workers are started directly and communicate over shared memory, Gloo or NCCL"
             notes.append(("warning", f"{name}={value} has no effect: {why}"))
@@ -831,7 +833,7 @@ def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> s
     Args:
         flag: the flag with this path.
         path: the path, or None.
-        replaces: whether an existing file is replaced by a new one.
+        replaces: whether an existing file will be replaced by a new file instead of being modified.
 
     Raises:
         Invalid: the check failed.
@@ -851,7 +853,8 @@ def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> s
         trouble = "permission denied, or a read-only file system"
     else:
         try:
-            # Permission bits do not show whether a file system, such as /proc, accepts new files.
+            # Create a temporary file, because the permission bits of a file system such as /proc do not show whether it
+            # accepts files.
             if replaces or not os.path.exists(path):
                 tempfile.TemporaryFile(dir=folder).close()
             return os.path.abspath(path)

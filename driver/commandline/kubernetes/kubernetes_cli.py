@@ -1,5 +1,4 @@
-"""The command ``elasticrun k8s``: run and manage a training job as a release of the Helm chart, from outside the
-cluster.
+"""Command ``elasticrun k8s``, which runs and manages a training job as a Helm release from outside the cluster.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ elasticrun k8s run --image IMAGE --workers MIN[:PODS] [--queue NAME] [flags] -- 
        elasticrun k8s scale [flags] NAME PODS"""
 
 RUN = "run"
-MOST_PODS = 100_000  # the limit in the chart's schema
-# The chart derives the names of pods and services from the job name.
+MOST_PODS = 100_000  # maximum number of worker pods, as in the chart's schema
+# Valid job names: the chart derives names of pods and services from them, which limits the length.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?")
 QUEUE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 IMAGE = re.compile(
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def job_name(name: str) -> str:
-    """Return the name. Raises Invalid if Kubernetes does not permit it as the name of a job."""
+    """Return the name if it is valid as the name of a job. Raises Invalid otherwise."""
     if NAME.fullmatch(name) is None:
         raise Invalid(
             f"{name!r} is not a valid job name in Kubernetes: start with a letter a-z, followed by up to 44"
@@ -190,7 +189,7 @@ def values_of(options: KubernetesOptions, command: Sequence[str]) -> dict[str, A
 
 
 def image_parts(image: str) -> tuple[str, str, str]:
-    """Split the name of an image into repository, tag and digest. The port of a registry is not mistaken for a tag."""
+    """Split an image name, which may contain a registry's port, into repository, tag and digest."""
     rest, _, digest = image.partition("@")
     head, colon, tag = rest.rpartition(":")
     if not colon or "/" in tag:
@@ -216,7 +215,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         _uninstall(release, if_there=True)
         _say(f"interrupted: job {release.name} was removed")
         return 130
-    except NameTaken:  # A job that was started concurrently has taken the name.
+    except NameTaken:  # do not uninstall: the release belongs to a job that was started concurrently
         raise
     except Invalid:
         # After an error, helm does not remove the objects that it has created.
@@ -233,7 +232,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         code = release.follow(_write, _say)
     except KeyboardInterrupt:
         code = 130
-    except (Invalid, BrokenPipeError):  # The process that reads the output may have exited.
+    except (Invalid, BrokenPipeError):  # BrokenPipeError: the reader of the output has exited
         _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)
@@ -242,7 +241,7 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
 
 
 def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
-    """Remove the release, and ignore further Ctrl-C. If this fails, print how to remove the release later."""
+    """Remove the release, ignoring further Ctrl-C. If this fails, print how to remove it later."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""A release of the Helm chart, which is installed and removed by helm. Its state is read from the Kubernetes API."""
+"""Release of the Helm chart: installed and removed with helm, its state read from the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from elastic.errors import Invalid
 CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
-# maximum time without a response from the API server while following a job, in seconds
+# maximum seconds without a response from the API server while following a job
 AWAY_S = 300.0
-# Helm reports a used name at its first check, and if two processes install the release at the same time.
+# Messages of helm about a name in use, from its first check and from concurrent installations.
 TAKEN = ("name that is still in use", "release: already exists")
 STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\S+Z) ?(.*)$", re.DOTALL)
 
 
 class ChartRelease:
-    """Release of the chart in a cluster.
+    """Release of the Helm chart in a cluster.
 
     Raises:
         Invalid: the cluster, helm, or the release is missing.
@@ -132,7 +132,7 @@ class ChartRelease:
         return why_inactive(found)
 
     def exists(self) -> bool:
-        """Return whether a Helm release of this name exists, in any state and from any chart."""
+        """Return whether a Helm release of this name exists, in any state and of any chart."""
         return self._chart() is not None
 
     def taken(self) -> NameTaken:
@@ -154,7 +154,7 @@ class ChartRelease:
     def _chart(self) -> str | None:
         """Return the name and version of the release's chart, or None if there is no release."""
         states = ("deployed", "failed", "pending", "superseded", "uninstalled", "uninstalling")
-        flags = [f"--{state}" for state in states]  # Helm 4 has no flag --all.
+        flags = [f"--{state}" for state in states]  # for Helm 4, which lacks the flag --all
         name = f"^{re.escape(self.name)}$"
         found = self._helm("list", "--output", "json", "--filter", name, *flags)
         return next((str(each["chart"]) for each in json.loads(found)), None)
@@ -163,7 +163,7 @@ class ChartRelease:
         """Remove the release.
 
         Args:
-            if_there: whether to ignore a missing release.
+            if_there: whether to succeed if the release does not exist.
         """
         self._helm("uninstall", self.name, *["--ignore-not-found"] * if_there)
 
@@ -201,7 +201,7 @@ class ChartRelease:
         return before
 
     def lines(self) -> list[str]:
-        """Return the state as lines of text, with warnings from Kubernetes."""
+        """Return lines of text with the state of the release and warnings from Kubernetes."""
         return [*table(self._job(), self._pods(), wanted(self._workers())), *self._warnings()]
 
     def _warnings(self) -> list[str]:
@@ -242,7 +242,7 @@ class ChartRelease:
     # ---- one call --------------------------------------------------------------------------------------------------
 
     def _copy_log(self, pod: str, write: Callable[[bytes], object], silence: ApiSilence) -> None:
-        """Copy a pod's log until its end, and reconnect if necessary."""
+        """Copy a pod's log until its end, and reconnect after connection failures."""
         last = b""
         while True:
             try:
@@ -283,7 +283,8 @@ class ChartRelease:
         except Exception as error:
             if not isinstance(error, OSError) and not type(error).__module__.startswith("urllib3"):
                 raise
-            # A driver may log nothing for longer than the timeout. The next request shows whether it is still running.
+            # Not an error, because a driver may log nothing for longer than the timeout. The next request shows whether
+            # it still runs.
             raise ApiSilent(
                 f"the log stream ended ({type(error).__name__})", unasked=True
             ) from None
@@ -404,7 +405,7 @@ class ApiSilent(Exception):
     """Error raised when the API server does not respond.
 
     Args:
-        unasked: whether the connection failed during a response instead of before it.
+        unasked: True if the connection failed during a response, False if before it.
     """
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:
@@ -413,7 +414,7 @@ class ApiSilent(Exception):
 
 
 class ApiSilence:
-    """Logger of API server outages.
+    """Handler of API server outages, which logs their begin and end.
 
     Raises:
         Invalid: the API server is lost for longer than AWAY_S seconds.

@@ -1,4 +1,4 @@
-"""Check whether Kueue can admit the pods of a job before it is installed. Pure: no I/O, no clock."""
+"""Check, before a job is installed, whether Kueue can admit its pods. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def served_version(groups: Json) -> str | None:
 
 
 def probe_pod(queue: str) -> dict[str, Any]:
-    """Return a pod for a dry run: Kueue's webhook adds a label to it if Kueue manages pods of the namespace.
+    """Return a pod for a dry run, to which Kueue's webhook adds a label if it manages the namespace's pods.
 
-    The pod satisfies the restricted security standard and has limits, so that no other admission rule rejects it.
+    The pod satisfies the restricted Pod Security Standard and has resource limits, so that no other admission rule
+    rejects it.
     """
     return {
         "apiVersion": "v1",
@@ -54,7 +55,7 @@ def probe_pod(queue: str) -> dict[str, Any]:
 
 
 def is_managed(pod: Json) -> bool:
-    """Return whether Kueue manages a pod, as the API server returned it."""
+    """Return whether Kueue manages a pod, given the pod in the API server's response."""
     return (pod["metadata"].get("labels") or {}).get(MANAGED_LABEL) == "true"
 
 

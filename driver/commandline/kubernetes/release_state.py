@@ -1,4 +1,4 @@
-"""State of a release of the chart, from its Job and pods. Pure: no I/O, no clock."""
+"""State of a Helm release, derived from its Job and pods. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime
 from elastic.driver.discovery.kubernetes.objects import Json, is_queued, natural
 
 DRIVER, WORKER = "driver", "worker"
-# Maximum number of warnings shown (newest first), and maximum number of characters of each.
+# Maximum number of warnings to show (newest first), and maximum number of characters per warning.
 WARNINGS, WORDS = 10, 300
 
 
@@ -32,21 +32,21 @@ class PodState:
     ready: bool
     restarts: int
     leaving: bool
-    started: bool  # the container has started, so it has a log
-    code: int | None  # exit code of the pod's container, if the container has ended
+    started: bool  # whether the container has started, so that its log exists
+    code: int | None  # exit code of the pod's container, or None if the container has not ended
     trouble: str
 
 
 @dataclass(frozen=True)
 class Follow:
-    """Decision that `elasticrun k8s run` copies the log of this driver."""
+    """Decision of `elasticrun k8s run`: copy the log of the driver in ``pod``."""
 
     pod: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decision that `elasticrun k8s run` waits until a driver is running.
+    """Decision of `elasticrun k8s run`: wait until a driver is running.
 
     Args:
         why: reason to log.
@@ -57,13 +57,13 @@ class Wait:
 
 @dataclass(frozen=True)
 class JobOver:
-    """Decision that `elasticrun k8s run` exits, because the job has ended with this exit code."""
+    """Decision of `elasticrun k8s run`: exit, because the job has ended with exit code ``code``."""
 
     code: int
 
 
 def pod_state(pod: Json) -> PodState:
-    """Return the state of a pod in the API's format. Never raises."""
+    """Convert a pod from the API's format to its state. Never raises."""
     about, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     conditions = {each["type"]: each for each in status.get("conditions") or ()}
     containers = status.get("containerStatuses") or [{}]
@@ -112,7 +112,7 @@ def job_code(job: Json, drivers: Sequence[PodState]) -> int | None:
 
 
 def saves(job: Json) -> bool:
-    """Return whether the job also writes commits to storage that outlives all workers."""
+    """Return whether the job also writes commits to storage that survives the loss of all workers."""
     [driver] = job["spec"]["template"]["spec"]["containers"]
     variables = {each["name"] for each in driver.get("env") or ()}
     flags = {word.partition("=")[0] for word in _our_words(job)}
