@@ -106,8 +106,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def heed_signals() -> None:
-    """Make SIGTERM and SIGHUP raise `Stopped`, so that a command can end the processes that it started.
-    """
+    """Make SIGTERM and SIGHUP raise `Stopped`, so that a command can end the processes that it started."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _stop)

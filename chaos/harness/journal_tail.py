@@ -48,7 +48,8 @@ class JobProgress(ViewReader):
         self.view.adopt({worker: (0, rank) for rank, worker in enumerate(members)}, 0, 0.0)
         # time at which training began: the first collective in a world of elastic.run
         self.began_at: float | None = None
-        self.commits = 0  # commits that at least one worker has reported; 0 if the job reports no digests
+        # commits that at least one worker has reported; 0 if the job reports no digests
+        self.commits = 0
         # whether a worker has returned, a stop was requested, or the outcome is decided
         self.ending = False
         # whether a worker committed a state without shards, in which case its steps are not counted

@@ -106,7 +106,8 @@ def main(options: argparse.Namespace) -> int:
     if plan.chance is not None:
         say(f"faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
-    if not job.journal.stat().st_size:  # the job failed at its start, and elasticrun has printed the reason
+    # the job failed at its start, and elasticrun has printed the reason
+    if not job.journal.stat().st_size:
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
         return faulty_job.code or 1
     found = report_of(faulty_job)

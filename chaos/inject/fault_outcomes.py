@@ -14,7 +14,8 @@ from elastic.protocol.messages import Worker
 
 # The driver may have detected the fault shortly before the injector recorded its time.
 EARLY_S = 0.02
-AFTERMATH_S = 10.0  # seconds after the end of a fault within which an exit is attributed to the fault
+# seconds after the end of a fault within which an exit is attributed to the fault
+AFTERMATH_S = 10.0
 
 
 class Sign(enum.Enum):

@@ -31,7 +31,8 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 LOOK_S = 0.02  # seconds between checks of the journal
-HEED_S = 2.0  # seconds to wait for the job to react to Ctrl-C, which the terminal sends to the job as well
+# seconds to wait for the job to react to Ctrl-C, which the terminal sends to the job as well
+HEED_S = 2.0
 END_S = 60.0  # seconds beyond --leave-timeout within which the job must end after a stop request
 
 Turn = Callable[[JobProgress, int, float], None]

@@ -73,7 +73,8 @@ def sockets_of(pid: int) -> list[Socket]:
         )
     inodes = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # The process may have closed the socket in the meantime.
+        # The process may have closed the socket in the meantime.
+        with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/{pid}/fd/{name}")
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])

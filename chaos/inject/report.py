@@ -88,8 +88,7 @@ class Goodput:
 
     @property
     def worker_share(self) -> float:
-        """Return the workers' total training time as a fraction of the time available to all initial workers.
-        """
+        """Return the workers' total training time as a fraction of the time available to all initial workers."""
         whole = self.total_s * self.workers
         return self.worker_s / whole if whole else 0.0
 

@@ -41,8 +41,8 @@ is proportional to the number of resulting actions.
     ONE PER SLOT       No worker is started in a slot before the exit of the slot's last worker was observed.
                        Incarnation numbers increase. Only started workers report.
     NOTICES            No worker is started on a machine with a preemption notice before the announced end.
-    UNHEALTHY STAYS OUT In a job with a health check, a worker is in a world only after the check of its slot has passed,
-                       and not after a check has failed.
+    UNHEALTHY STAYS OUT In a job with a health check, a worker is in a world only after the check of its slot
+                       has passed, and not after a check has failed.
     SLOW STAYS OUT     One host is measured at a time, and a worker is rejected for low bandwidth only if its host was
                        measured, and was below the given share of the median of at least two others.
     QUARANTINED STAYS EMPTY A worker is fenced for wrong gradients only if a member has reported it. No worker is

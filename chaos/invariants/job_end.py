@@ -24,7 +24,8 @@ from elastic.driver.membership.worlds.root_cause import exit_code
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.protocol.messages import Worker
 
-VANISHED = exit_code(-9)  # exit code that the driver records for a worker unknown to its host's agent
+# exit code that the driver records for a worker unknown to its host's agent
+VANISHED = exit_code(-9)
 
 
 class JobEnd:
@@ -32,11 +33,11 @@ class JobEnd:
 
     def __init__(self, job: ObservedJob) -> None:
         self.job = job
-        self.finishes = False  # whether the actions for the current event contain FinishWorld, which releases members
+        # whether the actions for the current event contain FinishWorld, which releases members
+        self.finishes = False
 
     def have_returned(self, action: FinishWorld) -> None:
-        """Check that all released members have returned from elastic.run, and that their world had not failed.
-        """
+        """Check that all released members have returned from elastic.run, and that their world had not failed."""
         self.job.finished = True
         broken = f"generation {action.generation} is finished, and was broken before"
         self.job.must(self.job.broken_at is None, "THE END", broken)

@@ -42,14 +42,17 @@ class LiveWorker:
     # generation and commit of the worker's newest digest
     digested: tuple[int, Commit] | None = None
     returned: int = 0  # generation in which the worker's function returned
-    finished: bool = False  # whether the worker was notified that all members' functions have returned
+    # whether the worker was notified that all members' functions have returned
+    finished: bool = False
     dismissed: bool = False  # whether the driver does not consider the worker a member
     running: bool = False  # whether the worker was inside elastic.run at its last Ready
     ready: bool = False  # whether the worker has reported Ready since the begin of its last world
-    own_pace: bool = False  # whether the worker is allowed to stop at an earlier commit than the other members
+    # whether the worker is allowed to stop at an earlier commit than the other members
+    own_pace: bool = False
     commit: Commit | None = None  # commit in the worker's last Ready
     kept: list[Commit] = field(default_factory=list)  # older commits in the worker's last Ready
-    trained_in: int = 0  # generation of the first world of elastic.run of which the worker was a member
+    # generation of the first world of elastic.run of which the worker was a member
+    trained_in: int = 0
     holds: Commit | None = None  # oldest commit that the worker may hold
     going: str = ""  # reason why the worker must not be in a later world; empty if it may be
     stranded: bool = False  # whether the worker's world failed outside elastic.run
@@ -70,7 +73,8 @@ class ObservedJob:
         self.event: Event | None = None
         self.workers: dict[Worker, LiveWorker] = {}
         self.slots: dict[tuple[str, int], Worker] = {}
-        self.incarnations: dict[tuple[str, int], int] = {}  # incarnation of the last worker started in each slot
+        # incarnation of the last worker started in each slot
+        self.incarnations: dict[tuple[str, int], int] = {}
         # the last worker that exited in each slot
         self.departed: dict[tuple[str, int], tuple[Worker, LiveWorker]] = {}
         # last workers of their slots that exited with code 0 without a request to leave

@@ -105,8 +105,7 @@ class SampleHistory:
         return self._settle(before=self._settled)
 
     def restored(self, commit: Commit) -> None:
-        """Record that the current world continues from ``commit``, a checkpoint newer than the commit in `began`.
-        """
+        """Record that the current world continues from ``commit``, a checkpoint newer than the commit in `began`."""
         before = self._kept_before or {}
         for old in [each for each in self._kept if each < commit.generation]:
             self._kept.pop(old)

@@ -72,9 +72,8 @@ class ShardRecords:
         self._copies = 0
         self._before: Commit | None = None  # newest commit sealed in an earlier world
         self._here: Commit | None = None  # newest commit sealed in the current world
-        self._held: dict[
-            Worker, tuple[int, ShardsHeld]
-        ] = {}  # for each worker, the generation in its last Ready message and the shards that it held
+        # for each worker, the generation in its last Ready message and the shards that it held
+        self._held: dict[Worker, tuple[int, ShardsHeld]] = {}
         self._worlds: dict[int, ShardedWorld] = {}
 
     def heard(self, event: events.Event) -> None:

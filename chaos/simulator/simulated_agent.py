@@ -44,11 +44,13 @@ class SimulatedAgent:
         # end of the latest short freeze or network cut; another one immediately afterwards would not be harmless
         self.quiet_until = float("-inf")
         self.processes: dict[Worker, SimulatedWorker] = {}
-        self._notice: Notice | None = None  # current preemption notice; `_ends_at` is the time of the preemption
+        # current preemption notice; `_ends_at` is the time of the preemption
+        self._notice: Notice | None = None
         self._ends_at = 0.0
         self.link = self._new_link()
         self._exits: dict[Worker, WorkerExited] = {}
-        self._checked: dict[Worker, WorkerHealthChecked] = {}  # results of the health checks of running workers
+        # results of the health checks of running workers
+        self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._leases: LivenessTimeouts[Worker] = LivenessTimeouts(sim.settings.lease_s)
         self._watching = False
         # messages that were received while the agent was frozen

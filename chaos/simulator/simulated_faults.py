@@ -197,8 +197,7 @@ def hang_the_network(sim: SimulatedJob) -> None:
 
 
 def spoil_all(sim: SimulatedJob) -> None:
-    """Corrupt the state of all workers, as by a bit flip, and report that a checkpoint has detected it.
-    """
+    """Corrupt the state of all workers, as by a bit flip, and report that a checkpoint has detected it."""
     driver = sim.driver
     if not driver.up or driver.paused:
         return

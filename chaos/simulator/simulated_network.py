@@ -50,7 +50,8 @@ class SimulatedNetwork:
         self.messages = 0
         self.driver: DriverEnd
         self.cuts: set[tuple[str, int]] = set()
-        self.slow: dict[str, float] = {}  # factor by which the delays of each slow host are multiplied
+        # factor by which the delays of each slow host are multiplied
+        self.slow: dict[str, float] = {}
         self._of: dict[str, list[Connection]] = {}  # open connections of each host
 
     def open(self, host: str, lost: Callable[[Connection], None]) -> Connection | None:

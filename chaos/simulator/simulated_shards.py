@@ -209,8 +209,7 @@ class ShardedWorker(SimulatedWorker):
         self._cycle.mirrored()
 
     def _stop_mirroring(self) -> None:
-        """Abort the transfer that the end of the world interrupted. Keep the copies that were received completely.
-        """
+        """Abort the transfer that the end of the world interrupted. Keep the copies that were received completely."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             begun = all(source in transfer.sent.values for source in transfer.senders.values())

@@ -72,7 +72,8 @@ class Collective:
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
         self.told: set[int] = set()  # ranks that have reported their wait
-        self.values: dict[int, Any] = {}  # values that each rank of a sharded state sends to all ranks
+        # values that each rank of a sharded state sends to all ranks
+        self.values: dict[int, Any] = {}
         self.wrong: frozenset[Worker] = frozenset()  # workers with wrong gradients
 
     @property
@@ -126,7 +127,8 @@ class Training:
         self._made: dict[int, tuple[int, list[int]]] = {}
         self.on_gpus = False
         self.hung: set[int] = set()  # generations in which NCCL hangs on all ranks
-        self._spoilt: set[int] = set()  # hashes of corrupted histories, from which training must not continue
+        # hashes of corrupted histories, from which training must not continue
+        self._spoilt: set[int] = set()
         # for each generation, the workers that will detect closed sockets
         self._losing: dict[int, set[Worker]] = {}
 
@@ -135,8 +137,7 @@ class Training:
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
     def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """Return the ranks that take part in the transfer of the state: the source, and the ranks without the state.
-        """
+        """Return the ranks that take part in the transfer of the state: the source, and the ranks without the state."""
         if (holders, size) not in self._copying:
             self._copying[holders, size] = (0, *range(max(1, holders), size))
         return self._copying[holders, size]
@@ -223,8 +224,7 @@ class Training:
         self._made.setdefault(after.history, (before.history, fresh))
 
     def _look(self, collective: Collective) -> None:
-        """Report long waits in a collective to the driver, once a second, as a real worker's link thread does.
-        """
+        """Report long waits in a collective to the driver, once a second, as a real worker's link thread does."""
         waits = False
         for rank, peer in collective.came.items():
             if peer.inside is collective and rank not in collective.done:
@@ -320,8 +320,7 @@ class Training:
 
 
 class WorldRun:
-    """Members of one generation in lockstep: one event is one step of the whole world, whatever its size.
-    """
+    """Members of one generation in lockstep: one event is one step of the whole world, whatever its size."""
 
     def __init__(self, training: Training, generation: int, size: int, step_s: float) -> None:
         self.training = training

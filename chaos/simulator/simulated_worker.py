@@ -38,7 +38,8 @@ GIVE_UP_S = 40.0  # seconds without a connection to the driver after which the w
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
-QUITS = {"a": 0, "b": 3}  # argument of sys.exit in simulated user code, by the value of `will_raise`
+# argument of sys.exit in simulated user code, by the value of `will_raise`
+QUITS = {"a": 0, "b": 3}
 QUITTING_S = 8.0  # maximum seconds that the interpreter takes to exit
 
 
@@ -63,7 +64,8 @@ class SimulatedWorker:
         self.point = "start"  # name of the place at which the training thread has last yielded
         # One of a few texts, so that several workers may raise the same exception; empty means none.
         self.will_raise = ""
-        self.trouble = ""  # fault in the worker's next step ("stuck", "spinning", "slow", "long"), or empty
+        # fault in the worker's next step ("stuck", "spinning", "slow", "long"), or empty
+        self.trouble = ""
         self.trouble_s = 0.0
         self.slowness = 1.0  # factor by which the worker's steps are slowed down
         # whether the worker's GPU hangs, so that it enters no more collectives

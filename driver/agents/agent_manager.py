@@ -126,8 +126,7 @@ class AgentManager:
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
-        """Send messages to the agent of a host. If it is not connected, drop them and return False.
-        """
+        """Send messages to the agent of a host. If it is not connected, drop them and return False."""
         agent = None if self._leadership_lost() else self.pool.agent_of(name)
         return agent is not None and self._server.send(agent, *messages)
 

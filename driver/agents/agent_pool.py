@@ -75,9 +75,7 @@ BEATS = 4  # number of heartbeats per liveness timeout
 REPEATED_S = 0.2  # minimum seconds after which the kernel retransmits unacknowledged data
 # maximum seconds without a message from an agent; detects stopped agents, for which the kernel still acknowledges data
 STOPPED_S = 10.0
-TOGETHER_S = (
-    0.2  # seconds within which hosts lost for the same reason are all detected
-)
+TOGETHER_S = 0.2  # seconds within which hosts lost for the same reason are all detected
 NO_AGENT = 126  # exit code to report for a worker that could not be started
 
 

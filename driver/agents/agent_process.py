@@ -155,8 +155,7 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file, which the agent's starter may rewrite. Empty without a readable file.
-    """
+    """Return the addresses in a file, which the agent's starter may rewrite. Empty without a readable file."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []

@@ -117,7 +117,8 @@ class HostAgent:
         self._checked: dict[Worker, WorkerHealthChecked] = {}
         self._connected: set[Worker] = set()
         self._workers_of = ""  # job to which the workers on this host belong
-        self._stale: set[Worker] = set()  # workers of an ended job; ignored, because a new job may reuse their names
+        # workers of an ended job; ignored, because a new job may reuse their names
+        self._stale: set[Worker] = set()
         self._missing_said_at = float("-inf")
         self._missing_said = ""
         self._said_here_at = float("-inf")
@@ -144,7 +145,8 @@ class HostAgent:
             self.identity,
             self._secret,
             self._find,
-            opened=lambda: None,  # nothing to send: the driver sends the first message on a connection
+            # nothing to send: the driver sends the first message on a connection
+            opened=lambda: None,
             heard=self._on_driver_message,
             closed=self._driver_lost,
             missing=self._missing,
@@ -503,8 +505,7 @@ class HostAgent:
 
 
 def _with_own_programs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Put the folder of this agent's Python first in PATH, since an ssh session may find another Python.
-    """
+    """Put the folder of this agent's Python first in PATH, since an ssh session may find another Python."""
     own = os.path.dirname(sys.executable)
     path = environ.get("PATH", os.defpath)
     return {

@@ -15,7 +15,8 @@ class PartitionDetector:
     def __init__(self) -> None:
         self._known: set[str] = set()  # hosts that were reachable at some time and are not lost
         self._here: set[str] = set()
-        self._held: set[str] = set()  # unresponsive hosts that are not treated as lost, because no host is reachable
+        # unresponsive hosts that are not treated as lost, because no host is reachable
+        self._held: set[str] = set()
 
     @property
     def cut_off(self) -> bool:

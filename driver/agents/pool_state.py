@@ -23,7 +23,8 @@ class AgentRecord:
     agent: AgentId | None = None  # last agent that registered
     here: bool = False  # whether the agent is connected and has reported its workers
     ends: bool = False  # whether the agent exits when it is dismissed
-    coming: bool = False  # whether a started agent, which may outlive this driver, has yet to connect
+    # whether a started agent, which may outlive this driver, has yet to connect
+    coming: bool = False
     # queued orders to start workers, sent once the agent connects
     starts: list[Start] = field(default_factory=list)
     starting: bool = False  # whether an agent is being started

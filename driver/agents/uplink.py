@@ -72,7 +72,8 @@ class Uplink:
         self.bound = ""  # numeric local address of the last connection
         self._connection: Connection[AgentId] | None = None
         self._caller: ClientHandshake
-        self._proved: asyncio.Future[None]  # done when both sides have authenticated in the current attempt
+        # done when both sides have authenticated in the current attempt
+        self._proved: asyncio.Future[None]
         self._ended: asyncio.Future[str]  # result: the reason for the end of the open connection
 
     @property

@@ -16,8 +16,7 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Wrap a training function like `elastic.run_loop.run`, and also recover from errors of collectives in graphs.
-    """
+    """Wrap a training function like `elastic.run_loop.run`, and also recover from errors of collectives in graphs."""
     if not callable(func):
         raise Invalid(f"elastic.run got a {type(func).__name__}: decorate a function")
 

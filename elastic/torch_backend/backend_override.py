@@ -87,7 +87,8 @@ def new_group(
             )
         return theirs(size, rank, ranks, backend, store, name, *rest, **options)
     options |= dict(zip(_MORE, rest, strict=False))
-    options["backend_options"] = options["device_id"] = None  # drop options specific to Gloo or NCCL
+    # drop options specific to Gloo or NCCL
+    options["backend_options"] = options["device_id"] = None
     made = theirs(size, rank, ranks, NAME, store, name, **options)
     group, prefixed = made
     if prefixed is not None:

@@ -248,7 +248,8 @@ def _allreduce_sparse(
         )
     (found,) = sparse.total(group, [tensor.detach()], *reduction.scale(group.size))
     with torch.no_grad():
-        tensor.copy_(found)  # copy into the tensor itself, since a view of it would have its own indices
+        # copy into the tensor itself, since a view of it would have its own indices
+        tensor.copy_(found)
     return CollectiveCall()
 
 

@@ -1,5 +1,4 @@
-"""Command ``elasticrun k8s``, which runs and manages a training job as a Helm release from outside the cluster.
-"""
+"""Command ``elasticrun k8s``, which runs and manages a training job as a Helm release from outside the cluster."""
 
 from __future__ import annotations
 
@@ -215,7 +214,8 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         _uninstall(release, if_there=True)
         _say(f"interrupted: job {release.name} was removed")
         return 130
-    except NameTaken:  # do not uninstall: the release belongs to a job that was started concurrently
+    except NameTaken:
+        # Do not uninstall: the release belongs to a job that was started concurrently.
         raise
     except Invalid:
         # After an error, helm does not remove the objects that it has created.

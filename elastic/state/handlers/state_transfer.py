@@ -43,8 +43,7 @@ CPU = torch.device("cpu")
 
 
 class TransferData(Protocol):
-    """Interface of a part of the state to transfer. See `elastic.state.handlers.part.Part`.
-    """
+    """Interface of a part of the state to transfer. See `elastic.state.handlers.part.Part`."""
 
     value: Any
 

@@ -23,7 +23,8 @@ COUNTS = ("iteration", "iterations", "iter")
 class VariablesPart(Part):
     """Handler of a list of variables. A subclass may find the variables in another object, such as a model."""
 
-    _count: str | None = ""  # name of the optimizer's step counter; "" before the search, None if not found
+    # name of the optimizer's step counter; "" before the search, None if not found
+    _count: str | None = ""
 
     def variables(self) -> Sequence[Any]:
         return list(self.value)

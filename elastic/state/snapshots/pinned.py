@@ -47,7 +47,8 @@ class _Pages(mmap.mmap):
         if self.device is None or self.owner != os.getpid() or sys.is_finalizing():
             return
         transit = PinnedCopy()
-        for device, stream in _side.items():  # only copies for commits can be in flight, since restores wait for theirs
+        # only copies for commits can be in flight, since restores wait for theirs
+        for device, stream in _side.items():
             with torch.cuda.stream(stream):
                 transit.follow(device, len(self))
         try:

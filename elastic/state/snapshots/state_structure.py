@@ -25,10 +25,12 @@ class ModelTensors:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     # buffers registered with persistent=False
     transient: dict[str, torch.Tensor] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)  # names of buffers registered with the value None
+    # names of buffers registered with the value None
+    absent: list[str] = field(default_factory=list)
     # names of the buffers in the state dict, including buffers that are None
     persistent: list[str] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)  # first name of each tied parameter, keyed by its other names
+    # first name of each tied parameter, keyed by its other names
+    aliases: dict[str, str] = field(default_factory=dict)
     owners: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
     extra: dict[str, torch.nn.Module] = field(default_factory=dict)
 
@@ -76,8 +78,7 @@ def plain(tensor: torch.Tensor) -> bool:
 
 
 class StateStructure:
-    """Cached locations of a model's tensors. `tensors` returns the current tensors until the model is rebuilt.
-    """
+    """Cached locations of a model's tensors. `tensors` returns the current tensors until the model is rebuilt."""
 
     def __init__(self, model: torch.nn.Module, anatomy: ModelTensors) -> None:
         self.extra = anatomy.extra

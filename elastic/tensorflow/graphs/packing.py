@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-SMALL = 16384  # maximum bytes of a tensor to pack; copying a larger one costs more than passing it to Python
+# maximum bytes of a tensor to pack; copying a larger one costs more than passing it to Python
+SMALL = 16384
 FEW = 4  # maximum number of tensors for which packing has no benefit
 
 Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
