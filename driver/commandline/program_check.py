@@ -1,4 +1,4 @@
-"""Check that the program to run exists and is executable, before anything is started."""
+"""Check, before any process is started, that the program to run exists and is executable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXAMPLE = "elasticrun -np 4 python train.py"
 
 
 def run_by_python(command: Sequence[str], python: str) -> list[str]:
-    """Return the command, with ``python`` before a Python script that is not executable."""
+    """Return the command, preceded by ``python`` if it is a Python script that is not executable."""
     if command and command[0].endswith(".py") and not _runs_itself(command[0]):
         return [python, *command]
     return [*command]
@@ -24,7 +24,7 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
 
     Args:
         command: program and arguments.
-        path: value of the environment variable PATH for the search.
+        path: value of the environment variable PATH, in which to search the program.
     """
     if not command:
         raise Invalid(f"no program was given: pass the program after the flags, as in {_EXAMPLE}")

@@ -58,7 +58,7 @@ class EtcdDiscovery:
                             return
                         finally:
                             pending = None
-                    # Queried again, because the first answer may show that etcd has become available.
+                    # Query again, because the listing may have shown that etcd is available again after an outage.
                     settling = self._etcd.unsettled_s(self._settle_s) > 0
                     kept = {**kept, **now} if settling else dict(now)
                     hosts = self._in_order(kept)

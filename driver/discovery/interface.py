@@ -1,6 +1,6 @@
-"""Interface of all discoveries. A discovery yields the list of hosts and slots after each change. Makes no decisions.
+"""Interface of all discoveries, which yield the list of hosts and slots after each change. Makes no decisions.
 
-A discovery is independent of limits, cooldowns and ranks, and never omits a host because of failures.
+A discovery does not depend on limits, cooldowns or ranks, and never omits a host because of failures.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Log = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Demand of a job for machines, for providers that supply machines on request.
+    """Resources that a job requests from a provider of machines.
 
     Attributes:
         most: maximum number of workers, including standbys.
-        used: for each host, the number of slots up to the last one with a worker.
+        used: for each host, the number of slots up to and including the last slot with a worker.
         drained: hosts that an operator has drained. Their slots do not count towards ``most``.
     """
 
@@ -32,10 +32,9 @@ class Discovery(Protocol):
     """Interface of a source of hosts."""
 
     def watch(self) -> AsyncIterator[dict[str, int]]:
-        """Yield complete lists ``{host: slots}`` in order of preference.
+        """Yield the current list of hosts, then the complete list after each change.
 
-        The first list is the current one, and each change follows.
-
-        The iterator ends when the list can no longer change. It must not block the event loop. If the source fails, the
-        last valid list is kept, and one warning is logged. This method is called once per object.
+        A list is ``{host: slots}``, in order of preference. The iterator ends when the list can no longer change, and
+        must not block the event loop. If the source fails, the last valid list is kept and one warning is logged. This
+        method is called once per object.
         """

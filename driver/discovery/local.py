@@ -1,4 +1,4 @@
-"""Filter that limits another discovery to this machine, for jobs whose workers other machines cannot reach."""
+"""Filter that limits another discovery to this machine, for jobs without access to other machines."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Discovery by polling: a source is queried at intervals, and its last valid list is kept while queries fail.
 
-A failure and its end are logged once. If the source returns an empty list several times in succession, the list becomes
-empty, and no workers are started. Until then the last list with hosts is kept, because a restarting source may return
-an empty list. Programs run in their own process group and outside the event loop, so a hanging program does not block
-the driver.
+A failure and its end are each logged once. An empty list is accepted only after EMPTY_RUNS consecutive empty results,
+because a restarting source may return an empty list. Until then, the last list with hosts is kept. Programs run in
+their own process group and outside the event loop, so a hanging program does not block the driver.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.hosts import show
 from elastic.errors import Invalid
 
-QUIET = 30  # number of attempts for which further failures are not logged
-EMPTY_RUNS = 3  # number of consecutive runs without a host after which the list becomes empty
-OUTPUT_LIMIT = 1 << 20  # maximum number of bytes kept from each of stdout and stderr
+QUIET = 30  # number of queries after a logged failure for which other failures are not logged
+EMPTY_RUNS = 3  # number of consecutive empty results after which the list becomes empty
+OUTPUT_LIMIT = 1 << 20  # maximum number of bytes to keep from each of stdout and stderr
 
 
 class PolledDiscovery:
-    """Discovery that calls ``ask`` every ``interval_s`` seconds, and keeps the last list while ``ask`` raises
-    `Invalid`.
+    """Discovery that polls ``ask`` every ``interval_s`` seconds. While ``ask`` raises `Invalid`, it keeps the last
+    list.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class PolledDiscovery:
                 hosts = await self._ask()
             except Invalid as error:
                 empty = 0
-                # Do not log a failure at every attempt, even if the invalid output differs each time.
+                # Limit the logging of failures, because an invalid output may differ at each query.
                 tries += 1
                 if not trouble or (str(error) != trouble and tries > QUIET):
                     trouble, tries = str(error), 0
@@ -71,7 +70,7 @@ class PolledDiscovery:
                     self._log("warning", self._no_hosts(empty))
                     if empty < EMPTY_RUNS:
                         hosts = self._known
-                # The order of hosts expresses preference, so a different order is a change.
+                # Compare the order as well, because hosts are in order of preference.
                 if self._known is None or list(hosts.items()) != list(self._known.items()):
                     self._known = hosts
                     yield dict(hosts)
@@ -109,7 +108,7 @@ class _Output:
         return bool(data)
 
     def bytes(self) -> bytes:
-        """Return the output so far, up to a limit. A program left in the background may still be writing."""
+        """Return the output so far, up to OUTPUT_LIMIT bytes. A background process may still be writing."""
         for _ in range(OUTPUT_LIMIT >> 16):
             if not self._read():
                 break
@@ -119,7 +118,7 @@ class _Output:
 async def execute(
     command: list[str], timeout_s: float, *, env: Mapping[str, str] | None = None
 ) -> tuple[int, bytes, bytes]:
-    """Run a command. Return its exit code (or the negative signal), stdout and stderr.
+    """Run a command. Return its exit code (or the negative signal number), stdout and stderr.
 
     Args:
         command: program and arguments.
@@ -132,8 +131,8 @@ async def execute(
     """
     with _Output() as output, _Output() as errors:
         process = await asyncio.create_subprocess_exec(
-            # The shell starts immediately and then executes the script, because accessing the script's file may hang
-            # (network disk).
+            # Let a shell execute the script, because access to the script's file may hang on a network file system,
+            # which would block this process.
             *("/bin/sh", "-c", 'exec "$@"', "sh", *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.writer,
@@ -147,7 +146,7 @@ async def execute(
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # This reaps the process. If the process hangs in the kernel, the event loop reaps it later.
+                # Reap the process. If it hangs in the kernel, the event loop will reap it later.
                 with contextlib.suppress(asyncio.TimeoutError):
                     await within(process.wait(), 1.0)
         return code, output.bytes(), errors.bytes()

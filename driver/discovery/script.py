@@ -18,7 +18,7 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
     """Return the command for ``--host-discovery-script``, with the absolute path of the script.
 
     Args:
-        text: a path, or a path with arguments.
+        text: the value of the flag: a path, or a path with arguments.
         path: value of the environment variable PATH for the search.
 
     Raises:
@@ -43,7 +43,7 @@ def find_script(text: str, *, path: str | None = None) -> list[str]:
 
 
 class ScriptDiscovery(PolledDiscovery):
-    """Discovery that runs ``command`` every ``interval_s`` seconds. A run may take ``timeout_s`` seconds."""
+    """Discovery that runs ``command`` every ``interval_s`` seconds, for at most ``timeout_s`` seconds per run."""
 
     def __init__(
         self,

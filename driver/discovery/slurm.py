@@ -1,8 +1,8 @@
-"""Hosts of a Slurm allocation: the nodes of the job that ``SLURM_JOB_ID`` names, as the controller lists them now.
+"""Discovery of the nodes in a Slurm allocation, as the Slurm controller lists them for the job in ``SLURM_JOB_ID``.
 
 The list changes when the allocation is resized (``scontrol update JobId=... NumNodes=...``) and when a node is drained
-or goes down. Nodes that do not respond to the controller stay in the list, because their workers may still be training.
-Agents detect a lost node sooner.
+or goes down. Nodes that do not respond to the controller stay in the list, because their workers may still be training
+and their agents detect a lost node sooner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from elastic.driver.discovery.polling import execute
 from elastic.errors import Invalid
 
-# Seconds between two queries to the controller, which is shared by all jobs of the cluster.
+# Seconds between queries. The interval is long, because all jobs of the cluster share the controller.
 INTERVAL_S = 15.0
 ANSWER_S = 10.0
 CHECK = "Check Slurm with `scontrol ping`"
@@ -25,12 +25,12 @@ UNUSABLE = frozenset({"down", "drained", "draining", "error", "fail", "failing",
 
 @dataclass(frozen=True)
 class Allocation:
-    """A Slurm allocation.
+    """Slurm allocation of the job, which can be queried for its nodes.
 
     Args:
         job: ID of the Slurm job.
         slots: number of slots on each node.
-        environ: environment of Slurm's commands.
+        environ: environment variables for Slurm's commands.
     """
 
     job: str
@@ -92,8 +92,7 @@ def allocation(environ: Mapping[str, str], slots_per_host: int | None) -> Alloca
 def commands_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for Slurm's commands, without the variables of the allocation.
 
-    The commands would read these variables as options, and after a resize of the allocation the values would be
-    outdated.
+    The commands would use these variables as options, whose values are outdated after a resize of the allocation.
     """
     options = re.compile(r"(?!SLURM_CONF$)(SLURM|SLURMD|SRUN|SQUEUE|SINFO)_\w+")
     return {name: value for name, value in environ.items() if not options.fullmatch(name)}
@@ -118,9 +117,9 @@ def slots_per_node(environ: Mapping[str, str]) -> int:
 
 
 def nodes_of(job: str, lines: str) -> str:
-    """Return the node list of a job from squeue's ``ID|NODES`` lines.
+    """Return a job's node list from squeue's ``ID|NODES`` lines.
 
-    The first task of a job array has the ID of the array, for which squeue lists all tasks.
+    The lines may contain other jobs: if the ID is also that of a job array, squeue lists all tasks of the array.
     """
     rows = (line.partition("|") for line in lines.splitlines())
     return next((nodes.strip() for number, _, nodes in rows if number.strip() == job), "")
@@ -129,8 +128,8 @@ def nodes_of(job: str, lines: str) -> str:
 def usable_nodes(lines: str) -> list[str]:
     """Return the names of the usable nodes from sinfo's lines ``NODE|STATE``.
 
-    A node in several partitions has several lines, but is returned once. A symbol after the state is ignored, such as
-    ``*`` for a node that does not answer.
+    A node in several partitions has several lines, but is returned once. Symbols after a state are ignored, such as
+    ``*`` for a node that does not respond.
     """
     rows = [line.partition("|") for line in lines.splitlines()]
     names = (name for name, _, state in rows if state.strip().rstrip("*~#!%$@^-+") not in UNUSABLE)

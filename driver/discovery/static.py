@@ -20,9 +20,9 @@ class StaticDiscovery:
 
 
 class OwnSlots:
-    """Discovery of this machine alone, for jobs without specified slots.
+    """Discovery of this machine only, for jobs that specify neither hosts nor slots.
 
-    The machine has one slot per allowed worker.
+    The machine has as many slots as the job has workers at most.
     """
 
     def __init__(self, hosts: dict[str, int]) -> None:
@@ -31,9 +31,9 @@ class OwnSlots:
         self._yielded = asyncio.Event()
 
     async def make_room(self, slots: int) -> None:
-        """Increase the number of slots of this machine to ``slots`` if it is smaller.
+        """Increase the number of slots of this machine to at least ``slots``.
 
-        Returns after the watcher has received the new list.
+        If the number changes, wait until `watch` has yielded the new list.
         """
         if slots > self.slots:
             self.slots = slots
@@ -42,7 +42,7 @@ class OwnSlots:
             await self._yielded.wait()
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
-        """Yield the list with this machine, and again after each change of its number of slots.
+        """Yield a list with only this machine, then again after each change of its number of slots.
 
         See `Discovery.watch`.
         """
@@ -53,5 +53,5 @@ class OwnSlots:
             await self._grown.wait()
 
 
-# discoveries whose lists do not change without an operator's request
+# discoveries whose lists change only at an operator's request
 GivenHosts = StaticDiscovery | OwnSlots

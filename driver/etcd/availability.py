@@ -1,18 +1,18 @@
-"""Decide whether etcd is available, and return the lines to log about this. Pure: no I/O, no clock.
+"""Detection of etcd outages, and the log lines about them. Pure: no I/O, no clock.
 
-Short outages are not logged: if a member of etcd dies, the next one is used, and an election takes a second. After
-``grace_s`` seconds without a response, a line is logged, and another one when etcd responds again.
+Short outages are not logged: if a member of etcd fails, the client uses the next member, and an election takes about a
+second. After ``grace_s`` seconds without a response, a line is logged, and another line when etcd responds again.
 """
 
 from __future__ import annotations
 
 from elastic.driver.reasons import Reason, ReasonKind, because
 
-Line = tuple[str, Reason]  # level and reason to log
+Line = tuple[str, Reason]  # log level and reason
 
 
 class Availability:
-    """Record of whether etcd is available."""
+    """Tracker of the availability of etcd."""
 
     def __init__(self, name: str, now: float, *, grace_s: float, gap_s: float) -> None:
         self._name = name
@@ -34,7 +34,7 @@ class Availability:
         return "info", because(ReasonKind.STORE_BACK, store=self._name, silent_s=silent_s)
 
     def failed(self, reason: str, now: float) -> Line | None:
-        """Record a failed connection or request. Return the line to log, or None."""
+        """Record the failure of a connection or request. Return the line to log, or None."""
         if self._away or now - self._answered_at < self._grace_s:
             return None
         self._away = True
@@ -47,8 +47,8 @@ class Availability:
     def unsettled_s(self, now: float, settle_s: float) -> float:
         """Return the seconds until etcd has been available for ``settle_s`` seconds after an outage.
 
-        Return 0 if this time has passed, or if there was no outage. Within this time, missing keys may be written
-        again, because leases could not be renewed during the outage.
+        Return 0 if this time has passed or no outage occurred. Until then, missing keys may be written again, because
+        leases could not be renewed during the outage.
         """
         if self._returned_at is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""Client for the operations on etcd that this package needs, with failover between members. Makes no decisions.
+"""etcd client with failover between members, for the operations that this package needs. Makes no decisions.
 
 Every request has a deadline. If a member does not respond, the next one is tried immediately. An outage of all members
 is logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is available again.
@@ -27,7 +27,7 @@ class Item(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """All keys with a prefix, sorted, as of one revision of etcd."""
+    """Snapshot of all keys with a prefix, sorted, at one revision of etcd."""
 
     items: dict[str, Item]
     revision: int
@@ -43,20 +43,20 @@ class Unchanged(NamedTuple):
 class Put(NamedTuple):
     key: str
     value: bytes
-    lease: int = 0  # ID of the lease whose end deletes the key
+    lease: int = 0  # ID of the lease that the key is attached to; 0 means none
 
 
 class EtcdClient:
     """Client of etcd, which must be created in an event loop.
 
-    Methods raise Rejected, and raise Unavailable if etcd did not answer in time. In the second case, the request may
-    have been performed.
+    Methods raise Rejected if etcd rejects the request, and Unavailable if etcd does not respond in time. In the second
+    case, etcd may have performed the request.
 
     Args:
         access: endpoints and credentials.
         log: called with a level and a text.
-        root: prefix of all keys that are used. It must be readable.
-        grace_s: seconds without an answer after which etcd counts as unavailable.
+        root: prefix of all keys to use. The user must have permission to read it.
+        grace_s: seconds without a response after which etcd is reported as unavailable.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EtcdClient:
         await self._members.close()
 
     def tell(self, noticed: Callable[[Reason], None]) -> None:
-        """Set the callback that receives a reason when etcd becomes unavailable, and when it is available again."""
+        """Set the callback that receives a reason whenever etcd becomes unavailable or available again."""
         self._members.noticed = noticed
 
     def unsettled_s(self, settle_s: float) -> float:
@@ -112,8 +112,8 @@ class EtcdClient:
     ) -> int | None:
         """Perform all operations atomically if all conditions hold, and return the revision. Otherwise return None.
 
-        If an answer is lost, the client repeats the request. In this case None can also mean that the first attempt
-        succeeded and invalidated the conditions. etcd accepts at most 128 operations and 1.5 MB.
+        If a response is lost, the client repeats the request. None can then also mean that the first attempt succeeded
+        and thereby invalidated the conditions. etcd accepts at most 128 operations and 1.5 MB.
         """
         rpc = self._rpc
         request = rpc.TxnRequest(
@@ -171,7 +171,7 @@ class EtcdClient:
         return (float(answer.TTL), float(answer.grantedTTL)) if answer.TTL >= 0 else (0.0, 0.0)
 
     async def revoke(self, lease: int, *, within_s: float | None = 5.0) -> None:
-        """End a lease, which may have expired already, and delete its keys."""
+        """Revoke a lease, which deletes its keys. No effect if the lease has expired."""
         request = self._rpc.LeaseRevokeRequest(ID=lease)
         with contextlib.suppress(LeaseExpired):
             await self._members.ask(lambda each: each.lease.LeaseRevoke, request, within_s)
@@ -179,13 +179,15 @@ class EtcdClient:
     # ---- changes
 
     async def watch(self, key: str) -> AsyncGenerator[Item | None, None]:
-        """Yield the current value of the key, then its value after each change. Values may be repeated, and
-        intermediate changes may be omitted."""
+        """Yield the value of a key, now and after each change.
+
+        Values may be repeated, and intermediate values may be omitted.
+        """
         async for items in self._watch(key, b""):
             yield items.get(key)
 
     async def watch_prefix(self, prefix: str) -> AsyncGenerator[dict[str, Item], None]:
-        """Yield all keys with a prefix, with their values, and again after each change.
+        """Yield all keys with a prefix and their values, now and after each change.
 
         States may be repeated, and intermediate changes may be omitted.
         """
@@ -193,8 +195,8 @@ class EtcdClient:
             yield items
 
     async def _watch(self, key: str, end: bytes) -> AsyncGenerator[dict[str, Item], None]:
-        # After a watch has ended, all keys are read again, because the watch may have missed changes, and etcd may have
-        # been restored from a backup.
+        # After a watch has ended, read all keys again, because changes may have been missed, or etcd may have been
+        # restored from a backup.
         refused = False
         while not self._members.closed:
             connection = None
@@ -225,7 +227,7 @@ class EtcdClient:
     ) -> AsyncGenerator[Any, None]:
         rpc = self._rpc
         create = rpc.WatchCreateRequest(key=key.encode(), range_end=end, start_revision=revision)
-        # With this metadata, a member that has no leader ends the watch. Otherwise it would send nothing.
+        # With this metadata, a member that has lost its leader ends the watch instead of sending no changes.
         stream = connection.watches.Watch(metadata=(*connection.metadata, ("hasleader", "true")))
         try:
             await connection.outcome(stream.write(rpc.WatchRequest(create_request=create)), CALL_S)
@@ -238,9 +240,9 @@ class EtcdClient:
                 if answer.compact_revision:
                     return
                 if answer.canceled:
-                    # The token may have expired, and the next connection requests a new one.
+                    # Reconnect, because the token may have expired: each connection requests a new token.
                     raise Unavailable(answer.cancel_reason or "etcd cancelled the watch")
-                # No deadline is needed, because `_pulse` closes the connection if etcd is unavailable.
+                # Wait for changes without a deadline: `_pulse` closes the connection if etcd is unavailable.
                 within_s = None
                 if answer.events:
                     yield answer.events

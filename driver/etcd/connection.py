@@ -1,5 +1,4 @@
-"""One connection to one member of etcd. A request fails either without a response or with a rejection. Makes no
-decisions.
+"""Connection to one member of etcd. Distinguishes requests without a response from rejected requests.
 
 Uses the messages and stubs of ``aetcd``, but not its client, which supports neither TLS nor several members.
 """
@@ -17,14 +16,14 @@ from elastic.errors import ElasticError, Invalid
 Answer = TypeVar("Answer")
 
 OPTIONS = [
-    # gRPC option with which a new channel connects immediately, regardless of earlier failures.
+    # connect a new channel immediately, without the backoff of earlier channels
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),
 ]
-# gRPC reads these variables when it starts. They suppress its message to stderr at each fork, and its log of errors
-# that are also reported here.
+# Environment variables that gRPC reads at startup. They suppress its message to stderr at each fork, and its log of
+# errors, which this package reports.
 QUIET = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}
 
 
@@ -32,7 +31,7 @@ NOBODY_THERE = "connection refused"
 
 
 class Unavailable(ElasticError):
-    """Error raised when etcd does not respond. The request may have been performed."""
+    """Error raised when etcd does not respond. It may nevertheless have performed the request."""
 
 
 class AccessDenied(Unavailable):
@@ -61,7 +60,7 @@ def load() -> Any:
             f"etcd can't be used, because the package {error.name} is not installed: run pip install"
             " 'hvd-elastic[etcd]'"
         ) from None
-    finally:  # Workers must not inherit these variables.
+    finally:  # Restore the environment, because workers must not inherit these variables.
         for name, text in before.items():
             if text is None:
                 os.environ.pop(name, None)
@@ -107,7 +106,7 @@ class EtcdConnection:
             answer = await self.outcome(self._auth.Authenticate(request, timeout=within_s))
         except Rejected as error:
             if "authentication is not enabled" in str(error):
-                return  # Access control is disabled in this etcd.
+                return  # no token is needed, because access control is disabled
             raise AccessDenied(
                 f"etcd rejected user {self._access.user!r}: {error}. Check --etcd-user and the password"
             ) from None
@@ -122,7 +121,8 @@ class EtcdConnection:
     async def outcome(self, call: Awaitable[Answer], within_s: float | None = None) -> Answer:
         """Await a call, and convert gRPC's errors to Unavailable and Rejected."""
         task = asyncio.ensure_future(call)
-        # The call runs in a separate task, so that closing the channel does not look like a cancellation of the caller.
+        # Run the call in a separate task: closing the channel cancels the call, which must not look like a cancellation
+        # of the caller.
         try:
             done, _ = await asyncio.wait({task}, timeout=within_s)
         except asyncio.CancelledError:
@@ -152,7 +152,7 @@ class EtcdConnection:
         details = str(error.details() or code.name)
         text = details.removeprefix("etcdserver: ")
         if code is codes.UNAUTHENTICATED or "revision of auth store is old" in details:
-            # The token has expired. The next connection requests a new one.
+            # the token has expired, so reconnect to request a new one
             return Unavailable(text)
         if "user name is empty" in details:
             return AccessDenied("it requires a user: pass --etcd-user and its password")
@@ -220,9 +220,9 @@ def _channel(rpc: Any, endpoint: str, access: EtcdAccess) -> Any:
 
 
 def _content(path: str, flag: str) -> bytes | None:
-    """Return the content of a file, or None if no path is given.
+    """Return the content of a file, or None without a path.
 
-    Called for each connection, so that renewed certificates are used.
+    Called for each connection, so that renewed certificates take effect.
     """
     if not path:
         return None

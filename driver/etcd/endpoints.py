@@ -1,6 +1,6 @@
-"""Send requests to the members of etcd with failover, and log when no member answers. Makes no decisions.
+"""Failover between the members of etcd, with log lines when no member responds. Makes no decisions.
 
-`availability` decides whether etcd is available. While it is not, requests without a deadline wait.
+`availability` decides whether etcd is available. During an outage, requests without a deadline wait.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Log = Callable[[str, str], None]
 Method = Callable[[EtcdConnection], Callable[..., Awaitable[Any]]]
 
 CALL_S = 2.0  # timeout for one request to one member, in seconds
-PULSE_S = 2.0  # seconds without a response after which a request is sent to test etcd
+PULSE_S = 2.0  # seconds without a response after which a test request is sent
 GRACE_S = 3.0  # seconds without a response after which etcd is reported as unavailable
-GAP_S = 2.5  # seconds without a response after which leases may have expired, because they could not be renewed
+GAP_S = 2.5  # seconds without a response after which leases may have expired for lack of renewal
 OPEN_S = 5.0
 
 
 class Endpoints:
-    """The members of etcd, with at most one connection at a time.
+    """Client side of the members of etcd, with at most one connection at a time.
 
     Args:
-        root: prefix of all keys that are used.
+        root: prefix of all keys to use.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Endpoints:
         self._connecting = asyncio.Lock()
         self._next = 0  # index of the endpoint to try next
         self._failures = 0  # number of failures since the last response
-        # called when etcd becomes unavailable or available again
+        # callback for when etcd becomes unavailable or available again
         self.noticed: Callable[[Reason], None] = lambda reason: None
         self._contact = Availability(self._name, self._now(), grace_s=grace_s, gap_s=GAP_S)
         self._closing: set[asyncio.Task[None]] = set()
@@ -85,7 +85,7 @@ class Endpoints:
                 else:
                     self._pulse_task = asyncio.ensure_future(self._pulse())
                     return
-            # The available members may be electing a leader.
+            # Retry, because the available members may be electing a leader.
             if set(troubles.values()) == {NOBODY_THERE} or self._now() >= deadline:
                 break
             await asyncio.sleep(0.1)
@@ -104,7 +104,8 @@ class Endpoints:
             await asyncio.wait({self._pulse_task})
         if self._closing:
             await asyncio.wait(set(self._closing), timeout=CALL_S)
-            # gRPC's thread still delivers cancelled calls, and would log an error if the event loop were closed.
+            # Give gRPC's thread time to deliver cancelled calls, because it would log an error once the event loop is
+            # closed.
             await asyncio.sleep(0.01)
 
     def unsettled_s(self, settle_s: float) -> float:
@@ -112,13 +113,13 @@ class Endpoints:
         return self._contact.unsettled_s(self._now(), settle_s)
 
     async def ask(self, method: Method, request: Any, within_s: float | None) -> Any:
-        """Send a request and return the answer of any member.
+        """Send a request to any available member and return the response.
 
         Args:
             within_s: time limit in seconds. With None, the call waits until etcd is available again.
 
         Raises:
-            Unavailable: no member answered in time.
+            Unavailable: no member responded in time.
         """
         deadline = None if within_s is None else self._now() + within_s
         while True:
@@ -176,7 +177,7 @@ class Endpoints:
             self._close(connection)
 
     def _report(self, error: Exception, connection: EtcdConnection | None) -> None:
-        # If several calls fail because of the same connection, it is closed only once.
+        # Count one failure if several calls fail because of the same connection.
         if connection is None or connection is self._connection:
             self._failures += 1
         self._leave(connection)
@@ -184,7 +185,7 @@ class Endpoints:
             self._log_reason(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
-        """Handle a failed request: wait briefly, unless another member can be tried immediately."""
+        """Handle a failed request. Wait if all members have failed; otherwise the next one can be tried at once."""
         self._report(error, connection)
         rounds, rest = divmod(self._failures, len(self._access.endpoints))
         if rest == 0:
@@ -202,7 +203,7 @@ class Endpoints:
     async def _pulse(self) -> None:
         """Send test requests when no other requests are pending.
 
-        A watch alone cannot distinguish the absence of changes from an unavailable etcd.
+        Without them, an unavailable etcd could not be distinguished from a watch without changes.
         """
         while not self.closed:
             await asyncio.sleep(max(0.05, PULSE_S - self._contact.silent_s(self._now())))

@@ -1,4 +1,4 @@
-"""Journal of a job in etcd, and the recovery of the job state for a replacement driver. Makes no decisions.
+"""Journal of a job in etcd, from which a replacement driver restores the job's state. Makes no decisions.
 
     journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file
@@ -38,9 +38,7 @@ _NUMBER = re.compile(r"\d{12}")
 
 
 class Leader(Protocol):
-    """Interface of `elastic.driver.etcd.leadership.Leadership` that the journal needs: writes that only a leader may
-    perform.
-    """
+    """Interface of `elastic.driver.etcd.leadership.Leadership` for writes that only a leader may perform."""
 
     async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None: ...
 
@@ -65,7 +63,8 @@ class EtcdArchive:
         self._leader = leader
         self._folder = f"{root}journal/"
         self._next: int | None = None  # number of the next record, or None if unknown
-        self._obsolete: list[int] = []  # numbers of the records before the first valid one
+        # numbers of the records before the first valid record, which must be deleted
+        self._obsolete: list[int] = []
         self._counting: list[int] = []
 
     async def past(self) -> RecoveredJob | None:
@@ -125,11 +124,11 @@ class EtcdArchive:
             left = left[DELETES:]
 
     def close(self) -> None:
-        """Do nothing, because the archive holds no resources."""
+        """No-op, because the archive holds no resources."""
 
 
 class EtcdJournal(RecordJournal[PendingRecord]):
-    """A journal in etcd that is open for writing."""
+    """Journal in etcd that is open for writing."""
 
     def __init__(
         self,
@@ -147,16 +146,17 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         self._header = header
         self._next = 0  # number of the next piece
         self._counting: list[int] = []  # numbers of the valid pieces
-        self._obsolete: deque[int] = deque()  # numbers of the invalid pieces that still exist
+        # numbers of the obsolete pieces that were not deleted yet
+        self._obsolete: deque[int] = deque()
 
     async def replace(self, obsolete: Iterable[int], number: int) -> None:
-        """Replace the journal by the journal of a new job, whose first piece has the number ``number``."""
+        """Replace the journal with that of a new job. Its first piece gets the number ``number``."""
         self._next = number
         self._obsolete.extend(obsolete)
         await self._transact([self._beginning(number)])
 
     async def go_on(self, obsolete: Iterable[int], counting: Iterable[int], number: int) -> None:
-        """Continue the journal of the resumed job with the piece that has the number ``number``."""
+        """Continue the journal of a resumed job. Its next piece gets the number ``number``."""
         self._next = number
         self._obsolete.extend(obsolete)
         self._counting = list(counting)
@@ -164,7 +164,7 @@ class EtcdJournal(RecordJournal[PendingRecord]):
         await self.settle()
 
     async def _put(self, record: PendingRecord) -> None:
-        """Write a record piece by piece. A piece that is not acknowledged is written again under the same key."""
+        """Write a record piece by piece. An unacknowledged piece is written again under the same key."""
         record.begun = True
         count = record.pieces
         while record.written < count:
@@ -201,7 +201,7 @@ def _records(numbers: Mapping[int, bytes], begins: int) -> Iterator[bytes]:
         head, _, body = numbers[number].partition(b"\n")
         index, count = map(int, head.split(b"/"))
         if index == 1:
-            pieces = []  # A driver ended before it had completely written the previous record.
+            pieces = []  # discard an incomplete record: its driver exited while writing it
         if index == len(pieces) + 1:
             pieces.append(body)
             if index == count:

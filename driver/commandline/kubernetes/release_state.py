@@ -120,7 +120,7 @@ def saves(job: Json) -> bool:
 
 
 def job_names(name: str) -> tuple[str, str]:
-    """Return the possible names of the driver's Job: of the chart's own Job, and of the Job of a JobSet."""
+    """Return the possible names of the driver's Job: that of the chart's own Job, and that of a JobSet's Job."""
     return f"{name}-{DRIVER}", f"{name}-{DRIVER}-0"
 
 
@@ -131,14 +131,14 @@ def wanted(workers: Sequence[Json]) -> int:
 
 
 def is_scalable(workers: Sequence[Json]) -> bool:
-    """Return whether the number of worker pods can change. The number is immutable in a JobSet."""
+    """Return whether the number of worker pods can change. It is fixed in a JobSet."""
     return any("replicas" in (each.get("spec") or {}) for each in workers)
 
 
 def least_pods(job: Json, workers: Json) -> int:
     """Return the smallest number of pods that provides enough workers for the job.
 
-    The numbers are read from the flags in the commands of the driver and the worker pods.
+    The numbers come from the flags in the commands of the driver's pods and the worker pods.
     """
 
     def number(words: Sequence[str], flag: str) -> int:
@@ -157,8 +157,7 @@ def least_instead(job: Json, workers: Json, pods: int) -> int | None:
 
 
 def _our_words(owner: Json) -> list[str]:
-    """Return elasticrun's arguments in the pods of a Job or StatefulSet, without the user's program and its
-    arguments."""
+    """Return elasticrun's own arguments in the pods of a Job or StatefulSet, without the user's program."""
     args = owner["spec"]["template"]["spec"]["containers"][0].get("args") or ()
     return [*itertools.takewhile(lambda word: word != "--", args)]
 
@@ -169,7 +168,7 @@ def next_step(job: Json, pods: Sequence[PodState], followed: Set[str]) -> Follow
     Args:
         job: the Job of the driver, in the API's format.
         pods: the driver's pods.
-        followed: pods whose logs were read completely.
+        followed: names of the pods whose logs have been copied completely.
     """
     drivers = [pod for pod in _by_age(pods) if pod.component == DRIVER]
     left = [pod for pod in drivers if pod.name not in followed]
@@ -203,7 +202,7 @@ def table(job: Json, pods: Sequence[PodState], wanted: int) -> list[str]:
 
 
 def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
-    """Return the warnings of Kubernetes about a release's current and past objects, as lines of text.
+    """Return lines of text with the warnings of Kubernetes about a release's current and past objects.
 
     Args:
         events: events of type Warning in the release's namespace. The API server keeps them for an hour.
@@ -216,7 +215,7 @@ def warnings(events: Iterable[Json], name: str, now: datetime) -> list[str]:
         rf"|JobSet/{re.escape(name)}"
         rf"|PersistentVolumeClaim/{re.escape(name)}-journal"
     )
-    # Time of the last occurrence of the warning, and number of occurrences.
+    # (time of the last occurrence, number of occurrences), by object, reason and text of the warning
     found: dict[tuple[str, str, str], tuple[str, int]] = {}
     for event in events:
         about, series = event.get("involvedObject") or {}, event.get("series") or {}

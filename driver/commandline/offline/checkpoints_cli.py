@@ -30,7 +30,8 @@ DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
-ATTEMPTS = 5  # number of attempts to export a checkpoint while a running job removes checkpoints
+# maximum attempts to export a checkpoint, because a running job may remove it during the export
+ATTEMPTS = 5
 EXPORT = "export"  # first word of the command line `elasticrun checkpoints export`
 EXPORT_DESCRIPTION = """\
 Write the newest checkpoint of a folder, or the given commit, as one file with whole tensors. No job is needed."""
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``elasticrun checkpoints`` and return its exit code.
 
     Raises:
-        Invalid: a flag is invalid, the folder does not exist, or a running job writes to a folder that is to be pruned.
+        Invalid: a flag is invalid, the folder does not exist, or a running job writes to the folder to prune.
     """
     if arguments and arguments[0] == EXPORT:
         return _export(arguments[1:])
@@ -165,7 +166,8 @@ def _export(arguments: Sequence[str]) -> int:
     storage, which = Storage(given), ""
     try:
         url, at, commit = given.rpartition("@")
-        if at and url and commit and not storage.exists():  # A folder may have an @ in its name.
+        # an existing folder may have an @ in its name
+        if at and url and commit and not storage.exists():
             storage, which = Storage(url), commit
         found, out, left_out = _exported(storage, which, options)
     except OSError as error:
@@ -181,7 +183,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _check_place(out: str) -> None:
-    """Raise Invalid unless a file can be written at this path. Called before any checkpoint is read."""
+    """Raise Invalid if the file format is unknown or the folder does not exist. Called before checkpoints are read."""
     format_of(out)
     folder = os.path.dirname(out) or "."
     if not os.path.isdir(folder):
@@ -201,7 +203,7 @@ def _exported(
             raise Invalid(
                 f"{out} already exists: pass another --out FILE, or pass --force to overwrite the file"
             )
-        # Imported here, because torch is needed only for this command.
+        # imports torch, which only this command needs
         from elastic.checkpoints import exporting
 
         try:

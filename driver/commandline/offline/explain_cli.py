@@ -81,7 +81,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         elif options.html is None:
             print(shown("\n".join(as_text(reading))))
         sys.stdout.flush()
-    except BrokenPipeError:  # The reader has closed the pipe.
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,4 +1,4 @@
-"""The argument of commands that read a journal: a file, or the name of a running job."""
+"""Argument of the commands that read a journal: a file, or the name of a running job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.errors import Invalid
 
 
 def journal_of(word: str, environ: Mapping[str, str]) -> Path:
-    """Return the journal at this path, or the journal of the running job with this name.
+    """Return the path of a journal, given a path or the name of a running job.
 
     Raises:
         Invalid: the job has no journal, or the folder of running jobs is not accessible.

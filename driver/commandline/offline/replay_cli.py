@@ -1,4 +1,4 @@
-"""``elasticrun replay``: replay a job from its journal, on the live page or as an animation."""
+"""``elasticrun replay``: replay a job from its journal, on the dashboard page or as an animation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Replay the journal of a job on the live page at any speed, or render it as a fil
 JOURNAL is the file of --journal. Stop with Ctrl-C."""
 LOOPBACK = "127.0.0.1"
 FILM_S = 40.0
-TICK_S = 0.05  # seconds between two checks for due entries
+TICK_S = 0.05  # seconds between checks for entries that are due
 
 
 @dataclass
@@ -124,7 +124,7 @@ class ReplayClock:
         self._stopped: float | None = None
 
     def stop(self) -> None:
-        """Stop the clock of the replay."""
+        """Stop the clock at the current time."""
         self._stopped = self.now()
 
     def now(self) -> float:
@@ -157,7 +157,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         over = asyncio.Event()
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, over.set)
-        print(  # From here on, Ctrl-C ends the replay.
+        print(  # after the handlers are set, because from here on the user may press Ctrl-C
             f"replaying the job at {options.speed:g} times its speed:"
             f" http://{LOOPBACK}:{port}/#{token} (stop with Ctrl-C)",
             flush=True,
@@ -191,7 +191,7 @@ def model_of(reading: JournalReading, path: Path) -> PageModel:
 
 
 def play(model: PageModel, entry: Entry, at: float) -> None:
-    """Apply one journal entry, and the log lines of its actions, to the model of the page."""
+    """Update the model of the page with one journal entry and the log lines of its actions."""
     model.view.note(entry.event, entry.actions, at)
     for action in entry.actions:
         if isinstance(action, Report):

@@ -18,11 +18,12 @@ from elastic.protocol.islands import parse_islands
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
-Declared = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call of the function `Group`
+# arguments and keywords for a call of a `Group`
+Declared = tuple[tuple[Any, ...], dict[str, Any]]
 
 LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
 
-# ---- fields that declare flags; for their arguments see `ArgumentParser.group` ------
+# ---- fields that declare flags; see `ArgumentParser.group` for the arguments ------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,9 @@ class Use:
     """Declaration of where an option is used in addition to its flag.
 
     Args:
-        functions: functions that accept it as a keyword argument.
+        functions: names of the functions that accept the option as a keyword argument.
         keyword: name of the keyword argument (default: the name of the field).
-        typed: type of the keyword argument (default: the type of the field).
+        typed: type annotation of the keyword argument (default: the type of the field).
         setting: field of the driver's `Settings` that receives the value.
         for_workers: whether workers also read the option, from the environment variables of its flags.
     """
@@ -72,17 +73,17 @@ def switch(names: str, text: str, *, use: Use = Use(), **more: Any) -> Any:
 
 
 def choice(default: Any, *each: Declared, use: Use = Use()) -> Any:
-    """Declare a field set by several flags. `given` declares each flag with its value."""
+    """Declare a field that is set by one or more flags, each declared with `given` or a similar tuple."""
     return field(default=default, metadata={"flags": each, "use": use})
 
 
 def given(names: str, value: Any, text: str = argparse.SUPPRESS, **more: Any) -> Declared:
-    """Declare one of the flags of a `choice`, and the value to which it sets the field."""
+    """Declare one flag of a `choice`, which sets the field to ``value``."""
     return (names, None, None, text), {"action": "store_const", "const": value, **more}
 
 
 def add_declared(add: Group, kind: Any, *names: str) -> None:
-    """Add the flags of a class of options to a group of a parser, for all of its fields or only for ``names``."""
+    """Add the flags that the dataclass ``kind`` declares to a group, for all fields or only for ``names``."""
     known = {each.name: each.metadata.get("flags", ()) for each in fields(kind)}
     for name in names or kind.__annotations__:
         for arguments, more in known[name]:
@@ -97,17 +98,18 @@ class ArgumentParser(argparse.ArgumentParser):
         self.actions: list[argparse.Action] = []
         # for each environment variable, the flag with the same meaning
         self.variables: dict[str, str] = {}
-        # for each environment variable, the switch that is set if its value is 1
+        # for each environment variable, the switch that a value of 1 sets
         self.switches: dict[str, str] = {}
-        # For each ``section.key`` of the configuration file, the flag with the same meaning. For a switch, one flag for
-        # true and one for false.
+        # For each ``section.key`` of the configuration file, the flag with the same meaning, by value: switches have
+        # one flag for true and one for false.
         self.keys: dict[str, dict[str, str]] = {}
 
     def group(self, title: str, description: str | None = None) -> Group:
         """Add a group, and return a function that adds flags to the group.
 
-        ``variable`` of the environment and ``keys`` of the configuration file are equivalent to the flag. A key of a
-        switch includes the value that sets it, as in ``timeline.mark_cycles=true``.
+        In the returned function, ``variable`` names an environment variable and ``keys`` names entries of the
+        configuration file with the same meaning as the flag. For a switch, an entry includes the value that sets the
+        switch, as in ``timeline.mark_cycles=true``.
         """
         group = self.add_argument_group(title, description)
 
@@ -143,11 +145,11 @@ class ArgumentParser(argparse.ArgumentParser):
     def with_one(self, arguments: Sequence[str], options: object, wanted: str) -> str:
         """Parse flags into attributes of ``options``, and return the single positional argument.
 
-        Raises Invalid with the text ``wanted`` if the arguments have no such word or more than one.
+        Raises Invalid with the text ``wanted`` if the number of positional arguments is not one.
         """
         own, rest = self.split(arguments)
         words = []
-        # Flags may also follow the word, because it is not the start of a program.
+        # Flags may also follow the positional argument, which does not start a program here.
         while rest:
             words.append(rest[0])
             more, rest = self.split(rest[1:])
@@ -162,7 +164,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
         The program starts at the first word that is neither a flag nor a flag's value.
         """
-        # argparse.REMAINDER would first search the arguments of the user's program for flags of elasticrun.
+        # Do not use argparse.REMAINDER: it would interpret arguments of the user's program as flags of elasticrun.
         takes: dict[str, int] = {}
         for action in self.actions:
             values = action.nargs if isinstance(action.nargs, int) else 1
@@ -178,7 +180,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(arguments[:position]), list(arguments[position:])
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments. The error about an unknown flag suggests the most similar flag."""
+        """Parse the arguments. The error message for an unknown flag suggests the most similar flag."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown and unknown[0].startswith("-"):
             flags = [name for action in self.actions for name in action.option_strings]
@@ -190,7 +192,8 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # argparse treats -n as an abbreviation of -np even without `allow_abbrev`, and parses -p22 as -p with a value.
+        # Even with allow_abbrev=False, argparse accepts -n as an abbreviation of -np. Keep only its parse of -p22 as -p
+        # with a value.
         found = super()._get_option_tuples(option_string)
         return [each for each in found if option_string.startswith(each[1])]
 
@@ -225,7 +228,7 @@ class IgnoredFlag(argparse.Action):
     """Action that accepts and records a flag that has no effect here.
 
     Args:
-        const: False for a switch that disables a feature that this package lacks.
+        const: False if the flag disables a feature that this package lacks, otherwise True.
     """
 
     def __call__(self, parser: Any, options: Any, values: Any, option: str | None = None) -> None:
@@ -233,7 +236,7 @@ class IgnoredFlag(argparse.Action):
 
 
 def whole(smallest: int) -> Callable[[str], int]:
-    """Return an argparse type for integers that are at least ``smallest``."""
+    """Return an argparse type for integers of at least ``smallest``."""
 
     def convert(text: str) -> int:
         try:
@@ -295,7 +298,7 @@ def cores(text: str) -> str:
 
 
 def islands(text: str) -> str:
-    """Check the islands of hosts, and return them unchanged."""
+    """Check a specification of islands of hosts, and return it unchanged."""
     try:
         parse_islands(text)
     except Invalid as error:

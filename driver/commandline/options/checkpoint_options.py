@@ -1,6 +1,6 @@
-"""Evaluates the checkpoint flags: the commit from which a job begins, and the settings for its workers.
+"""Evaluation of the checkpoint flags: the commit from which a job begins, and the settings for its workers.
 
-All problems of a checkpoint folder are detected here, before anything is started.
+All problems of a checkpoint folder are detected here, before any process is started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.driver.settings import StartCheckpoint
 from elastic.errors import Invalid
 
 Value = TypeVar("Value")
-ANSWER_S = 60.0  # time limit for the storage to respond at the start, in seconds
+ANSWER_S = 60.0  # seconds within which the storage must respond at the start of a job
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CheckpointPlan:
     Args:
         env: environment variables for every worker.
         restarts: value of the field of the same name in `Settings`.
-        notes: levels and texts of lines to log once.
+        notes: log lines about the start, as pairs of a level and a text.
         begins: the checkpoint from which training resumes. None means that training starts from the beginning.
     """
 
@@ -110,9 +110,9 @@ _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 
 
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
-    """Return the identity of the command, which is used to find an earlier finished job with the same command.
+    """Return the identity of the command, by which an earlier finished job with the same command is found.
 
-    Return None if this cannot be determined, for example because the job uses other machines.
+    Return None if the identity cannot be determined, for example because the job uses other machines.
     """
     elsewhere = any(getattr(options, name) is not None for name in _ELSEWHERE)
     drivers = options.kubernetes or options.slurm or options.resume or options.standby
@@ -150,7 +150,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result of ``work``, or None if the storage does not respond, which the job's start reports later."""
+    """Return the result of ``work``, or None if the storage fails. The start of the job will report the failure."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None
@@ -173,7 +173,7 @@ def _look(options: Options, storage: Storage) -> tuple[int, Begin, Notes]:
     notes: Notes = []
     begin = _begin(options, storage, notes)
     run = catalog.claim_run(storage)
-    # Another job may have started simultaneously. The lower run number has priority.
+    # If another job has started simultaneously, the job with the lower run number continues.
     other = catalog.writing_here(storage, before=run) if alone else None
     if other is not None:
         catalog.give_back_run(storage, run)

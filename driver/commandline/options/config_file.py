@@ -1,7 +1,7 @@
 """Conversion of a configuration file in Horovod's format (``--config-file``) to flags. Makes no decisions.
 
-Every entry becomes the equivalent flag, so that values are checked in one place. Flags of the command line take
-precedence.
+Every entry is converted to the equivalent flag, so that all values are checked in one place. Flags on the command line
+take precedence.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _CONTROLLERS = ("gloo", "mpi", "jsrun")
 
 
 def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Return the flags that a configuration file sets, with their positions, as in ``("--log-level=INFO", "job.yaml,
-    logging.level")``.
+    """Return the flags that a configuration file sets, each with the location of its entry.
+
+    An example is ``("--log-level=INFO", "job.yaml, logging.level")``.
 
     Args:
         path: path of the file.

@@ -1,9 +1,9 @@
-"""Detects whether the same command has already finished, so that it does not train again. Performs I/O, but starts
-nothing.
+"""Detection of commands that have already finished, so that a rerun does not train again. Performs I/O.
 
 A command counts as finished under three conditions. First, a job with the same flags, program, environment and folder
 ended with exit code 0 after its training function returned. Second, its last commit is still the newest durable commit.
-Third, its imported modules, the files that its workers read, and the programs and settings next to it are unchanged.
+Third, the modules that it imported, the files that its workers read, and the programs and settings next to it are
+unchanged.
 
 In case of doubt, for example if workers may have read files unobserved, the command does not count as finished. The job
 then resumes from its last commit.
@@ -28,14 +28,14 @@ from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.files.storage import Storage
 
 FINISHED = "finished.json"
-# Files next to a script that may determine how long it trains.
+# suffixes of files next to a script that may determine how long the script trains
 KINDS = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-# Maximum number of files to examine. A folder with more files probably contains data and not scripts.
+# maximum number of files to examine; a folder with more files probably contains data rather than scripts
 MOST_FILES = 5000
-# maximum total size of these files in bytes, because all of them are read at each start
+# maximum total size in bytes of the files to read at each start
 MOST_READ = 64 << 20
 _SEPARATORS = re.compile("[=,:;@]")
-# Variables of a terminal or a login session, which do not change the meaning of a command.
+# variables of a terminal or login session, which are not part of a command's identity
 _PASSING = ("_", "COLUMNS", "DISPLAY", "LINES", "OLDPWD", "SHLVL", "STY", "INVOCATION_ID")
 _PASSING_BEGINNINGS = ("SSH_", "TERM", "TMUX", "VSCODE_", "WAYLAND_", "WINDOW", "XDG_SESSION_")
 
@@ -46,7 +46,7 @@ class RerunReason(enum.Enum):
     COMMAND = "its arguments, flags, environment or folder changed"
     FILES = "its script or a file next to it or named by the command changed"
     READ = "a module or a file that its workers read changed"
-    # The end of the job was not recorded. See `SameCommand.has_finished`.
+    # `SameCommand.has_finished` did not record the end of the job
     UNKNOWN = "the last run failed after training, a file changed during it, or not all files that it read are known"
 
 
@@ -68,7 +68,7 @@ class FinishedJob(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SameCommand:
-    """Identity of a command at one start. ``files`` is None if the command involves too many files for a comparison."""
+    """Identity of a command at one start. ``files`` is None if the command names too many files to compare."""
 
     storage: Storage
     request: str
@@ -118,7 +118,7 @@ class SameCommand:
             return None
 
     def has_finished(self, run: int) -> bool:
-        """Record that the job of this run ended with exit code 0. Return whether a later start can detect this.
+        """Record that the job of run ``run`` ended with exit code 0. Return whether a later start can detect this.
 
         Raises OSError if the checkpoint folder cannot be read or written.
         """
@@ -126,7 +126,8 @@ class SameCommand:
         if self.files is None or returned is None or returned.commit.run != run:
             return False
         after = self._files_now()
-        # A file that has changed during the job may be one of its results, or may have been edited.
+        # Record nothing if a file has changed during the job: it may be a result of the job, or a user may have edited
+        # it.
         if after is None or any(after.get(path) != was for path, was in self.files.items()):
             return False
         if self._newest(returned.commit) is None:
@@ -175,7 +176,7 @@ def same_command(
 def program_files(command: Sequence[str], folder: str, without: str) -> dict[str, str] | None:
     """Return signatures of the files and folders that the command names, and of programs and settings next to them.
 
-    Programs and settings are searched in the folders of these files and in ``folder``.
+    Programs and settings are those in the folders of the named files and in ``folder``.
 
     Args:
         without: the checkpoint folder, which is excluded.
@@ -208,7 +209,7 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
             if looked_at > MOST_FILES:
                 return None
             listed.append((path, finished_training.signature(path, by_time=True)))
-        # A folder that is empty at the start is treated as a folder for results.
+        # an empty folder is assumed to be for the results of the job
         if listed:
             listing = repr(sorted(listed)).encode(errors="surrogateescape")
             found[os.path.join(root, "")] = f"listing:{hashlib.sha256(listing).hexdigest()}"
@@ -216,10 +217,9 @@ def program_files(command: Sequence[str], folder: str, without: str) -> dict[str
 
 
 def _paths(argument: str) -> Iterator[str]:
-    """Yield the possible paths in an argument of a command, such as ``--data=a,b:c``, ``@file``, or a quoted shell
-    command."""
+    """Yield the possible paths in an argument such as ``--data=a,b:c``, ``@file``, or a quoted shell command."""
     parts = {argument}
-    with contextlib.suppress(ValueError):  # The argument may contain unbalanced quotes.
+    with contextlib.suppress(ValueError):  # raised for unbalanced quotes
         parts.update(shlex.split(argument))
     for part in parts:
         yield from filter(None, {part, *_SEPARATORS.split(part)})
@@ -228,8 +228,8 @@ def _paths(argument: str) -> Iterator[str]:
 
 
 def _within(root: str, without: str, *, followlinks: bool = False) -> Iterator[str]:
-    """Yield all files below a folder, without hidden folders, caches and environments."""
-    visited: set[str] = set()  # Symbolic links may form cycles.
+    """Yield all files below a folder, except those in hidden folders, caches and virtual environments."""
+    visited: set[str] = set()  # real paths, because symbolic links may form cycles
     for folder, folders, files in os.walk(root, followlinks=followlinks):
         folders[:] = [
             each

@@ -1,7 +1,7 @@
 """Flags of elasticrun: names, types and help texts. Reads neither files nor the environment.
 
-The names are Horovod's, so that horovodrun command lines work unchanged. Horovod flags without an equivalent are
-accepted and recorded, so that the caller can log them with the reason.
+Flags have Horovod's names, so that horovodrun command lines work unchanged. Horovod flags without an equivalent are
+accepted and recorded, so that the caller can log why they have no effect.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ setup:
 
 @dataclass
 class WorkerFlags:
-    """Flags for the number of workers and for limits of failures."""
+    """Flags for the number of workers and for limits on failures."""
 
     num_proc: int | None = flag(
         "-np --num-proc",
@@ -217,7 +217,7 @@ class HostFlags:
 class CommunicationFlags:
     """Flags for the communication between workers."""
 
-    controller: str = choice(  # Two of these flags raise an error.
+    controller: str = choice(  # the flags for MPI raise an error
         "gloo",
         given(
             "--gloo",
@@ -252,7 +252,7 @@ class CommunicationFlags:
 
 @dataclass
 class TuningFlags:
-    """Flags for negotiation and fusion of small tensors."""
+    """Flags for the negotiation and fusion of small tensors."""
 
     fusion_threshold_mb: float | None = flag(
         "--fusion-threshold-mb",
@@ -603,16 +603,16 @@ class Options(
 ):
     """Flags of ``elasticrun`` as given by the user.
 
-    None means that a flag was not given, so that the configuration file, the environment or the default supplies its
-    value.
+    None means that the flag was not passed; its value then comes from the configuration file, the environment or the
+    default.
     """
 
     command: list[str] = field(default_factory=list)
-    # flags without effect that were given, each with whether it enables a feature
+    # passed flags that have no effect, each with whether it enables a feature
     without_meaning: dict[str, bool] = field(default_factory=dict)
 
 
-# Title and text of each group in --help-all, with its classes of flags.
+# title, text and classes of flags of each group in --help-all
 GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
@@ -691,13 +691,13 @@ def declared() -> Iterator[tuple[Field[Any], Use]]:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """Return the fields of `Settings` to which given options are copied unchanged."""
+    """Return the values of the options that set fields of `Settings`, by field."""
     values = ((use.setting, getattr(options, option.name)) for option, use in declared())
     return {setting: value for setting, value in values if setting and value is not None}
 
 
 def worker_variables(options: Options) -> dict[str, str]:
-    """Return the environment variables by which workers read given options."""
+    """Return the environment variables through which workers read the options that were passed."""
     env = {}
     for option, use in declared():
         value = getattr(options, option.name)
@@ -786,7 +786,7 @@ def _add_without_meaning(add: Group) -> None:
 
 
 def why_without_meaning(flag: str) -> str:
-    """Return a clause that explains why a Horovod flag has no effect here."""
+    """Return the reason, as a clause, why a Horovod flag has no effect here."""
     if flag.startswith("--autotune"):
         return "autotuning is not supported; set --fusion-threshold-mb and --cycle-time-ms instead"
     return {

@@ -1,6 +1,6 @@
-"""Keyword arguments of the functions that start jobs, made from the declarations of the flags.
+"""Keyword arguments of the functions that start jobs, derived from the declarations of the flags.
 
-Static checkers read the same keywords from `elastic.launcher.option_types`, which docs/site/reference.py writes.
+For static checkers, docs/site/reference.py writes the same keywords to `elastic.launcher.option_types`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def keywords(function: str) -> dict[str, Field[Any]]:
-    """Return the options that a function accepts as keyword arguments, by keyword, in the order of ``--help-all``."""
+    """Return the options that a function accepts, keyed by keyword argument, in the order of ``--help-all``."""
     known = [(use.keyword or option.name, option, use) for option, use in flags.declared()]
     return {name: option for name, option, use in known if function in use.functions}
 
 
 def type_of(option: Field[Any]) -> str:
-    """Return the type of an option as a keyword argument."""
+    """Return the type annotation of an option's keyword argument."""
     return option.metadata["use"].typed or str(option.type)
 
 
@@ -36,8 +36,9 @@ def flag_of(option: Field[Any]) -> str:
 
 
 def accepts(function: str) -> Callable[[Function], Function]:
-    """Decorator that replaces ``**options`` in a function's signature by the accepted keyword arguments, for ``help()``
-    and editors.
+    """Return a decorator that shows the accepted keyword arguments in a function's signature.
+
+    They replace ``**options``, for ``help()`` and editors.
     """
 
     def shown(given: Function) -> Function:
@@ -57,9 +58,9 @@ def accepts(function: str) -> Callable[[Function], Function]:
 
 
 def words_of(function: str, given: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments of a function to words of a command line.
+    """Convert keyword arguments of a function to command-line words.
 
-    None and False mean that an option was not given.
+    A value of None or False means that the option was not passed.
 
     Raises:
         TypeError: the function has no such argument.

@@ -1,4 +1,4 @@
-"""Flags for several hosts, checkpoints, driver failover and security: names and help texts."""
+"""Flags for multiple hosts, checkpoints, driver failover and security: names and help texts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SshFlags:
 
 @dataclass
 class EtcdFlags:
-    """Flags for etcd, through which driver, agents and operators find each other."""
+    """Flags for etcd, through which the driver, agents and operators find each other."""
 
     job_name: str | None = flag("--job", "NAME", "Name of the job, shared by driver and agents.")
     etcd: str | None = flag(

@@ -1,6 +1,6 @@
-"""Validate the flags for a job on several hosts. Makes no decisions about the job.
+"""Validation of the flags for a job on several hosts. Makes no decisions about the job.
 
-Secrets are read here, from files and environment variables. No repr shows them.
+Secrets are read here, from files and environment variables. They do not appear in any repr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.driver.network.secret import SECRET_BYTES, read_secret
 from elastic.errors import Invalid
 
 ETCD_PORT = 2379
-POD_ADDRESS = "POD_IP"  # variable set through the downward API
+POD_ADDRESS = "POD_IP"  # variable that the chart sets through the Kubernetes downward API
 PASSWORD = "ELASTIC_ETCD_PASSWORD"
 
 
@@ -76,7 +76,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
             "drivers and agents that are started separately need a shared secret: create a file with"
             " `elasticrun secret FILE`, copy the file to every host, and pass --secret-file FILE"
         )
-    # An earlier job may have agents, which must be notified that it has ended.
+    # Use the earlier job's secret with --fresh, because that job's agents must be notified that it has ended.
     left = options.fresh and os.path.exists(f"{options.journal}.secret")
     if secret is None and options.journal is not None and (options.resume or left):
         secret = _secret_beside(options.journal)
@@ -202,7 +202,7 @@ def tls_files(
 
 
 def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of the driver that the workers on all hosts receive."""
+    """Return the driver's environment variables that are passed to the workers on all hosts."""
     missing = [name for name in exported if name not in environ]
     if missing:
         raise Invalid(f"--export names variables that are not set: {','.join(missing)}")
@@ -211,9 +211,9 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
 
 
 def _secret_beside(journal: str) -> bytes:
-    """Return the job's secret from a file next to the journal, where the next driver also finds it.
+    """Return the job's secret from a file next to the journal, from which the next driver reads it as well.
 
-    The file is created if it is missing.
+    If the file is missing, it is created with a new secret.
     """
     path = f"{os.path.abspath(journal)}.secret"
     if not os.path.exists(path):

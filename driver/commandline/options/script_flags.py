@@ -1,4 +1,4 @@
-"""Flags that a training script defines, determined from its source. Reads files and executes nothing."""
+"""Detection of the flags that a training script defines, from its source. Reads files but executes no code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FILES = 100  # maximum number of modules to read
-# maximum number of these modules in installed packages, which may import thousands of others
+# maximum number of modules to read in installed packages, which may import thousands of modules
 INSTALLED = 10
 LARGEST = 1 << 20  # maximum size of a module in bytes
-# Packages that define no flags of a script, except through one of `_GENERATED`.
+# packages that define no flags for a script, unless the script uses a parser in `_GENERATED`
 _WITHOUT_FLAGS = {
     *sys.stdlib_module_names,
     *(
@@ -43,11 +43,11 @@ _WITHOUT_FLAGS = {
     *("tensorflow", "tf_keras", "timm", "torch", "torchvision", "tqdm", "transformers", "yaml"),
 }
 _PACKAGES = {"site-packages", "dist-packages"}
-# Parsers whose flags are the parameters or fields of classes that may be in any package.
+# parsers that derive flags from parameters or fields of classes, which may be in any package
 _GENERATED = re.compile(
     r"\b(HfArgumentParser|LightningCLI|jsonargparse|draccus|hydra|simple_parsing|tyro)\b"
 )
-# Parsers to which a script passes each flag with its dashes.
+# parsers that take each flag with its dashes, so the flag appears literally in the source
 _LITERAL = re.compile(r"\badd_argument\(|\bsys\.argv\b|\bclick\.option\(|\bgetopt\(")
 
 
@@ -65,16 +65,14 @@ class ScriptFlags:
 
     @property
     def known(self) -> bool:
-        """Return whether the source shows all flags of the program, as far as can be told without executing it."""
+        """Return whether the source is expected to show all flags of the program."""
         return bool(self._sources) and not any(map(_GENERATED.search, self._sources))
 
     def defines(self, flag: str) -> bool:
-        """Return whether the source may define a flag, such as ``--journal``, or a longer flag of which it is an
-        abbreviation.
-        """
+        """Return whether the source may define a flag, such as ``--journal``, or a longer flag that starts with it."""
         name = re.sub("[-_]", "[-_]", flag.lstrip("-"))
         literal, derived = rf"""["'/]--?{name}""", rf"(?<![a-zA-Z0-9]){name}"
-        # Some parsers, such as those of Typer, Fire and absl, derive flags from names.
+        # Other parsers, such as those of Typer, Fire and absl, derive flags from names of variables.
         return any(
             re.search(literal if _LITERAL.search(source) else derived, source)
             for source in self._sources
@@ -82,7 +80,7 @@ class ScriptFlags:
 
 
 def _sources(command: Sequence[str], *, module: bool, path: str | None) -> Iterator[str]:
-    """Yield the source of a Python program and of the modules that it imports, or nothing for another program."""
+    """Yield the source of a Python program and of the modules that it imports. Yield nothing for other programs."""
     words = [*command]
     if words and not module and os.path.basename(words[0]).startswith("python"):
         words.pop(0)
@@ -124,7 +122,7 @@ def _sources(command: Sequence[str], *, module: bool, path: str | None) -> Itera
 
 
 def _imports(text: str, folder: Path) -> Iterator[tuple[str, Path | None]]:
-    """Yield the modules that a source imports, each with the folder that a relative import names, or None."""
+    """Yield the modules that a source imports, each with the folder of a relative import or None."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -143,7 +141,7 @@ def _imports(text: str, folder: Path) -> Iterator[tuple[str, Path | None]]:
 
 
 def _files_of(name: str, roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of a module in the first of these folders that has it."""
+    """Yield the files of a module from the first folder that contains the module."""
     parts = name.split(".")
     if parts[0] in _WITHOUT_FLAGS:
         return

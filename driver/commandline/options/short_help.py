@@ -1,4 +1,4 @@
-"""The text of ``elasticrun --help``: one screen with the most common flags."""
+"""Text of ``elasticrun --help``: one screen with the most common flags."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Conversion of torchrun's flags to elasticrun's, with the reason for each flag that is rejected.
+"""Conversion of torchrun's flags to elasticrun's, with an explanation for each rejected flag.
 
-torchrun is started on every host, with flags for finding the other hosts. elasticrun is started once, and finds the
-other hosts or starts agents on them. Flags about the location of hosts are therefore rejected, with a sentence that
-names the equivalent.
+Users start torchrun on every host, with flags that locate the other hosts. elasticrun is started once, and finds the
+other hosts or starts agents on them. Flags that locate hosts are therefore rejected with an error that names the
+equivalent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from elastic.driver.commandline.options.argument_parser import Group, flag, switch, whole
 from elastic.errors import Invalid
 
-# the class `Options` in `flags`, which contains these flags
+# class `Options` in `flags`, which contains these flags but cannot be imported here
 Options = TypeVar("Options", bound=Any)
 
 _ELSEWHERE = (
@@ -25,7 +25,7 @@ _ELSEWHERE = (
 )
 _OUTPUT = "omit it, and pass --output-filename DIR to write each worker's output to a file"
 _NOTHING = "omit it; it has no equivalent here"
-# Rejected flags of torchrun, each with its number of values and the remedy.
+# Rejected flags of torchrun, each with whether it takes a value and with the remedy.
 REFUSED: dict[str, tuple[bool, str]] = {
     "--node-rank --node_rank": (True, _ELSEWHERE),
     "--local-addr --local_addr": (True, "omit it, and pass --network-interface"),
@@ -58,7 +58,7 @@ BACKENDS = ("elastic", "off")
 
 
 def add_refused(add: Group) -> None:
-    """Add the flags of torchrun that are rejected, with an error that explains the alternative."""
+    """Add torchrun's rejected flags, each with an error that explains the alternative."""
     for names, (valued, _) in REFUSED.items():
         rest: dict[str, Any] = {} if valued else {"nargs": 0}
         add(
@@ -163,10 +163,10 @@ class TorchrunFlags:
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:
-    """Replace torchrun's flags by the equivalent flags of elasticrun. Given flags of elasticrun take precedence.
+    """Replace torchrun's flags with the equivalent flags of elasticrun. Passed flags of elasticrun take precedence.
 
     Args:
-        options: options as given.
+        options: options as parsed.
         cores: number of cores of this host.
         gpus: number of GPUs of this host.
 

@@ -48,17 +48,17 @@ FOLLOW_S = 0.2
 
 @dataclass(frozen=True)
 class Verb:
-    """A command on a running job.
+    """Description of a command on a running job.
 
     Args:
         words: minimum and maximum number of arguments.
-        named: whether the job can be given as an additional first argument.
+        named: whether the command accepts the name of the job as an additional first argument.
     """
 
     usage: str
     text: str
     words: tuple[int, int]
-    flags: tuple[str, ...] = ()  # fields of `CommandOptions` that are flags of this command
+    flags: tuple[str, ...] = ()  # fields of `CommandOptions` whose flags this command accepts
     named: bool = True
 
 
@@ -141,7 +141,8 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command on a running job. Return its exit code, which is 1 if the job refuses or cannot be reached.
+    """Run a command on a running job. Return the exit code, which is 1 if the job rejects the request or is
+    unreachable.
 
     Raises:
         Invalid: an argument or a flag is invalid, or no job or several jobs match.
@@ -171,7 +172,7 @@ def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int
 
 
 def _parted(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into flags and words, which may be mixed."""
+    """Split arguments into flags and positional arguments, which may be mixed."""
     own: list[str] = []
     words: list[str] = []
     rest = list(arguments)
@@ -188,7 +189,7 @@ def _is_job(word: str) -> bool:
 
 
 def found_job(arguments: Sequence[str], environ: Mapping[str, str]) -> JobAddress:
-    """Return the job that flags of ``status`` select.
+    """Return the running job that ``status`` with these flags selects.
 
     Raises:
         Invalid: no running job matches, or several do.
@@ -247,7 +248,7 @@ def _jobs(options: CommandOptions, environ: Mapping[str, str]) -> int:
                 state = json.loads(client.ask(messages.AskStatus).data)
         except JobUnreachable:
             if record not in records(environ):
-                continue  # The job has just ended.
+                continue  # the job has ended since it was listed
         rows.append(
             job_tables.job_row(record.name, record.pid, record.began, record.command, state)
         )
@@ -331,7 +332,7 @@ def _logs(client: JobClient, words: Sequence[str], options: CommandOptions) -> i
         except JobUnreachable:
             if after < 0:
                 raise
-            return 0  # The job has ended.
+            return 0  # the job has ended, so its log is complete
         if not answer.done:
             return _print_answer(client, answer)
         after, lines = json.loads(answer.data)

@@ -1,4 +1,4 @@
-"""Format the state of a job as lines of text, in local time. `monitoring.dashboard.page_state` defines the state."""
+"""Formatting of a job's state as lines of text, in local time. `monitoring.dashboard.page_state` defines the state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.driver.reasons import ReasonKind, because, counted, start_checkpoin
 from elastic.protocol.messages import Commit, at_step
 
 State = dict[str, Any]
-SHOWN = 64  # maximum number of workers that are listed
+SHOWN = 64  # maximum number of workers to list
 NO_RESPONSE = "not responding"  # phase of a job whose driver is stopped or overloaded
 
 
@@ -24,13 +24,13 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
         f"job {job['name']}: {job['phase']}, {counted(job['size'], 'worker')} ({_limits(job)}),"
         f" generation {job['generation']}, for {span(now - (job['began'] or now))}"
     ]
-    begins = values.get("begins")  # A driver of an earlier version does not report the checkpoint.
+    begins = values.get("begins")  # missing in reports of earlier versions
     if begins is not None:
         lines.append(f"  resumed from {start_checkpoint(begins)}")
     stall = values["stall"]
     if stall is not None:
         lines.append(f"  stalled for {span(now - stall['since'])}: {as_sentence(stall)}")
-    # A driver of an earlier version does not report waits for a commit.
+    # Reports of earlier versions contain no waits for a commit.
     wait = values.get("change_wait")
     if wait is not None:
         facts = {**wait, "for_s": now - wait["since"]}
@@ -42,7 +42,7 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     if job["ended"] is not None:
         lines.append(f"  ended with exit code {job['ended'][0]}: {job['ended'][1]}")
     lines.append(f"  {'; '.join(_progress(state))}")
-    if values.get("shards"):  # A driver of an earlier version does not report shards.
+    if values.get("shards"):  # missing in reports of earlier versions
         lines.append(f"  {values['shards']['text']}")
     last = [each for each in state["add"]["recoveries"] if each["kind"] == "recovery"][-1:]
     lines += [
@@ -61,13 +61,13 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
     for host, row in rows["hosts"].items():
         if row["state"] != "up":
             lines.append(f"  host {host} is {row['state']}{row['note'] and ': '}{row['note']}")
-    # A driver of an earlier version reports no slots that failed.
+    # Reports of earlier versions contain no slots with failed health checks.
     lines += [
         f"  {because(ReasonKind.UNHEALTHY, **each)}; no worker is admitted there until one passes"
         for each in values.get("unhealthy", ())
     ]
     lines += [f"  {_quarantined(each)}" for each in values.get("quarantined", ())]
-    merged = values.get("merged")  # missing from a driver of an earlier version
+    merged = values.get("merged")  # missing in reports of earlier versions
     if merged is not None:
         late = ", ".join(merged["absent"])
         lines.append(
@@ -101,7 +101,7 @@ def job_row(
     """Return the row of one job in a list.
 
     Args:
-        state: None if the driver does not respond. What it would report is then None.
+        state: the state that the driver reports. None if the driver does not respond; the row then lacks these values.
     """
     row: dict[str, Any] = dict.fromkeys(("size", "least", "most", "generation", "stalled"))
     row["phase"] = NO_RESPONSE
@@ -164,7 +164,8 @@ def _progress(state: State) -> list[str]:
     values, now = state["set"], state["now"]
     parts: list[str] = []
     commit = values["commit"]
-    reported: list[tuple[str, float | None]] = []  # figures, each with the time of its report
+    # texts of metrics, each with the time at which it was reported
+    reported: list[tuple[str, float | None]] = []
     if commit is not None and commit.get("initial"):
         parts.append("no commit yet: the script has not called state.commit()")
     elif commit is not None:
@@ -173,7 +174,8 @@ def _progress(state: State) -> list[str]:
     if values.get("steps") is not None:
         samples = values.get("samples")
         samples_text = "" if samples is None else f" ({samples:.4g} samples/s)"
-        # A driver of an earlier version does not report this time. Without reports, as in a stall, rates decay.
+        # Reports of earlier versions lack this time. In a stall, show no time, because the rate decays without new
+        # reports.
         at = None if values["stall"] is not None else values.get("steps_at")
         reported.append((f"{values['steps']:.4g} steps/s{samples_text}", at))
     elif values["rate"] is not None:
@@ -202,7 +204,7 @@ def _progress(state: State) -> list[str]:
 
 
 def _with_ages(figures: Sequence[tuple[str, float | None]], now: float) -> list[str]:
-    """Return one text for all figures whose reports have the same age, followed by that age."""
+    """Join metrics that were reported at the same age, and append the age to each group."""
     groups: dict[str, list[str]] = {}
     for text, at in figures:
         age = "" if at is None else f", reported {span(now - at)} ago"

@@ -1,4 +1,4 @@
-"""Report of ``--check-build``. Torch is queried in a separate process and is not loaded here."""
+"""Report of ``--check-build``. A separate process queries torch, so torch is not loaded here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Build:
-    """Properties of the torch installation, as found by `probe`.
+    """Properties of the installed torch and other frameworks, as found by `probe`.
 
     ``trouble`` describes the problem, as a clause, if torch could not be queried.
     """
@@ -40,10 +40,10 @@ class Build:
     torch: str = ""
     gloo: bool = False
     nccl: bool = False
-    nccl_version: str = ""  # empty without a GPU
+    nccl_version: str = ""  # NCCL's version; empty without a GPU
     gpus: int = 0
-    shared: str = ""  # reason why ranks of this host cannot share memory; empty if they can
-    tensorflow: str = ""  # version, or empty; the same applies to the following fields
+    shared: str = ""  # reason why ranks on this host cannot share memory; empty if they can
+    tensorflow: str = ""  # version; empty if not installed, as for the two following fields
     keras: str = ""
     mxnet: str = ""
     trouble: str = ""
@@ -55,7 +55,7 @@ def version() -> str:
 
 
 def other_horovod() -> str | None:
-    """Return a warning if Horovod is installed next to this package, which replaces it. Otherwise return None."""
+    """Return a warning if Horovod is installed in addition to this package, which replaces it; otherwise None."""
     found = _version_of("horovod")
     if found is None:
         return None
@@ -80,7 +80,7 @@ def other_elastic() -> str | None:
 
 
 def probe(python: str = sys.executable, timeout_s: float = 120.0) -> Build:
-    """Query torch in a separate process. The import may take long. Errors are reported in the result."""
+    """Query torch in a separate process, which may take seconds. The result describes any error."""
     try:
         done = subprocess.run(
             [python, "-c", _PROBE],
@@ -144,7 +144,7 @@ def describe(build: Build) -> str:
 
 
 def _version_of(distribution: str) -> str | None:
-    # Imported on demand, because the import is slow: it loads the mail parser and sockets.
+    # Import on demand: importing this module is slow, because it loads the mail parser and sockets.
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""``elasticrun docs``: print the pages of the documentation, which are installed with the package."""
+"""``elasticrun docs``: print pages of the documentation, which is installed with the package."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pages() -> dict[str, Path]:
-    """Return all pages by name, sorted and without the suffix .md. Raises Invalid if the pages are not installed."""
+    """Return all pages, sorted and keyed by name without the suffix .md. Raises Invalid if no pages are installed."""
     package = Path(elastic.__file__).parent
     folder = next(
         (each for each in (package / "docs", package.parent / "docs") if each.is_dir()), None
@@ -70,9 +70,9 @@ def pages() -> dict[str, Path]:
 
 
 def by_section(text: str) -> dict[str, str]:
-    """Return the sections of a page, including subsections, by the anchors of their headings."""
+    """Return the sections of a page, each with its subsections, keyed by the anchor of the heading."""
     lines = text.splitlines()
-    starts: list[tuple[int, int, str]] = []  # line, depth and anchor of each heading
+    starts: list[tuple[int, int, str]] = []  # (line, depth, anchor) of each heading
     in_code = False
     for number, line in enumerate(lines):
         in_code ^= line.startswith("```")

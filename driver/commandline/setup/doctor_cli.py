@@ -28,9 +28,9 @@ from elastic.driver.network.hosts import ThisHost, parse_hosts
 from elastic.version import __version__
 
 MODULE = "elastic.driver.commandline.setup.host_facts"
-# timeout in seconds from the login to the facts, including an import of torch that may be slow
+# seconds within which a host must return its facts, including ssh login and a slow import of torch
 ANSWER_S = 120.0
-AT_ONCE = 32  # maximum number of hosts that are queried concurrently
+AT_ONCE = 32  # maximum number of hosts to query concurrently
 DESCRIPTION = """\
 Check this host, and the hosts of -H over ssh: torch, the C++ library, GPUs, NCCL, arithmetic, ports, network,
 shared memory, clocks and conflicting packages. Exit with 1 if a check failed."""
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def lines(host: str, found: Sequence[Check]) -> list[str]:
-    """Return one line for each check of a host, followed by the remedy, if any."""
+    """Return one line for each check of a host, followed by the remedy if the check failed."""
     result = [f"{host}:"]
     for each in found:
         result.append(f"  {each.level.value:<5}{each.what:<15}{each.found}")
@@ -128,6 +128,6 @@ def checks_by_ssh(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> lis
         return [
             Check("hvd-elastic", Level.FAIL, reason, f"install hvd-elastic=={__version__} there")
         ]
-    # The clock was read during the query, so clocks that differ by less than its duration count as equal.
+    # The host read its clock at an unknown time during the query, so ignore a difference of up to the query's duration.
     ahead_s = facts.at - min(max(facts.at, began), ended)
     return checks(facts, version=__version__, several=True, ahead_s=ahead_s)

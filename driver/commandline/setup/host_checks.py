@@ -1,4 +1,4 @@
-"""Evaluation of a host's facts: checks, and remedies for failed ones. Pure: no I/O, no clock."""
+"""Evaluation of a host's facts: checks, and remedies for failed checks. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.conflicting_packages import remedy
 from elastic.driver.commandline.setup.check_build import Build
 from elastic.driver.reasons import counted
 
-SHM_LEAST = 1 << 30  # minimum size in bytes of /dev/shm; the default in a container is 64 MiB
+SHM_LEAST = 1 << 30  # minimum bytes of /dev/shm; the default in a container is only 64 MiB
 CLOCKS_S = 1.0  # maximum difference between clocks, in seconds
 NAMED = 3
 
@@ -26,17 +26,18 @@ class HostFacts(msgspec.Struct, frozen=True):
     python: str
     at: float
     build: Build
-    driver_gpus: int  # GPUs listed by the kernel's driver
-    # reason why no port of loopback can be opened and reached; empty if this works
+    driver_gpus: int  # number of GPUs that the kernel driver lists
+    # reason why ports on loopback cannot be used; empty if they can
     port_trouble: str
-    addresses: list[str]  # addresses except loopback, with their interfaces
+    addresses: list[str]  # addresses with their interfaces, without loopback
     shm_bytes: int | None  # size of /dev/shm in bytes, or None if it is missing
     shm_free: int
-    # Files in the installed folders of this package that do not belong to it or were modified.
+    # files in this package's installed folders that were modified or do not belong to it
     foreign: list[str]
     health_code: int  # exit code of the built-in health check: 0, 1, or 3 for a wrong result
-    health: str  # output of the built-in health check
-    others: list[str]  # packages known to install files into the folders of this package
+    health: str  # text output of the built-in health check
+    # installed packages that are known to put files into the folders of this package
+    others: list[str]
 
 
 class Level(enum.Enum):
@@ -49,7 +50,7 @@ class Check(msgspec.Struct, frozen=True):
     """Result of one check of a host.
 
     Args:
-        do: what the user should do, if ``level`` is not OK.
+        do: remedy for the user; empty if ``level`` is OK.
     """
 
     what: str
@@ -66,7 +67,7 @@ def checks(
     Args:
         host: facts of the host.
         version: version of hvd-elastic on this machine.
-        several: whether several hosts are checked.
+        several: whether other hosts are checked as well.
         ahead_s: seconds by which the host's clock is ahead of this machine's. None means unknown.
     """
     return [

@@ -1,6 +1,6 @@
-"""Collect facts of this host for ``elasticrun doctor``. Queries the system, and torch in a separate process.
+"""Collection of facts about this host for ``elasticrun doctor``, from the system and a separate process with torch.
 
-Run as a program on another host, this module prints the facts as one line of JSON.
+When this module is run as a program on another host, it prints the facts as one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = ("elastic", "horovod")
 
 
 def facts() -> HostFacts:
-    """Return the facts of this host. This takes as long as an import of torch."""
+    """Return the facts of this host. Takes seconds, because a separate process imports torch."""
     build = check_build.probe()
     shm = None
     with contextlib.suppress(OSError):
@@ -59,9 +59,9 @@ def facts() -> HostFacts:
 
 
 def foreign_files(distribution: str) -> list[str]:
-    """Return the files of an installed distribution that its RECORD lacks or describes differently.
+    """Return the files in an installed package that are missing from its RECORD or differ from it.
 
-    A checkout has no RECORD, so the result is empty.
+    The result is empty for a checkout, which has no RECORD.
     """
     try:
         recorded = metadata.distribution(distribution).files or []

@@ -1,6 +1,6 @@
-"""Calls of the Kubernetes API that discovery needs. All of them may block. Requires the package `kubernetes`.
+"""Client for the Kubernetes API calls that discovery needs, which may block. Requires the package `kubernetes`.
 
-Objects are returned as JSON, because the package takes seconds, and much memory, to create its model objects for 1,000
+Objects are returned as JSON, because the package takes seconds and much memory to create its model objects for 1,000
 pods.
 """
 
@@ -17,15 +17,15 @@ from elastic.driver.discovery.kubernetes.objects import Json
 from elastic.errors import Invalid
 
 CONNECT_S = 5.0
-ANSWER_S = 10.0  # time limit for a list, or for the start of a watch, in seconds
-# The API server ends a watch after this many seconds, so that dead connections are noticed.
+ANSWER_S = 10.0  # time limit for listing objects or starting a watch, in seconds
+# seconds after which the API server ends a watch, so that dead connections are detected
 WATCH_S = 60
 PAGE = 500  # maximum number of objects per response
 NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class ApiErrorKind(enum.Enum):
-    """Reason why a call of the Kubernetes API failed."""
+    """Reason for the failure of a Kubernetes API call."""
 
     UNREACHABLE = "it is unreachable"
     UNAUTHORIZED = "it rejects this token"
@@ -35,7 +35,7 @@ class ApiErrorKind(enum.Enum):
 
 
 class ApiError(Exception):
-    """Error raised when a call of the API fails. ``detail`` is the message of the server or the network."""
+    """Error raised when an API call fails. ``detail`` is the error message of the server or the network."""
 
     def __init__(self, why: ApiErrorKind, detail: str = "") -> None:
         super().__init__(f"{why.value}{f' ({detail})' if detail else ''}")
@@ -43,34 +43,34 @@ class ApiError(Exception):
 
 
 class Resource(enum.Enum):
-    """A watched resource. The value is the name of the resource in the API."""
+    """Resource to watch. The value is the resource's name in the API."""
 
     PODS = "pods"
     NODES = "nodes"
 
 
 class KubernetesApi(Protocol):
-    """Access to the pods with a label selector in one namespace, and to all nodes.
+    """Access to all nodes, and to the pods in one namespace that match a label selector.
 
-    Methods raise ApiError and have time limits.
+    All methods have time limits, and raise ApiError if a call fails.
     """
 
     namespace: str
     selector: str
 
     def all(self, kind: Resource) -> tuple[list[Json], str]:
-        """Return all objects of a kind, and the resource version from which a watch continues."""
+        """Return all objects of a kind, and the resource version from which to start a watch."""
 
     def events(self, kind: Resource, version: str) -> Iterator[Json]:
-        """Watch the changes since ``version``. The request is sent when this is called.
+        """Watch the changes since ``version``. The request is sent by this call, not by the first iteration.
 
-        Yield each change as ``{"type": ..., "object": ...}``, until the server ends the watch.
+        Each change is yielded as ``{"type": ..., "object": ...}``, until the server ends the watch.
         """
 
     def delete_by_force(self, name: str, uid: str) -> None:
         """Delete a pod without waiting for its processes. No effect if a newer pod has the same name.
 
-        Use this for a pod whose node can no longer report its end.
+        Use this for a pod on a node that can no longer report the pod's end.
         """
 
 
@@ -98,7 +98,7 @@ def connection() -> tuple[Any, str]:
 
     try:
         of_pod(settings)
-        # The client would keep using a token for a minute after it was rejected.
+        # Read the token for each request, because the client would use a rejected token for up to a minute.
         settings.refresh_api_key_hook = of_pod
         with contextlib.suppress(OSError), open(NAMESPACE_FILE) as file:
             found = file.read().strip()
@@ -107,7 +107,8 @@ def connection() -> tuple[Any, str]:
             config.load_kube_config(client_configuration=settings)
             _, active = config.list_kube_config_contexts()
             found = active["context"].get("namespace", "")
-        except Exception as error:  # The configuration file may have any content.
+        except Exception as error:
+            # The configuration file may have any content, so any exception is possible.
             why = " ".join(str(error).split())[:300]
             raise Invalid(
                 "no cluster found: this is not a pod with a service account, and no kubeconfig selects one"
@@ -119,7 +120,7 @@ def connection() -> tuple[Any, str]:
 
 
 class ApiClient:
-    """Kubernetes API of the cluster in which this process is a pod, or else of the cluster in the kubeconfig.
+    """Client of the cluster in which this process is a pod, or of the cluster in the kubeconfig.
 
     Raises:
         Invalid: this process is not in a pod, and there is no kubeconfig.
@@ -189,7 +190,7 @@ class ApiClient:
                     _preload_content=False,
                 )
         except ApiError as error:
-            # With status 404 or 409, the object no longer exists.
+            # Ignore status 404 and 409: the pod no longer exists.
             if error.why is not ApiErrorKind.GONE:
                 raise
 
@@ -214,7 +215,7 @@ def _decoded(text: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _answering(refused: type[Exception]) -> Iterator[None]:
-    """Convert all errors of the client and the network to ApiError."""
+    """Context manager that converts errors of the client and the network to ApiError."""
     import urllib3
     from kubernetes.config import ConfigException
 
@@ -222,7 +223,8 @@ def _answering(refused: type[Exception]) -> Iterator[None]:
         yield
     except refused as error:
         raise _refusal(int(getattr(error, "status", 0) or 0), error) from None
-    except ConfigException as error:  # The token file may be temporarily missing or empty.
+    except ConfigException as error:
+        # The token file is missing or empty, which may be temporary.
         raise ApiError(ApiErrorKind.UNAUTHORIZED, _short(error)) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise ApiError(ApiErrorKind.UNREACHABLE, _short(error)) from None
@@ -241,7 +243,7 @@ REFUSALS = {
 
 def _refusal(code: int, error: Exception) -> ApiError:
     detail = f"HTTP {code}"
-    # The body may not be a Status object.
+    # keep the HTTP code if the body is not a Status object
     with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
         detail = str(msgspec.json.decode(getattr(error, "body", "") or "")["message"])[:300]
     return ApiError(REFUSALS.get(code, ApiErrorKind.OTHER), detail)

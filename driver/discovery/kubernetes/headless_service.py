@@ -1,7 +1,7 @@
-"""Discovery of the pods behind a headless service, by name resolution: each of their addresses is a host.
+"""Discovery of the pods behind a headless service through DNS: each pod's address is a host.
 
 If the name server fails or returns no address, the last valid list is kept. The failure and its end are logged once.
-Kubernetes returns ready pods, or all running ones if the service has ``publishNotReadyAddresses: true``.
+Kubernetes returns the ready pods, or all running pods if the service has ``publishNotReadyAddresses: true``.
 
 In a dual-stack service, each pod has two addresses and would count twice. Therefore only one address family is used:
 IPv4 if the first answer contains an IPv4 address.
@@ -18,7 +18,8 @@ from elastic.driver.discovery.interface import Log
 from elastic.driver.network.hosts import show
 from elastic.driver.network.resolver import Found, resolved
 
-INTERVAL_S = 5.0  # By default, cluster name servers cache an answer for 5 s.
+# Default interval, in seconds: cluster name servers cache an answer for 5 s by default.
+INTERVAL_S = 5.0
 TIMEOUT_S = 5.0
 
 
@@ -55,7 +56,7 @@ class HeadlessServiceDiscovery:
             try:
                 addresses = await self._ask()
             except OSError as error:
-                # Each kind of failure is logged in only one line.
+                # Log only one line for each kind of failure.
                 if str(error) != trouble:
                     trouble = str(error)
                     kept = f"keeping {show(hosts)}" if hosts else "waiting for hosts"

@@ -1,4 +1,4 @@
-"""Thread that lists the objects of one kind once, and then watches for changes. Makes no decisions.
+"""Thread that lists the objects of one kind, and then watches them for changes. Makes no decisions.
 
 After a watch has ended, the next one continues from the same version. If the API server no longer has that version, for
 example after a restart, the objects are listed again. Each kind of failure is reported once. Requests are retried with
@@ -25,7 +25,7 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
 # Retry less often after these errors, because permissions and tokens rarely change.
 REFUSED_PAUSE_S = 30.0
-SHORT_S = 1.0  # A watch that ends within this time is not restarted immediately.
+SHORT_S = 1.0  # seconds by which to delay the next watch if a watch ends within this time
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Changed:
 
 @dataclass(frozen=True)
 class WatchFailed:
-    """Update of a `ListWatch`: the API server did not respond, or responds again.
+    """Update of a `ListWatch`: requests to the API server fail, or succeed again.
 
     Args:
-        error: the failure, or None if the API server responds again.
+        error: the failure, or None if requests succeed again.
     """
 
     kind: Resource
@@ -88,7 +88,7 @@ class ListWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop the thread after its pending request. ``tell`` is not called again."""
+        """Stop the thread after its pending request. ``tell`` is not called anymore."""
         self._over.set()
 
     def run(self) -> None:
@@ -99,7 +99,7 @@ class ListWatch:
                 self._follow()
             except ApiError as error:
                 self._pause(self._trouble(error))
-            # The client may run programs and read files to obtain tokens, so it may raise any exception.
+            # Catch every exception, because the client may run programs and read files to obtain tokens.
             except Exception as error:
                 self._pause(self._trouble(ApiError(ApiErrorKind.OTHER, repr(error)[:200])))
             else:
@@ -142,7 +142,8 @@ class ListWatch:
             self._version = ""
             return FIRST_PAUSE_S
         if error.why is ApiErrorKind.FORBIDDEN:
-            self._version = ""  # An account that may list but not watch must list repeatedly.
+            # list again, because the account may have permission to list but not to watch
+            self._version = ""
         if error.why is not self._failed:
             self._failed = error.why
             self._report(WatchFailed(self._kind, error))

@@ -1,4 +1,4 @@
-"""Extracts properties of pods and nodes from the JSON of the Kubernetes API. Pure: no I/O, no clock.
+"""Extraction of the properties of pods and nodes from the JSON of the Kubernetes API. Pure: no I/O, no clock.
 
 Missing fields and fields of an unexpected type are ignored, so that no object can crash the driver.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-# Taints that announce the end of a node, with their meaning, and the seconds until the end if the cloud specifies them.
+# Taints that announce the end of a node, each with its meaning and, if the cloud specifies it, the time in seconds
+# until the end.
 ENDING: dict[str, tuple[str, float | None]] = {
     "aws-node-termination-handler/spot-itn": ("its spot instance is being reclaimed", 120.0),
     "aws-node-termination-handler/scheduled-maintenance": ("AWS maintenance", None),
@@ -27,38 +28,39 @@ ENDING: dict[str, tuple[str, float | None]] = {
     "node.cloudprovider.kubernetes.io/shutdown": ("it is shutting down", 0.0),
 }
 
-# Conditions of a node that announce a permanent problem or scheduled maintenance: the status that signals it, and its
-# meaning.
+# Node conditions that announce a permanent problem or scheduled maintenance, each with the status that signals the
+# problem, and its meaning.
 PROBLEMS: dict[str, tuple[str, str]] = {
-    # from the monitoring agent of EKS
+    # set by the monitoring agent of EKS
     "AcceleratedHardwareReady": ("False", "its accelerators failed"),
-    "GPUMissing": ("True", "a GPU is missing"),  # from the node problem detector of AKS
+    "GPUMissing": ("True", "a GPU is missing"),  # set by AKS's node problem detector
     "NVLinkStatusInactive": ("True", "NVLink is inactive"),
     "VMEventScheduled": ("True", "Azure scheduled maintenance"),
-    "KernelDeadlock": ("True", "its kernel is deadlocked"),  # from the node problem detector
+    "KernelDeadlock": ("True", "its kernel is deadlocked"),  # set by the node problem detector
     "ReadonlyFilesystem": ("True", "a file system is read-only"),
 }
-# Conditions that announce the end of a pod, from Kubernetes 1.26 on and from Kueue.
+# Pod conditions that announce the end of a pod: of Kubernetes (since 1.26), and of Kueue.
 DISRUPTION, KUEUE_STOPS = "DisruptionTarget", "TerminationTarget"
-# cause of a pod's end, by the reason in the pod's condition
+# subject and verb of a sentence about a pod's end, by the reason in the pod's condition
 DISRUPTED_BY: dict[str, str] = {
     "PreemptionByScheduler": "the scheduler preempts",
     "DeletionByTaintManager": "a taint of the node evicts",
     "EvictionByEvictionAPI": "an eviction removes",
     "TerminationByKubelet": "the kubelet terminates",
 }
-# prefix of the scheduling gates of a pod that Kueue has not admitted
+# prefix of the scheduling gates that Kueue removes when it admits a pod
 QUEUE_GATES = "kueue.x-k8s.io/"
 
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod, with the properties that the driver uses.
+    """Properties of a pod that the driver uses.
 
     Args:
-        ends_at: time since the epoch at which Kubernetes kills the pod, or None if the pod is not being deleted.
-        ended_by: what ends the pod, if a condition of the pod announces its end. Otherwise empty.
-        queued: whether Kueue has not admitted the pod yet.
+        ends_at: time, in seconds since the epoch, at which Kubernetes kills the pod. None if the pod is not being
+            deleted.
+        ended_by: cause of the pod's end, if a condition of the pod announces the end; otherwise empty.
+        queued: whether the pod waits for admission by Kueue.
     """
 
     uid: str
@@ -79,7 +81,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class KubernetesNode:
-    """One node of a Kubernetes cluster, with the properties that the driver uses.
+    """Properties of a Kubernetes node that the driver uses.
 
     Args:
         ending: taints and conditions that announce the end of the node.
@@ -93,7 +95,7 @@ class KubernetesNode:
 
 
 def pod_of(object: Json) -> Pod | None:
-    """Return the pod that a JSON object of the API describes, or None if the object has no name."""
+    """Convert a JSON object of the API to a pod. Return None if the object has no name."""
     about, spec, status = (_part(object, key) for key in ("metadata", "spec", "status"))
     uid, name = _text(about, "uid"), _text(about, "name")
     if not uid or not name:
@@ -113,7 +115,7 @@ def pod_of(object: Json) -> Pod | None:
 
 
 def is_queued(pod: Json) -> bool:
-    """Return whether Kueue has not admitted a pod yet."""
+    """Return whether a pod waits for admission by Kueue."""
     gates = _list(_part(pod, "spec"), "schedulingGates")
     return any(_text(gate, "name").startswith(QUEUE_GATES) for gate in gates)
 
@@ -128,7 +130,7 @@ def _ended_by(conditions: list[Json]) -> str:
 
 
 def node_of(object: Json, notices: Collection[str] = ()) -> KubernetesNode | None:
-    """Return the node that a JSON object of the API describes, or None if the object has no name.
+    """Convert a JSON object of the API to a node. Return None if the object has no name.
 
     Args:
         notices: further taints and conditions that announce the end of a node.
@@ -154,14 +156,14 @@ def node_of(object: Json, notices: Collection[str] = ()) -> KubernetesNode | Non
 def _is_problem(condition: str, status: str, notices: Collection[str]) -> bool:
     if condition in PROBLEMS:
         return status == PROBLEMS[condition][0]
-    # By convention, a condition signals a problem if it is true, or if it is not true and its type ends in Ready.
+    # By convention, a condition signals a problem if its status is True, or, if its type ends in Ready, if it is False.
     return condition in notices and status == ("False" if condition.endswith("Ready") else "True")
 
 
 def meaning_of(notice: str) -> tuple[str, float | None]:
     """Return the meaning of a taint or condition that announces the end of a node.
 
-    Also return the seconds until the end if the cloud specifies them.
+    The second value is the time in seconds until the end if the cloud specifies it, otherwise None.
     """
     if notice in PROBLEMS:
         return PROBLEMS[notice][1], None
@@ -169,7 +171,7 @@ def meaning_of(notice: str) -> tuple[str, float | None]:
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a sort key that puts worker-10 after worker-9."""
+    """Return a natural sort key, with which worker-10 follows worker-9."""
     parts = re.split(r"(\d+)", name)
     return tuple((0, int(part)) if part.isdigit() else (1, part) for part in parts)
 

@@ -1,4 +1,4 @@
-"""Discovery of the pods with a label selector in one namespace, by a watch of the Kubernetes API.
+"""Discovery of the pods in one namespace that match a label selector, through a watch of the Kubernetes API.
 
 Makes no decisions.
 
@@ -40,11 +40,11 @@ NEEDED = {
     ApiErrorKind.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
 }
 SAID = 8  # maximum number of hosts per log line
-DELETE_AGAIN_S = 30.0  # seconds between two attempts to force the deletion of a pod
+DELETE_AGAIN_S = 30.0  # seconds between attempts to force the deletion of a pod
 
 
 class PodDiscovery:
-    """Discovery of pods as hosts, which calls ``noticed`` when the end of a host is announced.
+    """Discovery of pods as hosts. Calls ``noticed`` when the end of a host is announced.
 
     Args:
         notices: further taints and conditions that announce the end of a node.
@@ -72,9 +72,10 @@ class PodDiscovery:
         self._hosts: dict[str, int] | None = None
         self._endings: dict[str, PodEnding] = {}
         self._queued = 0
-        # time of the last attempt to delete each pod, by uid
+        # time of the last attempt to force the deletion of each pod, by uid
         self._tried: dict[str, float] = {}
-        self._deletes = True  # False after the API server has refused to delete a pod
+        # whether to force deletions; False once the API server has rejected one
+        self._deletes = True
         self._listed = False
         self._refused = False
         self._asked: set[asyncio.Task[None]] = set()
@@ -115,7 +116,7 @@ class PodDiscovery:
             self._take(await within(self._updates.get(), due_s))
         except asyncio.TimeoutError:
             return
-        while not self._updates.empty():  # Many simultaneous changes result in one list.
+        while not self._updates.empty():  # combine simultaneous changes into one list
             self._take(self._updates.get_nowait())
 
     def _take(self, update: Told) -> None:
@@ -155,7 +156,7 @@ class PodDiscovery:
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def _introduce(self, hosts: dict[str, int]) -> None:
-        """Log the names of the pods of new hosts, because log lines contain only addresses."""
+        """Log the pod names of new hosts, because other log lines contain only addresses."""
         new = [host for host in hosts if host not in (self._hosts or {})]
         if new:
             places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
@@ -175,7 +176,7 @@ class PodDiscovery:
             if ending is not None:
                 left_s = None if ending.at is None else max(0.0, ending.at - now)
                 self._noticed(HostLeaving(host, Notice(ending.text, left_s)))
-            elif host in hosts:  # A host that is not listed needs no preemption notice.
+            elif host in hosts:  # hosts that are not listed need no notification
                 self._noticed(HostStaying(host))
         self._endings = endings
 

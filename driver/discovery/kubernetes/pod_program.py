@@ -1,6 +1,6 @@
-"""The program of a job, from the words after ``--`` in its worker pods' agent commands.
+"""Lookup of a job's program: the words after ``--`` in the agent commands of its worker pods.
 
-A Kubeflow TrainJob passes the program only to its worker pods, so the driver reads it from them.
+A Kubeflow TrainJob passes the program only to its worker pods, so the driver reads the program from these pods.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_program(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], object] = time.sleep,
 ) -> list[str]:
-    """Return the program of the selected pods, and wait for the first pod if none exists.
+    """Return the program of the selected pods. Waits for the first pod if none exists.
 
     Raises:
         Invalid: no pod appeared within `WAIT_S` seconds, the pods can't be listed, or their program is invalid.

@@ -1,13 +1,13 @@
-"""Decide which pods are hosts, which of them are about to end, and which to delete by force. Pure: no I/O, no clock.
+"""Decisions about pods: which are hosts, which are about to end, and which to delete by force. Pure: no I/O, no clock.
 
     pod created --> queued, until Kueue admits the pod
                 --> running, with an address: a host --> ended or deleted: not a host
                     deletion requested, or its node is about to end: a notice with the remaining time
                     deletion is overdue: not a host; if its node is unreachable, the pod may be deleted by force
 
-Kubernetes keeps the pod of a lost node in the state of deletion until its end is reported, and a StatefulSet creates no
-replacement until then. The pod's process may continue to run. This is harmless, since the host was removed when its
-lease expired, and the process belongs to a generation that has ended.
+Kubernetes keeps the pod of a lost node in the state of deletion until the pod's end is reported, and a StatefulSet
+creates no replacement until then. After a forced deletion, the pod's process may still run. This is harmless: the host
+was removed when its liveness timeout expired, and the process belongs to a generation that has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.driver.discovery.kubernetes.objects import (
     pod_of,
 )
 
-OVERDUE_S = 2.0  # seconds after the grace period at which a pod is overdue
+OVERDUE_S = 2.0  # seconds after the end of its grace period from which a pod is overdue
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Pods:
     def __init__(self, slots: int | None = None, notices: Collection[str] = ()) -> None:
         self._slots = slots
         self._notices = notices
-        self._pods: dict[str, Pod] = {}  # pods by uid
-        self._nodes: dict[str, KubernetesNode] = {}  # nodes by name
-        # for each node and taint or condition, the time at which it was first seen
+        self._pods: dict[str, Pod] = {}  # keyed by uid
+        self._nodes: dict[str, KubernetesNode] = {}  # keyed by name
+        # time at which each taint or condition of a node was first observed
         self._tainted: dict[tuple[str, str], float] = {}
         self._order: list[str] = []  # order of the hosts in the last list
 
     # ---- input -----------------------------------------------------------------------------------------------------
 
     def listed(self, objects: Iterable[Json]) -> None:
-        """Replace all pods by a new list from the API server."""
+        """Replace all pods with a new list from the API server."""
         found = [pod for object in objects if (pod := pod_of(object)) is not None]
         self._pods = {pod.uid: pod for pod in found}
 
@@ -75,7 +75,7 @@ class Pods:
             self._pods[pod.uid] = pod
 
     def nodes_listed(self, objects: Iterable[Json], now: float) -> None:
-        """Replace all nodes by a new list from the API server."""
+        """Replace all nodes with a new list from the API server."""
         nodes = (node_of(object, self._notices) for object in objects)
         found = [node for node in nodes if node is not None]
         self._nodes = {node.name: node for node in found}
@@ -86,14 +86,14 @@ class Pods:
         node = node_of(object, self._notices)
         if node is None:
             return
-        # The pods of a deleted node may be listed for some time, so the node is kept as unreachable.
+        # Keep a deleted node as unreachable, because its pods may be listed for some time.
         self._nodes[node.name] = KubernetesNode(node.name, reachable=False) if deleted else node
         self._date_taints(now)
 
     # ---- output ----------------------------------------------------------------------------------------------------
 
     def hosts(self, now: float) -> dict[str, int]:
-        """Return the hosts: for each running pod, its address and its number of slots.
+        """Return the number of slots of each running pod, keyed by the pod's address.
 
         Known hosts keep their order. New hosts are appended by name.
         """
@@ -104,7 +104,7 @@ class Pods:
         return {address: self._slots or max(1, running[address].gpus) for address in self._order}
 
     def endings(self, now: float) -> dict[str, PodEnding]:
-        """Return the announced end of each host: the end of its pod or of its node, whichever is earlier."""
+        """Return the announced end of each host, which is the earlier of the ends of its pod and its node."""
         hosts = self.hosts(now)
         found = {}
         for pod in self._newest():
@@ -120,7 +120,7 @@ class Pods:
         return sum(pod.queued and pod.ends_at is None for pod in self._pods.values())
 
     def overdue(self, now: float) -> list[Pod]:
-        """Return the pods that can only be removed by a forced deletion."""
+        """Return the overdue pods on unreachable nodes, which only a forced deletion can remove."""
         return [
             pod
             for pod in self._pods.values()
@@ -128,7 +128,7 @@ class Pods:
         ]
 
     def next_look(self, now: float) -> float | None:
-        """Return the seconds until a pod becomes overdue if no update arrives earlier, or None for never."""
+        """Return the seconds until the next pod becomes overdue, or None if no pod is being deleted."""
         ends = [pod.ends_at + OVERDUE_S for pod in self._pods.values() if pod.ends_at is not None]
         later = [at - now for at in ends if at > now]
         return min(later) if later else None
@@ -141,9 +141,9 @@ class Pods:
         return address
 
     def _newest(self) -> list[Pod]:
-        """Return the running pods.
+        """Return the running pods with distinct addresses.
 
-        If two pods have the same address, only the newer one is returned, because addresses are reused.
+        Addresses are reused, so only the newest pod with an address is returned.
         """
         running = sorted((pod for pod in self._pods.values() if pod.runs), key=lambda p: p.created)
         return [*{pod.address: pod for pod in running}.values()]
@@ -172,9 +172,9 @@ def _late(pod: Pod, now: float) -> bool:
 def differences(
     before: Mapping[str, PodEnding], after: Mapping[str, PodEnding]
 ) -> Iterable[tuple[str, PodEnding | None]]:
-    """Yield each host whose announced end is new or has changed, with its end.
+    """Yield the hosts with a new, changed or withdrawn announcement of their end.
 
-    The end is None if the announcement was withdrawn.
+    Each host is yielded with its announced end, or None if the announcement was withdrawn.
     """
     for host in before.keys() - after.keys():
         yield host, None
