@@ -29,14 +29,14 @@ from elastic.protocol.messages import (
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """Base class of all events. An event is an occurrence outside of membership."""
+    """Base class of all events, which are occurrences outside of membership."""
 
 
 class HostsChanged(Event):
     """Event: discovery returned a new list of hosts, with the slots of each, in order of preference.
 
     Args:
-        fixed: whether discovery can list no additional hosts or slots later. An operator can still add slots to this
+        fixed: whether discovery will never list additional hosts or slots. An operator can still add slots to this
             machine.
     """
 
@@ -48,8 +48,8 @@ class HostsQueued(Event):
     """Event: the number of requested hosts waiting for admission by the cluster's queue has changed.
 
     Args:
-        hosts: number of hosts that wait for admission. While it is not 0, the job waits for workers without a deadline,
-            because the queue determines when the hosts start.
+        hosts: number of hosts that wait for admission. While it is nonzero, the job waits for workers without a
+            deadline, because the queue determines when hosts start.
     """
 
     hosts: int
@@ -88,10 +88,10 @@ class WorkerReady(Event):
 
 
 class WorkerFailed(Event):
-    """Event: a collective failed at a worker.
+    """Event: a collective failed on a worker.
 
     Args:
-        differs: whether the ranks called different collectives, which ``calls`` lists.
+        differs: whether the cause is that ranks called different collectives, which ``calls`` lists.
     """
 
     worker: Worker
@@ -102,9 +102,9 @@ class WorkerFailed(Event):
 
 
 class WorkerStranded(Event):
-    """Event: a collective failed at a worker that cannot recover because it is outside ``elastic.run``.
+    """Event: a collective failed on a worker that cannot recover, because it is outside ``elastic.run``.
 
-    The fields ``differs`` and ``calls`` are those of `WorkerFailed`.
+    For ``differs`` and ``calls`` see `WorkerFailed`.
     """
 
     worker: Worker
@@ -179,7 +179,7 @@ class WorkerMiscomputed(Event):
 
 
 class WorkerFoundMistake(Event):
-    """Event: the checks of the script found a mistake. See `protocol.messages.MistakeFound`."""
+    """Event: the checks of the script's data and state found a mistake. See `protocol.messages.MistakeFound`."""
 
     worker: Worker
     kind: str
@@ -200,7 +200,7 @@ class WorkerMerged(Event):
 
 
 class WorkerProgressed(Event):
-    """Event: a worker started or stopped waiting in a collective, or is in a phase marked as long.
+    """Event: a worker started or stopped waiting in a collective, or entered or left a phase marked as long.
 
     See `protocol.messages.Progress`.
     """
@@ -227,7 +227,7 @@ class WorkerLocated(Event):
 
 
 class WorkerPaced(Event):
-    """Event: a worker reported the share of the last seconds that it spent inside collectives.
+    """Event: a worker reported which fraction of the last seconds it spent inside collectives.
 
     See `protocol.messages.Pace`.
     """
@@ -260,7 +260,7 @@ class WorkerSpent(Event):
 
 
 class WorkerFrozen(Event):
-    """Event: the liveness timeout of a worker expired, because the agent did not observe that the worker was running.
+    """Event: a worker's liveness timeout expired, because the worker was not observed to be running.
 
     Args:
         how: the cause, as observed from outside.
@@ -301,12 +301,13 @@ class WorkerRaised(Event):
     commit: Commit | None
     summary: str
     traceback: str
-    hardware: bool = False  # whether a GPU or NCCL failed, and not the script
-    final: bool = False  # whether a retry would fail in the same way
-    # Whether the world began without a commit and has made none.
+    hardware: bool = False  # whether the cause is a failure of a GPU or NCCL rather than the script
+    final: bool = False  # whether the job must end, because a retry would fail in the same way
+    # whether the world began without a commit and has not committed yet
     beginning: bool = False
     code: int = 1  # exit code of the job, if final
-    calls: tuple[Called, ...] = ()  # incompatible calls, if they were received by all ranks
+    # the ranks' incompatible collective calls, if all ranks have received them
+    calls: tuple[Called, ...] = ()
     # whether some shards of the state are lost, so that a retry would fail as well
     shards_lost: bool = False
 
@@ -324,7 +325,7 @@ class WorkerQuit(Event):
 
 
 class WorkerReturned(Event):
-    """Event: the function under ``elastic.run`` returned at a worker."""
+    """Event: the function under ``elastic.run`` returned on a worker."""
 
     worker: Worker
     generation: int
@@ -336,7 +337,7 @@ class WorkerDisconnected(Event):
     The exit of the worker usually follows immediately. If it does not, the worker must be fenced.
 
     Args:
-        silent: whether the connection was not closed, but the host no longer acknowledges packets.
+        silent: True if the host stopped acknowledging packets, False if the connection was closed.
     """
 
     worker: Worker
@@ -344,12 +345,12 @@ class WorkerDisconnected(Event):
 
 
 class ExitCause(enum.Enum):
-    """Reason for a worker's exit, as reported by the worker."""
+    """Reason for a worker's exit, as reported by the worker's process."""
 
-    # no reason was reported: os._exit, a signal, a wrapper script, or a program that is not in Python
+    # no reason was reported, as with os._exit, a signal, a wrapper script, or a program not in Python
     UNKNOWN = "unknown"
-    EXCEPTION = "exception"  # an uncaught exception of the script
-    LOST_PEER = "lost peer"  # an uncaught exception caused by the loss of another worker
+    EXCEPTION = "exception"  # uncaught exception of the script
+    LOST_PEER = "lost peer"  # uncaught exception caused by the loss of another worker
     LOST_DRIVER = "lost driver"
 
 
@@ -376,10 +377,10 @@ class HealthOutcome(enum.Enum):
     """Outcome of a health check."""
 
     PASSED = "passed"
-    FAILED = "failed"  # the check failed with an error, or could not be started
+    FAILED = "failed"  # the check failed or could not be started
     TIMED_OUT = "timed_out"
-    WRONG_RESULT = "wrong_result"  # the results of the built-in check were not bitwise as expected
-    # bandwidth far below that of the other hosts; set by the driver, never reported by an agent
+    WRONG_RESULT = "wrong_result"  # the built-in check did not compute the expected bits
+    # bandwidth far below the other hosts'; decided by the driver, never reported by an agent
     LOW_BANDWIDTH = "low_bandwidth"
 
 
@@ -387,11 +388,11 @@ class WorkerHealthChecked(Event):
     """Event: the health check that accompanies a worker's start has ended. See `Settings.health_check`.
 
     Args:
-        worker: the worker, which is admitted if the check passed. Its slot is the one that was checked.
+        worker: the worker, which is admitted if the check of its slot passed.
         outcome: result of the check.
         code: exit code of the check, or the negative signal number. None if the check timed out or could not be
             started.
-        line: last line of the check's output, truncated.
+        line: last line of the check's output, possibly truncated.
         took_s: seconds from the start of the check to its result.
     """
 
@@ -403,14 +404,14 @@ class WorkerHealthChecked(Event):
 
 
 class BandwidthMeasured(Event):
-    """Event: the agent of a host has measured the bandwidth to another host, as requested by `MeasureBandwidth`.
+    """Event: an agent measured the bandwidth to another host, as requested by `MeasureBandwidth`.
 
     Args:
         host: the measured host.
         peer: the host at the other end.
         sent: bytes per second from the host to the peer, or None if the measurement failed.
         received: bytes per second from the peer to the host, or None if the measurement failed.
-        trouble: reason of a failed measurement, or empty.
+        trouble: reason for the failure of the measurement; empty on success.
         took_s: seconds from the first connection attempt to the result.
     """
 
@@ -423,14 +424,14 @@ class BandwidthMeasured(Event):
 
 
 class HostLost(Event):
-    """Event: the liveness timeout of a host's agent expired. No process on the host can be killed or notified."""
+    """Event: the liveness timeout of a host's agent expired, so processes on the host cannot be killed or notified."""
 
     host: str
     reason: str
 
 
 class Notice(Value):
-    """A preemption notice for a machine.
+    """Preemption notice for a machine.
 
     Args:
         text: the source of the notice and its content.
@@ -446,9 +447,9 @@ class HostReported(Event):
 
     Args:
         running: workers that run on the host.
-        ordered: workers that the agent was ordered to start earlier. A worker in this list but not in ``running`` has
-            exited. Start orders for other workers may still be in transit. None means that every order was received.
-        notice: the current preemption notice, if any.
+        ordered: workers whose start orders the agent had received before. Those not in ``running`` have exited. Orders
+            for other workers may still be in transit. None means that every order was received.
+        notice: the current preemption notice, or None.
     """
 
     host: str
@@ -458,10 +459,10 @@ class HostReported(Event):
 
 
 class HostLeaving(Event):
-    """Event: a host will be reclaimed.
+    """Event: a preemption notice for a host was received.
 
     Args:
-        alone: whether the driver also runs on the host and ends with it.
+        alone: whether the driver runs on the host as well, and ends with it.
     """
 
     host: str
@@ -476,9 +477,9 @@ class HostStaying(Event):
 
 
 class DriverRestarted(Event):
-    """Event: a driver was restarted, after it had read the previous events from the journal.
+    """Event: a restarted driver has read the previous events from the journal.
 
-    No worker is connected yet, and the last decided actions may not have been performed.
+    No worker is connected yet, and the most recent actions may not have been performed.
     """
 
 
@@ -487,7 +488,7 @@ class StopRequested(Event):
 
     Args:
         code: the requested exit code.
-        checkpoint_s: time allowed for a last checkpoint, if the job makes any.
+        checkpoint_s: seconds allowed for a last checkpoint, if the job writes checkpoints.
     """
 
     reason: str
@@ -503,7 +504,7 @@ class ScaleRequested(Event):
 
 
 class DrainRequested(Event):
-    """Event: an operator requests that no worker runs on a host, or cancels such a request if ``off`` is True."""
+    """Event: an operator requests to drain a host, or to undo the drain if ``off`` is True."""
 
     request: int
     host: str
@@ -521,13 +522,13 @@ class CheckpointMade(Event):
     """Event: a commit was completely written to durable storage."""
 
     commit: Commit
-    step: int | None = None  # step counter of the state, or None
+    step: int | None = None  # step counter of the state, or None if the state has none
 
 
 class WorkerDiffers(Event):
     """Event: the ``parts`` of a worker's commit differ from those of ``equal`` other workers.
 
-    All replicas were equal before, so the memory of this worker is damaged.
+    All replicas were equal before, so the memory of this worker must be damaged.
     """
 
     worker: Worker
@@ -543,8 +544,8 @@ class ReplicasSpoilt(Event):
     The commit ``commit`` and all other commits in memory are lost.
 
     Args:
-        damaged: workers whose parameters had differed from those of ``equal`` other workers. In older journals, a
-            WorkerDiffers event reports these workers earlier.
+        damaged: workers whose parameters differed from those of ``equal`` other workers before. Journals of older
+            versions report these workers in an earlier WorkerDiffers event.
     """
 
     generation: int
@@ -562,7 +563,7 @@ class Action(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWorker(Action):
-    """Start this incarnation of a worker, with a provisional rank."""
+    """Start a worker, with a provisional rank."""
 
     worker: Worker
     place: Place
@@ -590,7 +591,7 @@ class MeasureBandwidth(Action):
 
 
 class TellAwaited(Action):
-    """Notify these members of the rank that they wait for, and of the script line that this rank is executing."""
+    """Notify these members which rank they are waiting for, and which script line that rank is executing."""
 
     generation: int
     members: list[Worker]
@@ -606,7 +607,7 @@ class DumpStacks(Action):
 
 
 class BreakWorld(Action):
-    """Notify these members that the generation is over."""
+    """Notify these members that their generation has ended."""
 
     generation: int
     members: list[Worker]
@@ -621,7 +622,7 @@ class Member(msgspec.Struct, frozen=True):
 class PublishWorld(Action, omit_defaults=True):
     """Publish a new generation. `protocol.messages.World` describes what each member receives.
 
-    Journals of earlier versions lack ``checkpoint``, which is then omitted when they are replayed.
+    Journals of earlier versions lack ``checkpoint``; their replay omits it.
     """
 
     generation: int
@@ -634,7 +635,7 @@ class PublishWorld(Action, omit_defaults=True):
 
 
 class TellWorld(Action, omit_defaults=True):
-    """Send the current world to one member again, because a lost connection may have dropped the message."""
+    """Send the current world to one member again, because the first message may have been lost with a connection."""
 
     generation: int
     member: Member
@@ -704,16 +705,16 @@ class FinishWorld(Action):
 
 
 class GiveUpHost(Action):
-    """Treat a host as lost although its agent is connected. `HostLost` follows if hosts have agents."""
+    """Treat a host as lost although its agent is connected. If hosts have agents, `HostLost` follows."""
 
     host: str
     reason: Reason
 
 
 class HastenCheckpoint(Action):
-    """Make rank 0 store one of its next commits durably as soon as possible, because the job may end.
+    """Request that rank 0 makes one of its next commits durable as soon as possible, because the job may end.
 
-    The message is sent to all members.
+    The request is sent to all members.
     """
 
     generation: int
@@ -749,15 +750,15 @@ class Report(Action):
 
 
 class ShardsDivided(Value):
-    """Division of a sharded state among the workers of a world, and where its rows came from.
+    """Division of a sharded state among the workers of a world, and the sources of its rows.
 
     Args:
-        shards: number of shards, which is smaller than the number of workers if there are replicas.
-        copy_hosts: number of hosts other than its first that hold each shard.
-        restored: the commit to which the world returned, as numbered by the sharded state. None means a checkpoint.
+        shards: number of shards, which is smaller than the number of workers with replicas (HSDP).
+        copy_hosts: number of additional hosts that hold a copy of each shard.
+        restored: the commit that the world restored, as numbered by the sharded state. None means a checkpoint.
         rows: bytes of all workers' rows, by source.
-        received: bytes of these rows that workers received from others.
-        lost: shards of the restored commit that no worker of this world had trained.
+        received: bytes of rows that workers received from other workers.
+        lost: shards of the restored commit whose owners are not in this world.
         lost_rows: bytes of rows from these shards.
     """
 
@@ -773,13 +774,14 @@ class ShardsDivided(Value):
 class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
-    Times are milliseconds since the cause was noticed. Journals of earlier versions lack the last three fields, and are
-    replayed to the same bytes.
+    Times are in milliseconds since the cause was detected. The last three fields are omitted at their defaults, so that
+    journals of earlier versions, which lack them, are replayed to the same bytes.
 
     Args:
         from_checkpoint: whether the survivors restored a durable commit.
         shards: division of a sharded state.
-        back_to: step with which an older commit begins, if the newest one may be wrong. None means the newest commit.
+        back_to: next step of the restored older commit, if the newest commit may be wrong. None means the newest
+            commit.
     """
 
     generation: int

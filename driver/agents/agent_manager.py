@@ -54,7 +54,7 @@ class AgentManager:
     Args:
         server: server to which agents connect.
         attach: first message to send to each agent.
-            sink: receives the workers' output.
+        sink: receives the workers' output.
         log: called with a level and a text.
         starter: starts agents. None if agents are started externally.
         reach: function that returns, for a host, the configuration with which the host's agent finds this driver.

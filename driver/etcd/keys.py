@@ -19,24 +19,24 @@ from elastic.errors import Invalid
 
 ROOT = "/hvd-elastic/"
 NAME_LIMIT = 200
-HOST_LIMIT = 253  # maximum number of characters of a host's name, as in DNS
+HOST_LIMIT = 253  # maximum length of a host name in characters, as in DNS
 
 
 class HostRecord(msgspec.Struct, frozen=True):
     slots: int
-    incarnation: int  # incarnation of the agent, which increases with each restart
+    incarnation: int  # incarnation of the host's agent, which increases with each restart
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
     term: int
-    address: str = ""  # address for operators; empty if it is not known yet
+    address: str = ""  # address of the driver for agents; empty if not known yet
     port: int = 0
 
 
 class LeaderAddress(NamedTuple):
-    """Address and term of the driver of a job."""
+    """Address and term of the driver that leads a job."""
 
-    address: str  # address of the agent, host:port
+    address: str  # address to which agents connect, host:port
     term: int
 
 
@@ -54,12 +54,12 @@ def job_root(job: str) -> str:
 
 
 def operators_key(job: str) -> str:
-    """Return the key that contains the address for operators of a job. Raises Invalid if the name is not allowed."""
+    """Return the key that contains a job's address for operators. Raises Invalid if the job's name is invalid."""
     return f"{job_root(job)}operators"
 
 
 def check_host(host: str) -> str:
-    """Return the host's name unchanged.
+    """Check the name of a host, and return it unchanged.
 
     Raises:
         Invalid: the name is too long, malformed, or includes a number of slots.
@@ -99,7 +99,7 @@ def read_leader(value: bytes) -> LeaderRecord | None:
 
 
 def leader_of(record: LeaderRecord | None) -> LeaderAddress | None:
-    """Return the driver's address and term, or None if no driver leads or the address is not known yet."""
+    """Return the leader's address and term, or None if no driver leads or its address is not known yet."""
     if record is None or not record.address:
         return None
     host = f"[{record.address}]" if ":" in record.address else record.address
@@ -107,7 +107,7 @@ def leader_of(record: LeaderRecord | None) -> LeaderAddress | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split ``host:port``. An IPv6 address is in brackets. Raises Invalid if the text is not an address."""
+    """Split ``host:port``, with an IPv6 address in brackets. Raises Invalid if the text has another form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise Invalid(f"{address!r} is not an address: pass host:port, as in gpu7:4711")

@@ -1,9 +1,9 @@
-"""Leader election between drivers of a job, by a key in etcd.
+"""Leader election between the drivers of a job, through a key in etcd.
 
 The leader key is written under a lease. A driver that acquires the key increments the term of the job in the same
 transaction. Its later writes are conditional on this term. A driver that was stopped or disconnected and then replaced
-therefore cannot write when it continues. A driver that has lost the key but was not replaced acquires the key again
-with the same term, because no other driver has acted in between.
+therefore cannot write when it continues. If a driver loses the key but no other driver has led since, it acquires the
+key again with the same term.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from elastic.driver.etcd.keys import LeaderRecord, job_root, read_leader, split_
 from elastic.driver.etcd.lease_guard import LeaseGuard
 from elastic.errors import ElasticError, Invalid
 
-RETAKE_S = 1.0  # seconds after etcd has become available in which only the previous leader may lead
+# seconds after an etcd outage for which only the previous leader may acquire the key
+RETAKE_S = 1.0
 
 
 class LeadershipLost(ElasticError):
-    """Error raised when another driver leads this job, or this driver has resigned. All later writes will fail."""
+    """Error raised when another driver leads this job or this driver has resigned. All later writes fail as well."""
 
 
 class Leadership:
-    """Leadership of a job. ``lost`` is set when another driver leads. ``term`` is 0 before this driver leads.
+    """Leadership of a job. ``lost`` is set when another driver leads. ``term`` is 0 until this driver leads.
 
     This driver leads until it calls `resign`, until this process ends, or until etcd could not be reached for ``ttl_s``
     seconds while another driver waits. Call `resign` before the connection to etcd is closed.
@@ -45,7 +46,7 @@ class Leadership:
         self._log = log
         self._ttl_s = ttl_s
         self._record = LeaderRecord(0)
-        # condition that no other driver has led since this driver
+        # transaction condition that no other driver has led since this driver
         self._guard_condition: Unchanged | None = None
         self._resigned = False
         self._lease = 0
@@ -63,7 +64,10 @@ class Leadership:
         return self._guard.pid if self._guard else None
 
     async def acquire(self) -> int:
-        """Wait until no driver leads, then lead and return the new term. Raises LeadershipLost after `resign`."""
+        """Wait until no driver leads, become the leader, and return the new term.
+
+        Raises LeadershipLost after `resign`.
+        """
         if self._resigned:
             raise self._leadership_lost()
         self._guard = self._guard or LeaseGuard(self._etcd.access, self._log)
@@ -91,9 +95,9 @@ class Leadership:
     async def transact(
         self, puts: Sequence[tuple[str, bytes]] = (), deletes: Sequence[str] = ()
     ) -> None:
-        """Perform all operations if this driver leads; otherwise raise LeadershipLost. Waits while etcd is unavailable.
+        """Perform all operations if this driver leads, otherwise raise LeadershipLost. Waits while etcd is unavailable.
 
-        Keys include their prefix. etcd accepts at most 127 operations and 1.5 MB.
+        Keys are complete, including their prefix. etcd accepts at most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
             raise self._leadership_lost()
@@ -105,7 +109,7 @@ class Leadership:
             raise self._leadership_lost()
 
     async def resign(self) -> None:
-        """Release the leadership, or stop waiting for it, within a time limit."""
+        """Release the leadership, or stop waiting for it. Has a time limit."""
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:
@@ -113,7 +117,7 @@ class Leadership:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            # Without this call, the lease would expire after its time to live.
+            # Revoke the lease, so that another driver need not wait until it expires.
             with contextlib.suppress(Unavailable, Rejected):
                 await self._etcd.revoke(self._lease, within_s=2.0)
         if self._guard is not None:
@@ -161,7 +165,7 @@ class Leadership:
                 taken = read_leader(seat.value)
                 if seat.lease != lease or taken is None:
                     return False
-                # This driver changed the key earlier, but the response was lost.
+                # An earlier transaction of this driver has succeeded, but its response was lost.
                 record, revision = taken, seat.changed
             self.term, self._record = record.term, record
             self._guard_condition = Unchanged(self._term, revision)
@@ -175,8 +179,8 @@ class Leadership:
                 value = msgspec.json.encode(self._record)
                 if seat is not None and seat.lease == lease and seat.value == value:
                     return
-                # The leader key may be missing or hold an older record of this driver. The transaction fails only if
-                # the key changed after it was read, or if another driver became leader in the meantime.
+                # Write the key if it is missing or holds an older record of this driver. The transaction fails only if
+                # the key has changed since it was read, or if another driver has led in the meantime.
                 conditions = [self._guard_condition, Unchanged(self._seat, _changed(seat))]
                 try:
                     if await self._etcd.transact(

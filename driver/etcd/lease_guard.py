@@ -1,8 +1,8 @@
 """Process that revokes the lease of a killed driver, so that another driver can lead immediately.
 
-The process runs in its own session. Its standard input is a pipe from the driver. The pipe contains a line with the
-access to etcd, then a line for each lease of the driver. When the driver exits, the process revokes the last lease. If
-this fails, the lease expires after its time to live.
+The guard runs in its own session and reads a pipe from the driver: a line with etcd's endpoints and credentials, then a
+line for each lease of the driver. When the driver exits, the guard revokes the last lease. If this fails, the lease
+expires after its time to live.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REVOKE_S = 10.0
 
 
 class LeaseGuard:
-    """Driver's side of the lease guard. Starts the process, sends it leases, and ends it."""
+    """Driver's side of the lease guard: starts the guard process, sends it leases, and ends it."""
 
     def __init__(self, access: EtcdAccess, log: Log) -> None:
         self._popen: subprocess.Popen[bytes] | None = None
@@ -59,7 +59,7 @@ class LeaseGuard:
         self._write(str(lease).encode())
 
     def close(self) -> None:
-        """End the process. Leases that were not revoked expire later."""
+        """End the guard process. Leases that were not revoked expire later."""
         if self._popen is not None:
             self._popen.kill()
             assert self._popen.stdin is not None
@@ -69,7 +69,7 @@ class LeaseGuard:
 
     def _write(self, line: bytes) -> None:
         if self._popen is not None and self._popen.stdin is not None:
-            # The process has exited, so the lease expires instead.
+            # The guard process has exited, so the lease will expire instead.
             with contextlib.suppress(OSError):
                 os.write(self._popen.stdin.fileno(), line + b"\n")
 

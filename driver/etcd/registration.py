@@ -3,9 +3,9 @@
 The agent reacts to the state of the host's key:
 
 - The key is missing: write it again, under a new lease if necessary.
-- A later agent of this host has written it: that agent has taken over, so this agent exits.
-- An earlier agent has written it: overwrite it. When this agent starts, the earlier one may still be running, so this
-  agent refuses to start.
+- A newer agent of this host has written it: the newer agent has taken over, so this agent exits.
+- An earlier agent has written it: overwrite it. Only at its start, this agent first waits for the earlier agent's lease
+  to expire, and exits if the earlier agent is still running.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from elastic.driver.etcd.keys import (
 )
 from elastic.errors import Invalid
 
-EXPIRY_S = 1.5  # seconds within which etcd detects an expired lease
-LOOK_S = 0.25  # seconds between two checks of an earlier agent's lease
+EXPIRY_S = 1.5  # maximum seconds by which etcd detects the expiry of a lease late
+LOOK_S = 0.25  # seconds between checks of an earlier agent's lease
 
 
 class Registration:
-    """Registration of one host. Must be closed before the connection to etcd.
+    """Registration of one host. Call `close` before the connection to etcd is closed.
 
-    ``ended`` is set when a later agent of the host has taken over. ``why`` then contains the logged reason.
+    ``ended`` is set when a newer agent of the host has taken over. ``why`` then contains the reason for the log.
 
     Args:
-        etcd: client.
+        etcd: client for etcd.
         job: name of the job.
         host: name of the host.
         slots: number of slots of the host.
-        incarnation: start number of the host's agent, which increases with every start.
+        incarnation: incarnation of the host's agent, which increases with every start.
         log: called with a level and a text.
         ttl_s: time to live of the lease, in seconds.
     """
@@ -75,7 +75,7 @@ class Registration:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Register the host. Waits until the lease of an earlier agent that died has expired.
+        """Register the host. If an earlier agent has died, wait until its lease has expired.
 
         Raises:
             Invalid: another live agent serves this host.
@@ -96,7 +96,7 @@ class Registration:
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._lease:
-            # Without this call, the lease would expire after its time to live.
+            # Revoke the lease, because it would otherwise keep the host listed until it expires.
             with contextlib.suppress(Unavailable, Rejected):
                 await self._etcd.revoke(self._lease, within_s=2.0)
 
@@ -120,7 +120,7 @@ class Registration:
         least_s = 0.0
         while item := await self._etcd.get(self._key):
             if read_host(self._host, item.value) is None:
-                return  # The value is not in the format that agents write.
+                return  # not the value of an agent, so do not wait
             left_s, granted_s = await self._etcd.time_left(item.lease)
             if deadline is None:
                 deadline, least_s = loop.time() + min(granted_s, 60.0) + EXPIRY_S, left_s
@@ -128,7 +128,7 @@ class Registration:
                     "info",
                     f"host {self._host} has an earlier registration; waiting for its lease to expire",
                 )
-            # The remaining time of the lease does not decrease, so another agent renews it.
+            # If the remaining time increases, a running agent renews the lease.
             if left_s > least_s or loop.time() > deadline:
                 raise Invalid(self._taken())
             least_s = left_s
@@ -190,7 +190,7 @@ class Registration:
             try:
                 await work()
                 return
-            except Unavailable:  # The connection to etcd was closed.
+            except Unavailable:  # the connection to etcd was closed
                 return
             except Rejected as error:
                 if str(error) != last_error:

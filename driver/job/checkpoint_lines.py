@@ -1,6 +1,4 @@
-"""Log lines about checkpoints: the first one, the first after a failure, occasional others, and problems that require
-action.
-"""
+"""Log lines about checkpoints: the first, the first after a failure, occasional others, and problems."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from elastic.driver.reasons import counted, start_checkpoint
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import at_step
 
-QUIET_S = 30.0  # minimum interval between two lines about problems of one kind, in seconds
-MADE_S = 600.0  # minimum interval between two lines about checkpoints without a problem, in seconds
-NAMED = 4  # maximum number of workers named per group
+QUIET_S = 30.0  # minimum seconds between lines about problems of one kind
+MADE_S = 600.0  # minimum seconds between lines about successful checkpoints
+NAMED = 4  # maximum number of workers to name per group
 
 
 def kept_line(
@@ -33,7 +31,7 @@ def kept_line(
     Args:
         writes: whether the job has a checkpoint directory.
         begins: the checkpoint from which the job began.
-        adopted: whether another driver began the job.
+        adopted: whether an earlier driver began the job.
     """
     if view.newest is None or (view.durable is None and (adopted or not view.commits)):
         return None
@@ -64,13 +62,13 @@ class CheckpointLines:
         self._said_at: dict[type, float] = {}
         self._unlogged: CheckpointCompleted | None = None
         self._made_at = 0.0
-        # whether a failure was logged and no checkpoint has been completed since
+        # whether a failure was logged and no checkpoint was completed since
         self._failed = False
         self._over = False
 
     def made(self, made: CheckpointCompleted) -> None:
         self._made_at = self._now()
-        if self._failed:  # A failure was logged earlier, so log that checkpoints work again.
+        if self._failed:  # log this checkpoint, to show that checkpoints work again
             self._failed = False
             self._said_at.pop(CheckpointCompleted, None)
         may_log = self._over or self._may_log(CheckpointCompleted, MADE_S)
@@ -78,7 +76,7 @@ class CheckpointLines:
         self._log_made("info" if self._unlogged is None else "debug", made)
 
     def ended(self) -> None:
-        """Log the last checkpoint, unless it was already logged."""
+        """Log the last checkpoint at the end of the job, unless it was already logged."""
         self._over = True
         if self._unlogged is not None:
             self._log_made("info", self._unlogged)

@@ -8,8 +8,8 @@ Pure: no I/O, no clock.
     replicas that differ      --> DropCheckpoint to all, ReplicaCorrupted or ReplicasDiffer
     NotFinite from all        --> ReplicasCorrupted, if they differed before
 
-The state belongs to one world: checkpoints that are not completed in it are dropped. It is not saved for the next
-driver, because ranks repeat unanswered messages until that driver receives them.
+A checkpoint that is not completed in its world is dropped. The state of this module is not saved for the next driver,
+because ranks repeat unanswered messages until that driver receives them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from elastic.protocol.messages import (
 
 @dataclass(frozen=True)
 class SendToRanks:
-    """Action: send a message to these workers."""
+    """Action: send a message to some workers."""
 
     workers: list[Worker]
     message: Message
@@ -48,7 +48,7 @@ class CheckpointCompleted:
 
     commit: Commit
     place: str
-    size: int  # size in bytes
+    size: int  # bytes
     took_s: float
     step: int | None = None  # step counter of the state at the commit
 
@@ -58,19 +58,19 @@ class CheckpointFailed:
     """Action: report that no checkpoint of a commit will be written.
 
     Args:
-        reason: why the commit is dropped.
+        reason: why the checkpoint is dropped.
     """
 
     number: int
     who: Worker
     reason: str
-    # False if the cause is harmless: a late message, or a previous checkpoint that is still being written
+    # False if the cause is harmless: a late message, or an earlier checkpoint that is still being written
     unusual: bool
 
 
 @dataclass(frozen=True)
 class ReplicaCorrupted:
-    """Action: report that a worker's replica differs from ``equal`` other replicas, after all had been equal before."""
+    """Action: report that a worker's replica differs from ``equal`` other replicas, although all were equal before."""
 
     worker: Worker
     generation: int
@@ -81,13 +81,13 @@ class ReplicaCorrupted:
 
 @dataclass(frozen=True)
 class ReplicasDiffer:
-    """Action: report that the replicas differ, and that the correct one is unknown.
+    """Action: report that the replicas differ, without knowing which of them is correct.
 
-    Either no majority agrees, or the replicas were never equal.
+    Either no majority of replicas is equal, or the replicas were never equal.
     """
 
     commit: Commit
-    groups: list[list[Worker]]  # groups of workers that agree
+    groups: list[list[Worker]]  # groups of workers with equal replicas
     parts: list[str]
     ever_equal: bool
 
@@ -97,7 +97,7 @@ class ReplicasCorrupted:
     """Action: report that gradients from a worker with damaged memory corrupted all replicas.
 
     Args:
-        damaged: workers whose replicas differed from ``equal`` others earlier. Empty if unknown.
+        damaged: workers whose replicas differed from ``equal`` other replicas before. Empty if unknown.
     """
 
     generation: int
@@ -122,13 +122,14 @@ class CheckpointShares:
 
     _generation: int = 0
     _members: list[Worker] = field(default_factory=list)  # members of the world by rank
-    # digests of the parts of each rank's state, by request
+    # digests of the parts of each worker's state, by number of the request
     _written: dict[int, dict[Worker, dict[str, int]]] = field(default_factory=dict)
     _ever_equal: bool = False  # whether all replicas were equal at any checkpoint of this job
-    _off: dict[int, DropCheckpoint] = field(default_factory=dict)  # dropped checkpoints, by request
+    # dropped checkpoints, by number of the request
+    _off: dict[int, DropCheckpoint] = field(default_factory=dict)
     _done: dict[int, Commit] = field(default_factory=dict)
     _not_finite: dict[Worker, NotFinite] = field(default_factory=dict)
-    _newest: Commit | None = None  # newest complete checkpoint of all worlds
+    _newest: Commit | None = None  # newest complete checkpoint in any world
 
     def world(self, generation: int, members: Sequence[Worker]) -> None:
         """Begin a new world, and drop the checkpoints of the previous one."""
@@ -139,7 +140,7 @@ class CheckpointShares:
         self._not_finite.clear()
 
     def handle(self, worker: Worker, message: Any) -> list[Action] | None:
-        """Handle a message about checkpoint shares. Return the actions, or None for other messages."""
+        """Handle a message about checkpoint shares. Return the actions, or None for any other message."""
         if not isinstance(
             message, (CheckpointDue, NotFinite, ShareWritten, ShareDropped, CheckpointWritten)
         ):
@@ -164,7 +165,7 @@ class CheckpointShares:
                 written[worker] = message.digests
                 if len(written) == len(self._members):
                     return self._complete(number, message.commit, written)
-                # Repeat the request, because the other ranks may not have received the first one.
+                # A repeated report: repeat the request to the other ranks, which may not have received it.
                 if again:
                     silent = [each for each in self._members if each not in written]
                     return [SendToRanks(silent, MakeDurable(self._generation, number))]

@@ -5,7 +5,7 @@ Pure: no I/O, no clock.
     answer = decisions.answer(event, now)            the actions of membership, which are written to the journal
     actions = decisions.follow(event, answer, now)   all actions to perform
 
-After an exception in `Membership`, it is not called again, and the job ends. An operator's first stop request sets the
+If `Membership` raises an exception, it is not called again, and the job ends. An operator's first stop request sets the
 exit code and starts the grace period. The second request kills all workers immediately.
 """
 
@@ -46,7 +46,7 @@ class JobDecisions:
     """Decisions about one job.
 
     Args:
-        running: workers that were running under the previous driver, if this driver resumes a job.
+        running: workers that were running under the previous driver. Empty unless this driver resumes a job.
         members: members of the world under the previous driver.
     """
 
@@ -60,12 +60,13 @@ class JobDecisions:
         members: Mapping[Worker, Place] | None = None,
     ) -> None:
         self.running = set(running)  # started workers whose exit has not been reported
-        self._on_host: dict[str, set[Worker]] = {}  # the same workers by host
+        self._on_host: dict[str, set[Worker]] = {}  # `running`, grouped by host
         for worker in self.running:
             self._on_host.setdefault(worker.host, set()).add(worker)
         self.members = dict(members or {})  # members of the last world
-        self.stop_code: int | None = None  # set by the first request to stop
-        self.ending: Shutdown | None = None  # shutdown logic; set once the outcome is known
+        self.stop_code: int | None = None  # exit code from the first stop request
+        # decisions during shutdown; set once the outcome is known
+        self.ending: Shutdown | None = None
         self.raised = False  # whether membership raised an exception and is no longer called
         self._membership = membership
         self._leave_s = leave_s
@@ -80,7 +81,7 @@ class JobDecisions:
         return self.ending is not None and self.ending.over
 
     def next_deadline(self) -> float | None:
-        """Return the time at which TimePassed must be sent next, or None."""
+        """Return the time at which the next TimePassed is due, or None."""
         ending = None if self.ending is None else self.ending.next_deadline()
         decision = None if self.raised else self._membership.next_deadline()
         return min((at for at in (ending, decision) if at is not None), default=None)
@@ -95,12 +96,12 @@ class JobDecisions:
         try:
             return self._membership.handle(event, now, more=more)
         except Exception:
-            self.raised = True  # After an exception, the state of membership may be inconsistent.
+            self.raised = True  # the state of membership may now be inconsistent
             raise
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
-        """Return the actions of ``answer``, followed by the actions that the end of the job adds."""
-        # Membership has already handled the exit that ended the job.
+        """Return the actions of ``answer``, followed by those that the shutdown adds."""
+        # Read this before ``answer`` is applied: an exit that ends the job was already handled by membership.
         begun = self.ending is not None
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None
@@ -172,7 +173,7 @@ class JobDecisions:
         assert self.ending is not None and self.stop_code is not None
         actions: list[Action] = []
         if not again or self.ending.code == 0:
-            # A stop was requested, but the job succeeded before it took effect.
+            # The first stop request, or the job succeeded before an earlier request took effect.
             self.ending.stopped(self.stop_code, now)
             actions.append(EndJob(self.stop_code, as_sentence(event.reason)))
         return actions + self.ending.hurried(now) if again else actions

@@ -68,19 +68,20 @@ from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.report_values import Report as WorkerReport
 
 AT_ONCE = 1000  # maximum number of events per batch
-LINE = 79  # width of a log text after the prefix of 21 columns
-# Extra seconds that workers wait for a world, compared with the driver's timeout.
+LINE = 79  # columns for a log text after the prefix of 21 columns
+# seconds by which workers wait longer for a world than the driver's timeout
 WAIT_SLACK_S = 60.0
-Line = tuple[str, str]  # level and text for the log
-LAST_CHECKPOINT_S = 6.0  # seconds for the last checkpoint after SIGTERM, since `docker stop` sends SIGKILL after 10 s
-# A process manager may signal all processes of a job, and a wrapper may forward its SIGTERM. Signals within this
-# interval, in seconds, count as one request.
+Line = tuple[str, str]  # level and text of a log line
+# seconds for the last checkpoint after SIGTERM; `docker stop` sends SIGKILL after 10 s
+LAST_CHECKPOINT_S = 6.0
+# Seconds within which repeated SIGTERMs count as one request, because a process manager may signal all processes of a
+# job, and a wrapper may forward its own SIGTERM.
 REPEATED_S = 1.0
 STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
-    """Connections of all workers. The implementation is a `ControlServer` or an `AgentManager`."""
+    """Interface of the connections to all workers, implemented by `ControlServer` and `RelayedWorkers`."""
 
     async def open(
         self,
@@ -107,20 +108,20 @@ class JobRuntime:
     """Job with its runtime configuration: environment, secret, and the addresses of driver and workers.
 
     Args:
-        by_agents: whether agents start the workers and provide the environment of their hosts. If so, ``environ``
-            contains only additions, and ``advertised``, ``bind`` and ``secret`` are unused.
+        by_agents: whether agents start the workers, with the environment of their hosts. If so, ``environ`` contains
+            only variables to add, and ``advertised``, ``bind`` and ``secret`` are unused.
     """
 
     settings: Settings
     command: Sequence[str]
-    environ: Mapping[str, str]  # environment that workers inherit
+    environ: Mapping[str, str]  # environment variables that workers inherit
     by_agents: bool = False
-    fixed_hosts: bool = False  # whether discovery yields a fixed list
+    fixed_hosts: bool = False  # whether discovery will never list additional hosts or slots
     secret: str = ""  # the job's secret, hexadecimal
     tls: TlsFiles | None = None
     interface: str = "127.0.0.1"  # address on which the control server listens
-    advertised: str = ""  # address that workers connect to, if it differs from ``bind``
-    bind: str = "127.0.0.1"  # address on which a worker listens for connections from other workers
+    advertised: str = ""  # address to which workers connect, if it differs from ``bind``
+    bind: str = "127.0.0.1"  # address on which workers listen for connections from other workers
     port: int = 0
 
 
@@ -129,7 +130,7 @@ class Adopted:
     """State adopted from an earlier driver of the job.
 
     Args:
-        clock_offset: seconds to add to this machine's clock to obtain the journal's clock.
+        clock_offset: seconds to add to this machine's monotonic clock to obtain the journal's clock.
     """
 
     running: Collection[Worker]
@@ -151,12 +152,12 @@ class Driver:
         discovery: source of the host list.
         journal: record of all events and decisions.
         log: called with a level and a text.
-        noted: called with every event, its actions and its time.
-        tracing: collects timelines.
+        noted: called with each event, its actions and its time.
+        tracing: collector of timelines.
         past: state of the previous driver, if membership was restored from its journal.
-        listening: awaited with the driver's address before the job begins.
+        listening: coroutine function, awaited with the driver's address before the job begins.
         reported: called with each report of a worker, in the event loop's thread.
-        leaves: callback for SIGTERM. If set, SIGTERM ends only this driver and not the job.
+        leaves: called on SIGTERM. If set, SIGTERM ends only this driver and not the job.
         answered: called with each answer to an operator's request.
         gone: called after the last worker has exited, before the last log line of a failed job.
     """
@@ -184,7 +185,7 @@ class Driver:
         self.job = job
         self.results: dict[Worker, bytes] = {}
         self._versions = Versions()
-        # Ranks assigned when the job started, used until the first world is published.
+        # places assigned at the start of workers, used until the first world is published
         self._promised: dict[Worker, Place] = {}
         self.generation = past.generation if past else 0
         self.outcome = ""  # reason for the end of the job
@@ -214,11 +215,10 @@ class Driver:
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
         self._slots = 0  # number of listed slots
-        # None once training has begun, or if an earlier driver led the job.
+        # measurements of the job's start; None once training has begun, or if an earlier driver began the job
         self._starts: JobStart | None = None
         self._held: bool | None = None  # whether a member of the newest world held a commit
-        # whether a published world held a commit made by the script, not only the initial state; assumed after a
-        # failover
+        # whether a world began from a commit of the script rather than the initial state; assumed after a failover
         self._committed = self.generation > 0
         self._about_checkpoints = CheckpointLines(self._now, self._log)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -226,14 +226,14 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
         self._layouts: dict[str, str] = {}  # layout text by digest
-        self._step_input = b""  # last step input value
+        self._step_input = b""  # newest description of the step's input, for joining workers
         self._exit_barrier = ExitBarrier(server, self._post)
-        self._stop_code: int | None = None  # code of the first stop request
-        # Set by a second stop request: do not wait for the journal any longer.
+        self._stop_code: int | None = None  # exit code of the first stop request
+        # whether a second stop request was received, after which the loop does not wait for the journal
         self._hurried = False
-        # Pending journal write that the loop waits for, or None.
+        # pending write of the journal for which the loop waits, or None
         self._settling: asyncio.Future[None] | None = None
-        self._signalled: int | None = None  # exit code that corresponds to the last signal
+        self._signalled: int | None = None  # exit code for the last received signal
         self._signalled_at: dict[signal.Signals, float] = {}
         # text and exit code of a stop request received before run()
         self._early_stop: tuple[str, int] | None = None
@@ -247,7 +247,7 @@ class Driver:
         return self._decisions.members
 
     def ordered_results(self) -> list[bytes | None]:
-        """Return the results of the last world's members by rank. The result is None for a member that sent no result.
+        """Return the results of the last world's members by rank, with None for a member that sent no result.
 
         If no worker called ``init()``, no world was formed. The results are then ordered by the ranks assigned at the
         start of the job.
@@ -261,7 +261,7 @@ class Driver:
         return self._reports.by_rank(self.places)
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code. On the second call, kill all workers immediately. Thread-safe."""
+        """End the job with exit code ``code``. On the second call, kill all workers immediately. Thread-safe."""
         if self._loop is None:
             self._early_stop = (reason, code)
         elif not self._loop.is_closed():
@@ -272,7 +272,7 @@ class Driver:
         self._post(event)
 
     def dump(self, worker: Worker, *, all_threads: bool) -> None:
-        """Request the stacks of a worker on behalf of an operator."""
+        """Request a stack dump of a worker on behalf of an operator."""
         self._launcher.dump(worker, all_threads=all_threads)
 
     async def run(self) -> int:
@@ -291,7 +291,7 @@ class Driver:
         assert self._decisions.ending is not None
         heard = self._signalled if self._stop_code is None else self._stop_code
         if self._decisions.stop_code is None and heard is not None:
-            return heard  # The event arrived after the last iteration of the loop.
+            return heard  # the signal arrived after the last iteration of the loop
         return self._decisions.ending.code
 
     async def _run(self) -> None:
@@ -341,12 +341,11 @@ class Driver:
             async for hosts in self._discovery.watch():
                 self._post(events.HostsChanged(dict(hosts), self.job.fixed_hosts))
                 if listed:
-                    # This only notifies scripts that wait for hosts. No worker has to stop.
+                    # Notify scripts that wait for hosts. No worker has to stop for this.
                     self._server.broadcast(self.places, protocol.HostsListed())
                 listed = True
         except Exception as error:
-            # Discovery reports errors of its source itself, so this exception is a bug in the discovery. The known list
-            # of hosts remains valid.
+            # This is a bug in the discovery, which handles errors of its source itself. Keep the last list of hosts.
             trouble = repr(error)
             self._log(
                 "error", f"host discovery ended: {trouble}; the current list of hosts is kept"
@@ -423,7 +422,7 @@ class Driver:
         assert loop is not None
 
         def forward(number: int, _: object) -> None:
-            # Another signal may interrupt this handler, so it only forwards the signal to the loop.
+            # Only forward the signal to the loop, because another signal may interrupt this handler.
             if number == signal.SIGINT or self._leaves is None:
                 self._signalled = STOP_CODES[signal.Signals(number)]
             loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), self._now())
@@ -437,7 +436,7 @@ class Driver:
             yield
         finally:
             for number, handler in before.items():
-                # None means that the handler was not set from Python and cannot be restored.
+                # None: the handler was not installed from Python, so it cannot be restored
                 if handler is not None:
                     signal.signal(number, handler)
 
@@ -474,7 +473,7 @@ class Driver:
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
         """Wait until the journal is written.
 
-        If the journal's storage does not respond, a second stop request ends the wait.
+        A second stop request ends the wait, in case the journal's storage does not respond.
         """
         self._settling = asyncio.ensure_future(writing)
         if self._hurried:
@@ -505,7 +504,7 @@ class Driver:
             and event.code
             and event.worker not in self.results
         ):
-            self._promised.pop(event.worker, None)  # another worker may receive its place
+            self._promised.pop(event.worker, None)  # its place may be assigned to another worker
 
     def _decide(self, event: events.Event, now: float, *, more: bool) -> list[events.Action]:
         """Return the actions for an event, after writing them to the journal."""
@@ -543,7 +542,7 @@ class Driver:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[events.Action]) -> None:
-        # Send messages about worlds first, because starting a process takes milliseconds. Write the log last.
+        # Send messages about worlds before starting processes, which takes milliseconds. Write log lines last.
         if not actions:
             return
         lines: dict[int, Line | None] = {}
@@ -626,7 +625,7 @@ class Driver:
                 return self._end(action)
             case events.Report(level, text, about):
                 if about is not None and about.kind is ReasonKind.SLOT_GIVEN_UP:
-                    # The worker's output is already visible on the console.
+                    # Shorten the text, because the console already shows the worker's output.
                     text = in_one_line(about) or text
                 starting = self.generation == 0
                 if self._exits.shares(level, about, starting=starting):
@@ -639,7 +638,7 @@ class Driver:
                 self._log("debug", phases_line(action))
                 line = recovery_line(action, held=self._held, committed=self._committed)
                 if self._starts is not None:
-                    if action.kind != "start":  # A worker was lost before training had begun.
+                    if action.kind != "start":  # a worker was lost before training began
                         self._log("info", line)
                     line = start_line(action, self._starts, self._now())
                     self._starts = None
@@ -655,7 +654,7 @@ class Driver:
 
     def _start(self, action: events.StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
-        # A health check may take longer than the start of other workers.
+        # Other workers wait while this worker's health check runs.
         wait_timeout_s = settings.health_check_s if settings.health_check else 0.0
         wait_timeout_s += 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         extra = dict(settings.env)
@@ -733,14 +732,14 @@ class Driver:
         if outcome.code != 0:
             self._server.broadcast(self._decisions.running, protocol.End(reason))
         if self.outcome:
-            return None  # A stop was requested after this.
+            return None  # the outcome was known before the stop was requested
         self.outcome = reason
         self._about_checkpoints.ended()
         if outcome.code == 0:
             level = "warning" if outcome.reason.facts.get("failed") else "info"
             return (level, f"training ended: {reason}")
         self._exits.job_failed()
-        # The worker's output is already visible on the console.
+        # Shorten the text, because the console already shows the worker's output.
         text = (
             f"the job ended with exit code {outcome.code}: {in_one_line(outcome.reason) or reason}"
         )

@@ -20,7 +20,7 @@ from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 
-# default limit on the workers of one machine if the number of slots is not specified
+# maximum workers per core of this machine if the user does not specify the number of slots
 WORKERS_PER_CORE = 8
 
 
@@ -28,7 +28,7 @@ class Stoppable(Protocol):
     """Interface of a driver whose job can be stopped."""
 
     def stop(self, reason: str, code: int = 1) -> None:
-        """End the job with this exit code. On the second call, kill its workers immediately. Thread-safe."""
+        """End the job with exit code ``code``. On the second call, kill its workers immediately. Thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,45 +41,47 @@ class Job:
     The variables in ``settings.env`` are added to every worker's environment. ``environ`` is the driver's environment.
     """
 
-    command: list[str]  # the program and its arguments
+    command: list[str]  # program and its arguments
     settings: Settings
     hosts: dict[str, int] | None  # number of slots of each host, in order of preference
     script: list[str] | None  # absolute path of the discovery script, and its arguments
     allocation: Allocation | None = None  # Slurm allocation that supplies the hosts
-    # settings for other hosts or driver failover; None if all workers run on this machine without failover
+    # settings for agents and driver failover; None if all workers run on this machine without failover
     fleet: MultiHostPlan | None = None
-    own_slots: bool = False  # whether the number of slots of this machine was not specified
-    slots_per_host: int = 1  # number of slots of a host that the script lists without a number
+    own_slots: bool = False  # whether the user did not specify the number of slots of this machine
+    slots_per_host: int = (
+        1  # number of slots of a host that the discovery script lists without a number
+    )
     environ: dict[str, str] = field(default_factory=dict, repr=False)
-    # streams used instead of the driver's stdout and stderr
+    # functions that write output instead of the driver's stdout and stderr
     streams: tuple[Write, Write] | None = None
-    # Called with each report of a worker, in the loop's thread.
+    # called with each report of a worker, in the event loop's thread
     reported: Callable[[Report], object] | None = None
     preemption: str = "off"  # source of preemption notices; see `preemption.watch`
-    # Modules that a preloaded process for the next worker imports. See `processes.prepared`.
+    # modules that the preloaded process for the next worker imports; see `processes.prepared`
     preload: str = ""
     stdin_rank: int | None = None  # rank of the worker that inherits standard input
-    # called with the driver when it has been created
+    # called with the driver once it has been created
     begun: Callable[[Stoppable], object] | None = None
-    # Called with the operators' address and key.
+    # called with the address and the key for operators
     steered: Callable[[str, bytes], object] | None = None
-    bind: str = "127.0.0.1"  # the address on which driver and workers listen
+    bind: str = "127.0.0.1"  # address on which the driver and the workers listen
     output_dir: str | None = None  # existing, writable folder for output files
     prefix_timestamps: bool = False
     begins: StartCheckpoint | None = None
     journal: str | None = None  # writable path of the journal
-    summary: bool = False  # whether to log a summary of the time spent when the job ends
+    summary: bool = False  # whether to log a summary of how the time was spent when the job ends
     report: str | None = None  # writable path of the report page
-    metrics: tuple[str, int] | None = None  # address and port of the metrics server
-    dashboard: tuple[str, int] | None = None  # address and port of the live page
+    metrics: tuple[str, int] | None = None  # address and port on which to serve metrics
+    dashboard: tuple[str, int] | None = None  # address and port on which to serve the live page
     # whether to send traces of recoveries, configured by the variables in ``environ``
     opentelemetry: bool = False
-    tensorboard: str | None = None  # writable folder for TensorBoard
+    tensorboard: str | None = None  # writable folder for TensorBoard events
     log_level: str = "INFO"  # one of `flags.LOG_LEVELS`
     log_timestamps: bool = True  # whether to prefix the driver's log lines with the time
-    # level and text of log lines about the start of the job
+    # log lines about the start of the job: level and text
     notes: list[tuple[str, str]] = field(default_factory=list)
-    # Called if the start is refused. Removes the files created by the checks, unless the job has used them.
+    # called if the start fails; removes the files that the checks created, unless the job has used them
     refused: Callable[[], None] = lambda: None
 
     @property
@@ -91,7 +93,7 @@ class Job:
 async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
     """Return the hosts currently listed by the discovery script or Slurm, or None if the job uses neither.
 
-    A script may list no hosts, because hosts may appear later.
+    A script's list may be empty, because hosts may appear later.
 
     Raises:
         Invalid: the list cannot be obtained or is invalid, or a job of a fixed size needs more slots than its
@@ -117,13 +119,13 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
 def script_discovery(
     job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
 ) -> Discovery:
-    """Return the discovery by the job's script or Slurm allocation, which first yields ``known``.
+    """Return the discovery for the job's script or Slurm allocation, which yields ``known`` first.
 
     Args:
         job: the job.
         known: result of an earlier query.
         log: called with a level and a text.
-        only: if given, only hosts that are this machine are used.
+        only: if not None, restricts the discovery to hosts that are this machine.
     """
     if job.allocation is not None:
         return PolledDiscovery(
@@ -135,14 +137,14 @@ def script_discovery(
 
 
 def most_workers(cores: int) -> int:
-    """Return the default limit on workers for this machine, as protection against a mistyped number."""
+    """Return the maximum number of workers on this machine, which protects against a mistyped number."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 
 def listed_hosts(job: Job, workers_max: int) -> Discovery:
-    """Return a discovery that lists the given hosts.
+    """Return a discovery that lists the job's hosts.
 
-    Without given hosts, it lists this machine with one slot for each of the ``workers_max`` workers.
+    Without specified hosts, it lists this machine with one slot for each of the ``workers_max`` workers.
     """
     assert job.hosts is not None
     if not job.own_slots:
@@ -157,10 +159,8 @@ def room_for(
 ) -> Callable[[int], Awaitable[str]] | None:
     """Return a function that adds slots to this machine for a given number of workers.
 
-    Returns None if the user specified the slots.
-
     The function returns "" on success, otherwise the reason for refusing. The limit is `most_workers`, or the number of
-    workers that the job already has if that is higher.
+    workers that the job already has if that is higher. If the user has specified the slots, return None.
 
     Args:
         job: the job.

@@ -46,9 +46,9 @@ from elastic.protocol.report_values import Report
 if TYPE_CHECKING:
     from elastic.driver.monitoring.metrics import MetricsServer
 
-STOPPED_S = 2.0  # time limit per stream for writing the remaining output after a stop, in seconds
+STOPPED_S = 2.0  # seconds per stream for writing the remaining output after a stop
 
-# Horovod's names of log levels, and the corresponding levels of this program
+# Horovod's names of log levels, mapped to the levels of this program
 _LEVELS = {
     "TRACE": "debug",
     "DEBUG": "debug",
@@ -63,12 +63,12 @@ _LEVELS = {
 class JobIO:
     """I/O of one driver. ``place_of`` may be set later, when the membership exists."""
 
-    view: JobView  # view of the job, with times in seconds since 1970
+    view: JobView  # state of the job as shown to users, with times in seconds since 1970
     console: Console
     output: Output
     tracing: Tracing
     metrics: MetricsServer | None
-    summary: bool  # whether to log a summary of the time at the end
+    summary: bool  # whether to log a summary of how the time was spent at the end
     report: RunReport | None
     page: LivePage
     traces: RecoveryTraces | None
@@ -77,14 +77,18 @@ class JobIO:
     place_of: Callable[[Worker], Place | None]
 
     level: str  # log level of the console
-    line: Callable[[str], None] | None = None  # status line at the bottom of a terminal
-    raised: dict[Worker, str] = field(default_factory=dict)  # tracebacks that workers have reported
-    # lock that is held while the view changes
+    line: Callable[[str], None] | None = (
+        None  # function that shows the status line at the bottom of a terminal
+    )
+    raised: dict[Worker, str] = field(
+        default_factory=dict
+    )  # tracebacks reported by workers, not logged yet
+    # lock to hold while the view is modified
     changing: threading.Lock = field(default_factory=threading.Lock)
-    # Difference between the clocks of the view and the journal. None before the first event.
+    # seconds to add to the journal's clock for the view's clock; None before the first event
     epoch: float | None = None
-    unreported: bool = False  # whether the report could not be written
-    inherited: bool = False  # whether another driver began the job
+    unreported: bool = False  # whether the page of --report could not be written
+    inherited: bool = False  # whether an earlier driver began the job
     # whether a signal stopped the job; the driver then does not wait for a slow reader of its output
     stopped: bool = False
 
@@ -93,7 +97,7 @@ class JobIO:
 
         Args:
             report: the report.
-            reported: an additional receiver, or None.
+            reported: an additional function to call with the report, or None.
         """
         self.page.reported(report)
         if self.report is not None:
@@ -130,7 +134,7 @@ class JobIO:
             self.view.adopt(workers, generation, time.time(), prepares=prepares)
 
     def unfolding(self) -> bool:
-        """Return whether log summaries are delayed because a failure is in progress."""
+        """Return whether a failure is in progress, for which summaries in the log are delayed."""
         return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:
@@ -140,7 +144,7 @@ class JobIO:
             last: whether no worker is left. If so, exceptions without a traceback are logged too, because a worker may
                 have been killed after it reported an exception and before it wrote the traceback to stderr.
         """
-        # A worker that reports why the job cannot continue has no traceback, so its exception is logged without one.
+        # Exceptions without a traceback: a worker that reports why the job cannot continue prints none.
         unsent = [
             f"{worker}: {text.rstrip()}"
             for worker, text in self.raised.items()
@@ -152,9 +156,7 @@ class JobIO:
             self.console("error", text)
 
     def log_end(self, job: Job) -> None:
-        """Log the exceptions not logged yet, and the checkpoint to resume from. Called after the last worker has
-        exited.
-        """
+        """Log the remaining exceptions, and the checkpoint to resume from. Called after the last worker has exited."""
         self.log_remaining(last=True)
         if self.view.end is None or self.view.end.code == 0:
             return  # the job succeeded, or another driver continues it
@@ -215,7 +217,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         heard=page.said,
     )
     metrics: MetricsServer | None = None
-    wait_s: float | None = STOPPED_S  # Use the time limit even if an exception was raised.
+    wait_s: float | None = STOPPED_S  # also applies if an exception is raised
     try:
         for note_level, line in job.notes:
             console(note_level, line)
@@ -224,7 +226,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             tracing.open(job.settings.timeline)
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
-            # Imported on demand, because the import takes a tenth of a second.
+            # Import on demand, because the import takes a tenth of a second.
             from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
 
             metrics = MetricsServer(*job.metrics, JobMetrics(spent), changing)
@@ -304,7 +306,7 @@ def _shown_by(status: StatusLine | None, output: Output) -> Callable[[str], None
     if status is None:
         return None
     line = status
-    # An empty chunk is not written, so an invisible space is written instead.
+    # Write a space instead of an empty chunk, which would not be written.
     return lambda text: output.write_separately(line.show, text.encode(errors="replace") or b" ")
 
 
@@ -331,7 +333,8 @@ async def serve_page(job: Job, job_io: JobIO) -> None:
 def page_token(job: Job) -> str:
     """Return the token that grants access to the live page.
 
-    If the user specified the job's secret, the token is derived from it, so it stays valid after a driver failover.
+    If the user specified the job's secret, the token is derived from the secret, so that it remains valid after a
+    driver failover.
     """
     if job.fleet is None or not job.fleet.given_secret:
         return secrets.token_hex(16)
@@ -339,10 +342,10 @@ def page_token(job: Job) -> str:
 
 
 def _asked_to_end() -> bool:
-    """Return whether Ctrl-C was pressed after the job had ended.
+    """Return whether Ctrl-C was pressed after the end of the job.
 
-    In that case asyncio has canceled this task, and raises KeyboardInterrupt when the task ends. On Python 3.10,
-    asyncio raises it immediately.
+    In that case, asyncio has canceled this task, and raises KeyboardInterrupt when the task ends. On Python 3.10,
+    asyncio raises KeyboardInterrupt immediately instead.
     """
     cancelling = getattr(asyncio.current_task(), "cancelling", None)
     return cancelling is not None and cancelling() > 0
@@ -350,9 +353,9 @@ def _asked_to_end() -> bool:
 
 @contextlib.contextmanager
 def _ctrl_c_ends_it() -> Iterator[None]:
-    """Make Ctrl-C end a blocking wait in this thread.
+    """Context manager in which Ctrl-C interrupts a blocking wait in this thread.
 
-    asyncio's signal handler only cancels a task, which has no effect because no event loop runs during the wait.
+    asyncio's signal handler only cancels a task, which has no effect during the wait because no event loop is running.
     """
     unwanted = (None, signal.SIG_IGN, signal.SIG_DFL)
     here = threading.current_thread() is threading.main_thread()

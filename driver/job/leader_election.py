@@ -12,16 +12,16 @@ from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
-SOON_S = 1.0  # seconds allowed for acquiring a free leadership
-# seconds allowed for acquiring a killed driver's leadership after its lease has expired
+SOON_S = 1.0  # seconds within which to acquire leadership if no driver leads
+# seconds within which to acquire leadership after the lease of a killed driver has expired
 LEFT_S = 4.0
 
 
 class LeaderLease:
-    """Leadership of a job in etcd that this driver has acquired.
+    """Acquired leadership of a job in etcd.
 
     Args:
-        waited: whether this driver waited for another leader.
+        waited: whether this driver had to wait for another leader.
     """
 
     def __init__(self, etcd: Any, leadership: Leadership, *, waited: bool) -> None:
@@ -36,7 +36,8 @@ async def campaign(
     """Become the leader of a job. Waits if this driver is a standby.
 
     Returns:
-        The leadership; None if etcd is not used; the reason as text if a signal ended the wait.
+        The acquired leadership, None if the job does not use etcd, or a text with the reason if a signal ended the
+        wait.
 
     Raises:
         Invalid: another driver leads, and this driver is not a standby.
@@ -73,7 +74,7 @@ async def campaign(
 
 
 async def _unless_stopped(taking: asyncio.Future[int]) -> str:
-    """Wait for leadership. Return "" when it is acquired, or the reason if Ctrl-C or SIGTERM ends the wait."""
+    """Wait for leadership. Return "" once acquired, or the reason if Ctrl-C or SIGTERM ends the wait."""
     stop: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def asked(name: str) -> None:

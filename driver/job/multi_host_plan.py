@@ -1,4 +1,4 @@
-"""Additional settings of a job on several hosts.
+"""Additional settings of a job with agents.
 
 They apply if workers run on other machines, if hosts register in etcd, or if the job supports driver failover.
 """
@@ -13,12 +13,12 @@ from elastic.driver.job.provider import Provider
 from elastic.driver.launch.ssh import SshOptions
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 
-# seconds that workers keep training without a driver if another driver may take over
+# seconds for which workers keep training without a driver if another driver may take over
 AWAY_S = 600.0
-# seconds that workers keep training without a driver if none can take over, in case only the connection was lost
+# seconds for which workers keep training without a driver if only this driver can reconnect
 BOUND_AWAY_S = 30.0
 
-# Environment variables forwarded from the driver to all hosts. They configure training, not the driver's machine.
+# Environment variables to forward from the driver to all hosts, because they configure training rather than a machine.
 FORWARDED = re.compile(
     r"(HOROVOD|ELASTIC|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|CUDA_LAUNCH|HF|TRANSFORMERS)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|PYTHONUNBUFFERED|PYTHONWARNINGS|TZ|LANG|LC_ALL"
@@ -35,9 +35,9 @@ class PodSource:
     """
 
     selector: str
-    namespace: str | None  # namespace of the pods; None means that of this pod
+    namespace: str | None  # namespace of the pods; None means the namespace of this pod
     slots: int | None
-    # address of this pod, on which the driver listens; empty means the address that other hosts use
+    # address of this pod on which the driver listens; empty means the address that other hosts can reach
     address: str
     notices: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ class MultiHostPlan:
 
     name: str  # name of the job
     secret: bytes = field(repr=False)
-    # whether the user specified the secret, so that other processes also know it
+    # whether the user specified the secret, which other processes may therefore know
     given_secret: bool
     etcd: EtcdAccess | None
     tls: TlsFiles | None
@@ -64,11 +64,11 @@ class MultiHostPlan:
     port: int
     away_s: float
     forwarded: dict[str, str] = field(repr=False)
-    by_etcd: bool  # hosts are the agents registered in etcd
-    service: str | None  # headless service whose addresses are the hosts
+    by_etcd: bool  # whether the hosts are those with an agent registered in etcd
+    service: str | None  # headless service whose addresses are the hosts, or None
     pods: PodSource | None  # selection of the pods that are hosts, or None if hosts are not pods
     needed: bool  # whether the known hosts need agents
-    # engine that supplies hosts and agents, instead of lists and ssh
+    # engine that supplies hosts and agents instead of host lists and ssh, or None
     provider: Provider | None = None
 
     @property
@@ -79,13 +79,14 @@ class MultiHostPlan:
     def left_by_sigterm(self) -> bool:
         """Return whether SIGTERM ends only this driver and not the job.
 
-        In Kubernetes, a driver's pod is replaced when its node is drained.
+        In Kubernetes, this is the case with driver failover, because the driver's pod is replaced when its node is
+        drained.
         """
         return self.pods is not None and self.outlived
 
     @property
     def agents_come(self) -> bool:
-        """Return whether agents are started externally, instead of by this driver over ssh."""
+        """Return whether agents are started externally rather than by this driver over ssh."""
         return self.by_etcd or self.service is not None or self.pods is not None
 
     def server_tls(self) -> ssl.SSLContext | None:
@@ -102,7 +103,7 @@ class MultiHostPlan:
 
 
 def provided(plan: MultiHostPlan, provider: Provider) -> MultiHostPlan:
-    """Return the plan for a job on hosts from an engine such as Ray."""
+    """Return the plan for a job whose hosts an engine such as Ray supplies."""
     return replace(
         plan,
         provider=provider,

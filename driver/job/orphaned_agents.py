@@ -19,16 +19,18 @@ from elastic.errors import Invalid
 
 
 async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], log: Log) -> None:
-    """Detach the agents of the job whose journal is ``path``, as its driver would have done at the end.
+    """Detach the agents of an earlier job, as its driver would have done at the end of the job.
 
-    The agents still try to connect to the address of the killed driver. Waits, within a time limit, until their workers
-    have exited.
+    The agents still try to connect to the address of the killed driver, so this function listens there. It waits,
+    within a time limit, until the agents have killed their workers.
 
     Args:
+        path: journal of the earlier job.
         listed: hosts of the new job.
     """
     if plan.etcd or plan.provider or plan.agents_come:
-        # These agents will find the new driver, and kill the old workers before they serve it.
+        # These agents will find the new driver without help, and will kill the old workers before they serve the new
+        # job.
         return
     archive = FileArchive(Path(path))
     try:
@@ -40,7 +42,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         if past is None or past.over:
             return
         hosts = {worker.host for worker in past.membership.roster}
-    except Invalid:  # The end of the journal may be missing, for example because the disk was full.
+    except Invalid:  # the end of the journal may be missing, for example after a full disk
         hosts = set(listed)
     finally:
         archive.close()
@@ -72,7 +74,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
         while (here or hosts - called) and now() - began < (CLOSE_S if here else CALL_S):
             await asyncio.sleep(0.005)
     except OSError:
-        pass  # Another process is now listening on the address.
+        pass  # another process listens on the address
     finally:
         await server.close()
     if missing := ", ".join(sorted(hosts - called)):

@@ -1,4 +1,4 @@
-"""Interface of an engine such as Ray or Spark that lists machines and starts agents on them."""
+"""Interface of an engine, such as Ray or Spark, that lists machines and starts agents on them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from elastic.driver.launch.starter import Starter
 
 
 class Provider(Protocol):
-    """Source of machines for a job, implemented by an engine. The driver decides how many workers the job has."""
+    """Interface of a source of machines for a job. The driver decides how many workers the job has."""
 
     outlived: bool  # whether the job can outlive its driver and be resumed by another one
-    fresh: bool  # whether this is the first driver of the job
+    fresh: bool  # whether to start a new job, because this is the job's first driver
     secret: bytes  # secret of the job
-    lost: asyncio.Event | None  # event that is set when another driver leads the job, or None
+    lost: (
+        asyncio.Event | None
+    )  # event that is set when another driver leads the job; None without driver failover
 
     @property
     def towards(self) -> Sequence[str]:
-        """Return the addresses of some machines, which determine the network on which the driver listens."""
+        """Return addresses of some machines, by which the driver chooses the network interface to listen on."""
 
     @property
     def connected(self) -> Callable[[Mapping[str, int]], object] | None:
-        """Return a callback for the slots of all hosts with agents, or None if the engine itself lists machines.
+        """Return a callback that receives the slots of all hosts with agents after each change.
 
-        It is called after each change.
+        None means that the engine's own discovery lists the machines.
         """
 
     def discovery(
@@ -36,17 +38,15 @@ class Provider(Protocol):
     ) -> Discovery:
         """Return the discovery of machines and slots. Called once.
 
-        The discovery may call ``need`` at any time in the driver's loop. It calls ``noticed`` with each preemption
-        notice.
+        The discovery calls ``need`` for the current demand, in the driver's event loop, and ``noticed`` with each
+        preemption notice.
         """
 
     def starter(self, log: Log) -> Starter | None:
         """Return the starter of agents, or None if the engine starts them. Called once."""
 
     def archive(self) -> Archive | None:
-        """Return the archive of the journal from which a replacement driver resumes, or None if the job does not
-        support driver failover.
-        """
+        """Return the archive of the journal for replacement drivers. None means no driver failover."""
 
     def environ_of(self, host: str) -> Mapping[str, str]:
         """Return additional environment variables for the workers of a host."""
@@ -54,5 +54,5 @@ class Provider(Protocol):
     async def listening(self, address: str) -> None:
         """Publish the driver's address ``host:port``, to which agents can connect from now on.
 
-        Agents of the previous driver, and agents that the engine starts later, read it.
+        The address is read by agents of the previous driver and by agents that the engine starts later.
         """

@@ -1,12 +1,11 @@
 """Decisions between a job's outcome and the driver's exit: waits, kills and the exit code. Pure: no I/O, no clock.
 
-Outcome 0 (success): members run to their end without a time limit. The job ends when all workers have exited.
+Outcome 0 (success): members run until they exit, without a time limit. The job ends when all workers have exited.
 
-- The exit code is 0, or 1 if a member failed. With --strict, it is 1 from the start if fewer scripts returned than
-  began.
+- The exit code is 0, or 1 if a member fails. With --strict, it is also 1 if fewer workers returned than started.
 - Workers that are not members are asked to leave, and are killed after ``leave_s``.
-- Members that train again after the outcome is known wait for each other. A frozen one is killed after ``idle_s``.
-  After one has failed, the others are killed after ``leave_s``.
+- Members that train again after the outcome is known wait for each other. A frozen member is killed after ``idle_s``.
+  If a member fails, the other members are killed after ``leave_s``.
 
 Any other outcome: all workers are notified, and killed after GRACE_S. The job ends with the outcome's code when all
 workers have exited, or DEATH_S after the kill.
@@ -21,19 +20,19 @@ from elastic.driver.membership.membership import describe_exit
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Place, Worker
 
-GRACE_S = 1.0  # seconds from the notification that the job is over to the kill
-DEATH_S = 15.0  # time limit for killed processes to exit, in seconds
-REMIND_S = 30.0  # interval between two log lines about awaited workers
+GRACE_S = 1.0  # seconds from the notification that the job has failed to the kill
+DEATH_S = 15.0  # seconds within which killed processes must exit
+REMIND_S = 30.0  # seconds between log lines about workers that have not exited
 
 
 class Shutdown:
     """Decisions from the outcome of a job to the driver's exit.
 
     Args:
-        outcome: the decision of membership.
+        outcome: the decision of membership to end the job.
         members: places of the last world's members.
         alive: all workers with a running process.
-        leave_s: seconds that workers have to leave.
+        leave_s: seconds within which workers that were asked to leave must exit.
         idle_s: seconds after which a frozen member that trains again is killed. 0 means never.
         failed: members whose training function raised an exception or called sys.exit.
         now: current time on the caller's clock, in seconds.
@@ -60,7 +59,7 @@ class Shutdown:
         self._leave_s = leave_s
         self._idle_s = idle_s
         self._again = False
-        # time and cause for each frozen worker
+        # (time, cause) for each frozen worker
         self._frozen: dict[Worker, tuple[float, str]] = {}
         self._members = dict(members)
         self._alive = set(alive)
@@ -130,7 +129,7 @@ class Shutdown:
 
     def _fail(self, now: float) -> None:
         self.code = 1
-        if self._again:  # Other workers may wait for this worker in a collective.
+        if self._again:  # Other members may wait for this member in a collective.
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
@@ -146,9 +145,9 @@ class Shutdown:
         return [events.Report("error", f"{named} {lost} {text}")]
 
     def stopped(self, code: int, now: float) -> None:
-        """Record a stop request.
+        """Record a stop request, after which the job fails with exit code ``code``.
 
-        The job can no longer succeed. The remaining workers are killed after GRACE_S seconds.
+        The remaining workers are killed after GRACE_S seconds.
         """
         self.code = code
         self._remind_at = None

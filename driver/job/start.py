@@ -1,4 +1,4 @@
-"""Runs a validated job in this process."""
+"""Entry point that runs a validated job in this process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Outcome:
     Args:
         code: exit code of the job.
         reason: reason why the job ended.
-        results: pickled results of launched functions by rank, or None for a missing result.
-        reports: the last report of each rank of the last world that has reported.
+        results: pickled results of launched functions by rank, with None for a missing result.
+        reports: last report of each rank of the last world. Ranks without a report are omitted.
         unreported: whether the page of --report could not be written.
     """
 
@@ -48,10 +48,10 @@ class Outcome:
 
 
 async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
-    """Run a job to its end. All workers have exited when it returns.
+    """Run a job to its end, until all workers have exited.
 
     Raises:
-        Invalid: a problem was found before anything was started.
+        Invalid: an error was detected before any process was started.
         OSError: the driver's address cannot be bound.
     """
     this_host = this_host or ThisHost()
@@ -169,7 +169,7 @@ async def _alone(
         job.begun(driver)
     code = await driver.run()
     if code:
-        # The job may have failed before its first checkpoint, for example because the start checkpoint does not fit the
-        # workers' state.
+        # Clean up if the job failed before its first checkpoint, for example because its start checkpoint does not fit
+        # the workers' state.
         job.refused()
     return Outcome(code, driver.outcome, driver.ordered_results(), driver.last_reports())

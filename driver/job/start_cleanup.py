@@ -1,4 +1,4 @@
-"""Removal of files that were created by the start-up checks, if the start is refused."""
+"""Removal of files that the start-up checks have created, if the job does not start."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from elastic.checkpoints.files.storage import Storage
 
 
 class StartCleanup:
-    """Registry of files and folders created by one start. ``remove`` is idempotent and uses reverse order."""
+    """Registry of the files and folders that one start has created.
+
+    ``remove`` is idempotent, and removes them in reverse order.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
         while self._undo:
-            # An empty file or folder remains if it cannot be removed.
+            # Ignore errors: an empty file or folder may remain.
             with contextlib.suppress(OSError):
                 self._undo.pop()()
 
     @contextlib.contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Remove the files if an exception is raised in this context."""
+        """Context manager that removes the files if an exception is raised."""
         try:
             yield
         except BaseException:
@@ -33,7 +36,7 @@ class StartCleanup:
             raise
 
     def folder(self, path: str) -> None:
-        """Register a folder that is about to be created, and its parents. Only empty folders are removed."""
+        """Register a folder that is about to be created, with its missing parents. Only empty folders are removed."""
         made = Path(os.path.abspath(path))
         for folder in reversed([made, *made.parents]):
             if not folder.exists():
@@ -48,7 +51,10 @@ class StartCleanup:
             self._undo.append(lambda: _remove_unused(Path(path)))
 
     def run(self, storage: Storage, number: int) -> None:
-        """Register a claimed run of a checkpoint folder. If the run has a checkpoint, its mark is not removed."""
+        """Register a run number that was claimed in a checkpoint folder.
+
+        The claim is kept if the run has a checkpoint.
+        """
 
         def give_back() -> None:
             if all(name.run != number for name in catalog.names(storage)):

@@ -1,7 +1,7 @@
-"""Run a job whose workers are started by agents, on several hosts or with driver failover.
+"""Entry point of jobs whose workers are started by agents, on several hosts or with driver failover.
 
-The driver becomes the leader, reads the journal, listens, announces its address, and adopts or begins the job, in this
-order. A driver that loses the leadership exits without affecting the workers, because another driver controls them.
+The driver first becomes the leader. It then reads the journal, listens, announces its address, and adopts or begins
+the job. A driver that loses the leadership exits without affecting the workers, because another driver controls them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from elastic.protocol.report_values import Report
 
-ASKED = 16  # maximum number of host names that are resolved to determine where to listen
-DEPOSED_CODE = 75  # EX_TEMPFAIL: another driver continues the job
+ASKED = 16  # maximum number of host names to resolve in order to choose the address to listen on
+DEPOSED_CODE = 75  # exit code if another driver continues the job (EX_TEMPFAIL)
 
 Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 
@@ -66,7 +66,7 @@ Outcome = tuple[int, str, list[bytes | None], dict[int, Report]]
 async def start_fleet(
     job: Job, plan: MultiHostPlan, job_io: JobIO, known: dict[str, int] | None, this_host: ThisHost
 ) -> Outcome:
-    """Run a job with agents. Return its exit code, the reason, and results and last reports by rank.
+    """Run a job with agents. Return its exit code, the reason, and the results and last reports by rank.
 
     Raises:
         Invalid: the options, the journal or the address of the driver can't be used. Nothing was started.
@@ -96,9 +96,7 @@ async def _past(
     archive: Archive | None,
     log: Callable[[str, str], None],
 ) -> RecoveredJob | None:
-    """Return the job that this driver resumes, or None. Raises Invalid if the driver may neither resume nor start a
-    job.
-    """
+    """Return the job to resume, or None. Raises Invalid if this driver may neither resume nor start a job."""
     if archive is None:
         return None
     begun_alone = isinstance(archive, FileArchive) and not archive.outlives()
@@ -120,7 +118,7 @@ async def _past(
     if begun_alone and not plan.fresh and (warning := starts_over(found, job.begins)):
         log("warning", warning)
     if begun_alone or (found is not None and found.ended is not None and unawaited):
-        # The workers of that job ended with its driver, or its outcome was reported by no driver.
+        # Start a new job: the workers of the earlier job exited with its driver, or the job has ended.
         return None
     name = f"job {plan.name}" if lead is not None else f"the journal {job.journal}"
     return to_go_on_with(
@@ -152,7 +150,7 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
         server: the server to bind.
         interface: address to listen on.
         port: port to listen on. 0 means any.
-        own: the port of --driver-port, or 0.
+        own: the port from --driver-port, or 0 if not set.
 
     Raises:
         Invalid: the port of --driver-port or of the previous driver is in use.
@@ -176,7 +174,7 @@ def _bound(server: ControlServer[Any], interface: str, port: int, own: int) -> A
 
 
 class _Run:
-    """One driver of a job, from its start to its exit."""
+    """Run of one driver of a job, from its start to its exit."""
 
     def __init__(
         self,
@@ -198,13 +196,13 @@ class _Run:
         job_io.place_of = self.membership.place_of
         self.term = lead.leadership.term if lead is not None else (past.term if past else 0) + 1
         self.id = past.job if past is not None else uuid.uuid4().hex
-        # event that is set when another driver leads the job
+        # event that is set when another driver leads the job; None without driver failover through a leader
         self.lost: asyncio.Event | None = None
         if lead is not None:
             self.lost = lead.leadership.lost
         elif plan.provider is not None:
             self.lost = plan.provider.lost
-        self.left = False  # whether this driver received SIGTERM while the job continues
+        self.left = False  # whether SIGTERM has ended this driver while the job continues
         if plan.left_by_sigterm and self.lost is None:
             self.lost = asyncio.Event()
         self._publishing: set[asyncio.Task[None]] = set()
@@ -294,7 +292,7 @@ class _Run:
             code = driver_loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
         if code:
-            # The job may have failed before its first checkpoint, for example because no agent could be started.
+            # Clean up if the job failed before its first checkpoint, for example because no agent could be started.
             job.refused()
         return code, driver.outcome, driver.ordered_results(), driver.last_reports()
 
@@ -330,10 +328,10 @@ class _Run:
     async def _place(self, known: dict[str, int] | None) -> tuple[str, int]:
         """Return the address and port to listen on.
 
-        Without etcd, they are the same as for the previous driver, because its agents know no other address.
+        If agents cannot look up a new address, both are those of the previous driver.
         """
         movable = self.plan.etcd is not None or self.plan.provider is not None
-        # A service with the same name may lead to a different pod.
+        # With pods, agents find the driver through a service, whose pod may change.
         movable = movable or self.plan.pods is not None
         if self.past is not None and not movable and self.past.address:
             return parse_address(self.past.address)
@@ -440,7 +438,7 @@ class _Run:
         await self._announce_desk(address.host)
 
     async def _announce_desk(self, interface: str) -> None:
-        """Publish the address for operators in etcd or Ray, where agents also find the driver."""
+        """Publish the address for operators in etcd or Ray, next to the address for agents."""
         if self.lead is None and self.job.steered is None:
             return
         desk = self.job_io.desk
@@ -475,8 +473,8 @@ class _Run:
         )
         copy = None
         if self.job.journal is not None and not isinstance(archive, FileArchive):
-            # Local copy of the journal from this driver on, which remains readable after etcd has discarded the
-            # entries.
+            # Keep a local copy of this driver's part of the journal, which remains readable after etcd has discarded
+            # the entries.
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
             state = None if self.past is None else snapshot.take_snapshot(self.membership)
             file = FileArchive(Path(self.job.journal))
@@ -488,9 +486,9 @@ class _Run:
         return journal if copy is None else JournalCopy(journal, copy)
 
     def _none_waiting(self) -> bool:
-        """Return whether all workers train and none is about to reconnect or exit.
+        """Return whether all workers train and none is expected to reconnect or exit.
 
-        Snapshots are taken only in this state, because a snapshot of a large job blocks the driver for a while.
+        Snapshots are preferably taken in this state, because a snapshot of a large job blocks the driver for a while.
         """
         membership = self.membership
         return membership.phase is Phase.TRAINING and membership.roster.first_exit_by() is None
@@ -533,7 +531,7 @@ class _Run:
 
 
 class ObservedDiscovery:
-    """Wrapper of a discovery that also passes each list to a callback."""
+    """Wrapper of a discovery that passes each list to a callback as well."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
         self._source = source

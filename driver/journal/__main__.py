@@ -1,4 +1,4 @@
-"""``python -m elastic.driver.journal``: print a journal."""
+"""``python -m elastic.driver.journal FILE``: print a journal, and check its replay."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Readable local copy of a journal in a remote store. The copy begins with this driver's entries. Makes no decisions.
+"""Local copy of a journal in a remote store, for users and invariant checks. Makes no decisions.
 
-The next driver resumes from the original. The copy is for users and for invariant checks.
+The copy begins with the entries of this driver. The next driver resumes from the original.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ async def copied_to(
     *,
     failed: Callable[[str], None],
 ) -> FileJournal:
-    """Create a copy that contains no entries yet.
+    """Create a local copy without entries, to which the journal's entries will be written.
 
     Args:
         file: the file to write.
@@ -42,7 +42,7 @@ async def copied_to(
 
 
 class JournalCopy(Journal):
-    """Journal that writes each entry to two journals: ``first``, which is authoritative, and ``copy``, for readers."""
+    """Journal that writes each entry to two journals: the authoritative ``first``, and ``copy`` for readers."""
 
     def __init__(self, first: Journal, copy: FileJournal) -> None:
         super().__init__()

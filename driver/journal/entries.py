@@ -1,8 +1,8 @@
 """Journal entries, their encoding, and their readable form. Pure: values and bytes. Makes no decisions.
 
-A journal contains one JSON object per line. The header is followed by events with the resulting actions. Between these
-are snapshots of the complete state, from which another driver can resume without reading the whole journal, and records
-of driver changes.
+A journal contains one JSON object per line. The header is followed by events with the resulting actions. In between,
+there are snapshots of the complete state, from which another driver can resume without reading the whole journal, lines
+about driver changes, and lines about external problems.
 
     {"journal": 2, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
     {"at": seconds, "event": {...}, "actions": [...]}
@@ -31,22 +31,23 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
-ABANDONED = 0  # format number of a journal whose driver could not write all entries
-BEGINNING = b'{"journal":'  # bytes with which a header, and therefore a journal, begins
-SNAPSHOT = b'{"snapshot":'  # bytes with which a line with a snapshot begins
+# format number that marks a journal as incomplete, because its driver could not write all entries
+ABANDONED = 0
+BEGINNING = b'{"journal":'  # first bytes of a header, and therefore of a journal
+SNAPSHOT = b'{"snapshot":'  # first bytes of a line with a snapshot
 
 
 class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Driver that writes the entries of a journal from some point on: the job's first driver, or a later one.
+    """Driver that writes the subsequent entries of a journal.
 
-    ``at``, ``unix_s`` and ``boot`` are the values of its clocks and the boot ID of its machine when it started.
+    ``at`` and ``unix_s`` are the values of its clocks when it started, and ``boot`` is the boot ID of its machine.
     """
 
-    term: int = 1  # incremented by every driver of a job
-    address: str = ""  # host:port
+    term: int = 1  # each driver of a job increments the term
+    address: str = ""  # address on which the driver listens, host:port
     date: str = ""
     pid: int = 0
-    at: float = 0.0  # time on the journal's clock when the driver started
+    at: float = 0.0  # seconds on the journal's clock when the driver started
     # seconds to add to the machine's monotonic clock to obtain the journal's clock
     offset_s: float = 0.0
     unix_s: float = 0.0
@@ -64,7 +65,7 @@ class Header(msgspec.Struct, frozen=True):
     folder: str = ""
     outlives: bool = False  # whether agents and workers continue without a driver
     writer: Writer = Writer()
-    # start checkpoint; None if there is none, or if an earlier version wrote the journal
+    # start checkpoint; None without one, or if an earlier version wrote the journal
     begins: StartCheckpoint | None = None
 
     def checked(self) -> Settings:
@@ -108,11 +109,11 @@ class Entry(msgspec.Struct, omit_defaults=True):
 
 
 class Snapshot(msgspec.Struct):
-    """Complete state of a membership after the preceding entry. See `elastic.driver.membership.snapshot`."""
+    """Complete state of a Membership after the preceding entry. See `elastic.driver.membership.snapshot`."""
 
     snapshot: msgspec.Raw
     at: float
-    writer: Writer  # the driver that wrote the snapshot
+    writer: Writer  # driver that wrote the snapshot
 
 
 class Resumed(msgspec.Struct):
@@ -120,7 +121,7 @@ class Resumed(msgspec.Struct):
 
 
 class TroubleLine(msgspec.Struct):
-    """Journal line about a problem outside the driver, for example with etcd. No driver resumes from it."""
+    """Journal line about a problem outside the driver, for example with etcd. Ignored when a driver resumes."""
 
     trouble: Reason
     at: float
@@ -130,7 +131,7 @@ Line = Entry | Snapshot | Resumed | TroubleLine
 
 
 class _Line(msgspec.Struct):
-    """Line of a journal as read from the file. The parts of an entry are decoded according to their tags."""
+    """Any line of a journal after the header. Events and actions are decoded according to their tags."""
 
     at: float = 0.0
     event: msgspec.Raw = msgspec.Raw()
@@ -171,9 +172,9 @@ def header_of(
 
 
 def readable(words: Sequence[str]) -> list[str]:
-    """Return a command as printable words.
+    """Return a command with all words printable.
 
-    Arguments may contain bytes that are not valid text and that JSON cannot represent.
+    Arguments may contain bytes that are not valid text, which JSON cannot represent.
     """
     return [word.encode(errors="backslashreplace").decode() for word in words]
 
@@ -211,7 +212,7 @@ def decoded(line: bytes) -> Line:
 
 
 def entry_of(line: Mapping[str, Any]) -> Entry:
-    """Return the entry of a journal line that was decoded as plain JSON.
+    """Convert a journal line, decoded as plain JSON, to an entry.
 
     Raises:
         msgspec.MsgspecError: the line is invalid.
@@ -231,15 +232,15 @@ def same(recorded: Action | None, now: Action | None) -> bool:
 
 
 def digest_of(actions: Sequence[Action]) -> int:
-    """Return a checksum of actions.
+    """Return a checksum of actions, stored in journals that omit the actions.
 
-    If a journal omits the actions, the checksum shows whether another driver makes the same decisions.
+    It shows whether another driver makes the same decisions.
     """
     return zlib.crc32(_encoder.encode([*map(_decision, actions)])) if actions else 0
 
 
 def _decision(action: Action) -> dict[str, Any]:
-    """Return an action as a dict without its texts for display."""
+    """Return an action as a dict, without the texts that are only for display."""
     fields: dict[str, Any] = msgspec.to_builtins(action)
     if isinstance(action, events.Report):
         return {"type": fields["type"], "level": action.level}
@@ -274,7 +275,7 @@ def readable_lines(entries: Sequence[Entry], *, since: float) -> Iterator[str]:
 
 
 def describe_writer(writer: Writer) -> str:
-    """Return the readable line about a change of the driver."""
+    """Describe a change of the driver in one line."""
     where = f" at {writer.address}" if writer.address else ""
     return f"-- another driver resumes: term {writer.term}{where}, {writer.date}"
 

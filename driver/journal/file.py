@@ -1,8 +1,8 @@
-"""Journal of a job in a file, and recovery of the job's state from it for a replacement driver. Makes no decisions.
+"""Journal of a job in a file, from which a replacement driver restores the job's state. Makes no decisions.
 
-Each entry is in the file when `record` returns, so the next driver finds it even if this one is killed. Entries are not
-synced to disk: a power failure may lose the latest entries, but it also ends the machine's workers. A lock on the file
-prevents a second driver from writing while the first one runs.
+Each entry is in the file when `record` returns, so that the next driver finds it even if this driver is killed. Entries
+are not synced to disk: a power failure may lose the latest entries, but it also ends the workers on the machine. A lock
+on the file prevents a second driver from writing while the first one runs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
-KEPT = 5  # maximum number of journals of previous jobs to keep
-BLOCK = 1 << 20  # number of bytes per read when the last snapshot is searched
+KEPT = 5  # maximum number of earlier jobs whose journals are kept
+BLOCK = 1 << 20  # bytes per read in the search for the last snapshot
 _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -59,20 +59,20 @@ class FileArchive:
             self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _not_writable(path, error) from error
-        # The path may refer to a device or a pipe.
+        # whether it is a regular file rather than a device or a pipe
         self.regular = stat.S_ISREG(os.fstat(self.fd).st_mode)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _LACKING:
-                return  # The file is a device, or its file system does not support locks.
+                return  # a device, or a file system without locks
             os.close(self.fd)
             if isinstance(error, BlockingIOError):
                 raise _in_use(path) from error
             raise _not_writable(path, error) from error
 
     async def past(self) -> RecoveredJob | None:
-        """Return the job to resume, or None. Only the part from the last snapshot on is read.
+        """Return the job to resume, or None. Reads only the header and the part from the last snapshot on.
 
         Raises:
             Invalid: the file cannot be read or is not a journal.
@@ -86,7 +86,7 @@ class FileArchive:
                 first = file.readline()
                 _check(self.path, first)
                 if not end:
-                    return None  # The file is empty, or its header is incomplete.
+                    return None  # the file is empty, or its header is incomplete
                 start = _last(file.fileno(), b"\n" + SNAPSHOT, end - 1) + 1 or len(first)
                 file.seek(start)
                 lines = file.read(end - start).split(b"\n")[:-1]
@@ -103,7 +103,7 @@ class FileArchive:
             ) from error
 
     def make_way(self) -> None:
-        """Make room for a new journal. The previous job's journal is kept with a numeric suffix, the newest as ``.1``.
+        """Move the previous job's journal away. Earlier journals get numeric suffixes; the newest is ``.1``.
 
         Raises:
             Invalid: the journal cannot be kept, one of these files is not a journal or is used by a driver, or this
@@ -119,7 +119,7 @@ class FileArchive:
                 return
             for each in kept:
                 _has_journal(each)
-            # This new file has a unique name, and only this user can read it.
+            # mkstemp creates a file with a unique name that only this user can read.
             handle, copy = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
             with open(self.path, "rb") as file, open(handle, "wb") as beside:
                 shutil.copyfileobj(file, beside)
@@ -136,7 +136,7 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """Make the file readable only for this user, because opening a file does not change its mode.
+        """Make the file readable only for this user. Opening an existing file does not change its mode.
 
         Raises:
             Invalid: the mode cannot be changed.
@@ -153,7 +153,7 @@ class FileArchive:
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> FileJournal:
-        """Resume the journal. An incomplete last line, left by a crash, is removed first."""
+        """Resume the journal, after removing an incomplete last line left by a crash."""
         return FileJournal(self, Resumed(writer), self._end, policy, entries=past.replayed)
 
     def outlives(self) -> bool:
@@ -162,7 +162,10 @@ class FileArchive:
         return header is not None and header.outlives
 
     def header(self) -> Header | None:
-        """Return the header of the journal, even if the journal is incomplete, or None if the file has no journal."""
+        """Return the header of the journal, or None if the file contains no journal.
+
+        The journal may be marked as incomplete.
+        """
         if not self.regular:
             return None
         try:
@@ -178,7 +181,7 @@ class FileArchive:
 
 
 class FileJournal(Journal):
-    """Journal file that is open for writing from byte ``at`` on."""
+    """Journal file that is open for writing, from offset ``at`` on."""
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class FileJournal(Journal):
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """Do nothing, because recorded entries are already in the file and survive this process."""
+        """No-op, because recorded entries are already in the file, which survives this process."""
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))
@@ -251,7 +254,7 @@ class FileJournal(Journal):
     def _abandon(self) -> None:
         """Mark the journal as incomplete, so that no driver resumes from it.
 
-        The mark overwrites existing bytes and needs no space.
+        The mark overwrites existing bytes, so that it works even if the disk is full.
         """
         try:
             with open(self._archive.path, "r+b") as file:
@@ -259,7 +262,7 @@ class FileJournal(Journal):
                 if head == BEGINNING:
                     file.write(str(ABANDONED).encode())
         except OSError:
-            # The next driver can still detect this, because the workers' generation is missing from the journal.
+            # Ignore the error: the next driver will find that the workers' generation is missing from the journal.
             return
 
 
@@ -278,7 +281,7 @@ def check_own(path: Path) -> None:
 
 
 def _check_unwritten(path: Path) -> None:
-    """Raise Invalid if a driver is writing this file, which is about to be moved or removed."""
+    """Raise Invalid if a driver is writing the file. Called before the file is moved or removed."""
     try:
         if stat.S_ISREG(path.stat().st_mode):
             with open(path, "rb") as file:
@@ -286,7 +289,7 @@ def _check_unwritten(path: Path) -> None:
     except BlockingIOError:
         raise _in_use(path) from None
     except OSError:
-        return  # The file does not exist, or the file system does not support locks.
+        return  # missing, or on a file system without locks
 
 
 def _has_journal(path: Path) -> bool:
@@ -328,15 +331,13 @@ def _no_journal(path: Path) -> Invalid:
 
 
 def _last(fd: int, what: bytes, end: int) -> int:
-    """Return the offset of the last occurrence of ``what`` before the offset ``end``, or -1. The file is read
-    backwards.
-    """
+    """Return the offset of the last occurrence of ``what`` before offset ``end``, or -1. Reads backwards."""
     while end > 0:
         start = max(0, end - BLOCK)
         found = os.pread(fd, end - start, start).rfind(what)
         if found >= 0:
             return start + found
-        end = start + len(what) - 1 if start else 0  # A match may span two blocks.
+        end = start + len(what) - 1 if start else 0  # overlap, because a match may span two blocks
     return -1
 
 
@@ -349,7 +350,7 @@ def _not_writable(path: Path, error: OSError) -> Invalid:
 def _in_use(path: Path) -> Invalid:
     """Return the error for a journal that is in use.
 
-    Its message names the driver that holds the lock, which is the one in the latest header or takeover.
+    The message names the driver that holds the lock: the one in the last takeover line, or else in the header.
     """
     pid = 0
     try:
@@ -363,7 +364,7 @@ def _in_use(path: Path) -> Invalid:
             else:
                 pid = decoded_header(first).writer.pid
     except (OSError, UnicodeError, msgspec.MsgspecError):
-        pass  # The other driver has just started, and has not written its header yet.
+        pass  # the other driver has just started and has not written its header yet
     owner = f"the driver with process ID {pid}" if pid else "another driver"
     return Invalid(
         f"{owner} writes the journal {str(path)!r}: wait until it ends, stop it, or pass another file"

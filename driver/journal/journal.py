@@ -1,4 +1,4 @@
-"""Recording and replay of all events and of the resulting actions of membership. Makes no decisions.
+"""Recording and replay of all events, with the resulting actions of membership. Makes no decisions.
 
     journal.record(now, event, actions)     right after each decision, in order
     await journal.settle()                  before acting on what was recorded
@@ -44,9 +44,10 @@ from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
-RING = 200  # number of entries kept in memory for the report of a failed assertion
-SNAPSHOT_EVERY = 2000  # number of entries between two snapshots
-FORCED = 8  # after FORCED * SNAPSHOT_EVERY entries, a snapshot no longer waits for a quiet moment
+RING = 200  # number of latest entries to keep in memory for error reports
+SNAPSHOT_EVERY = 2000  # minimum number of entries between snapshots
+# after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken even if workers wait for the driver
+FORCED = 8
 
 
 class Machine(Protocol):
@@ -67,11 +68,11 @@ class SnapshotPolicy:
     """Policy for when and how the driver takes snapshots.
 
     Args:
-        take: returns a snapshot of the state after the latest entry. None means that no snapshots are taken.
-        snapshot_every: number of entries between two snapshots.
+        take: function that returns a snapshot of the state after the latest entry. None means no snapshots.
+        snapshot_every: minimum number of entries between snapshots.
         failed: called once if the journal can no longer be written, for example because the disk is full. The job
             continues.
-        suits: returns whether no worker is waiting for the driver, which is blocked while it takes a snapshot.
+        suits: function that returns whether no worker waits for the driver. Taking a snapshot blocks the driver.
     """
 
     take: Callable[[], bytes] | None = None
@@ -83,10 +84,9 @@ class SnapshotPolicy:
 class Journal:
     """Journal that keeps the latest entries in memory. Base class of journals that store all entries.
 
-    A snapshot is due after ``snapshot_every`` entries. In addition, these entries must have at least the size of the
-    last snapshot, so that a snapshot never takes longer than the replay that it avoids. The journal takes the snapshot
-    when the driver has no pending decision and ``suits`` returns True, but at the latest after FORCED times as many
-    entries.
+    A snapshot is due after ``snapshot_every`` entries, if these are at least as large as the last snapshot, so that a
+    snapshot never takes longer than the replay that it avoids. A due snapshot is taken when the driver has no pending
+    decision and ``suits`` returns True, but at the latest after FORCED times as many entries.
     """
 
     def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
@@ -95,7 +95,7 @@ class Journal:
         self.take = policy.take
         self._every = policy.snapshot_every
         self._suits = policy.suits
-        self._entries = entries  # entries recorded since the last snapshot
+        self._entries = entries  # number of entries since the last snapshot
         self._bytes = 0
         self._snapshot_bytes = 0
         self._ring: deque[Entry] = deque(maxlen=RING)
@@ -123,23 +123,19 @@ class Journal:
         self._bytes += self._keep(entry)
         self._entries += 1
         if error:
-            # After an exception, the state may be inconsistent, so no snapshot is taken.
+            # Take no more snapshots, because the state may be inconsistent after an exception.
             self.take = None
         elif self._due(FORCED):
             self._snapshot()
 
     def trouble(self, at: float, reason: Reason) -> None:
-        """Record a problem outside the driver, or the end of the problem, for readers of the journal. The driver does
-        not act on it.
-        """
+        """Record a problem outside the driver, or its end, for readers of the journal. No effect on decisions."""
 
     async def settle(self) -> None:
-        """Wait until all recorded entries are available to the next driver. Their actions must not be performed
-        earlier.
-        """
+        """Wait until the next driver could read all recorded entries. Only then may their actions be performed."""
 
     async def rest(self) -> None:
-        """Take a snapshot if one is due.
+        """Take a snapshot if one is due and no worker waits for the driver.
 
         Call this only if no decision is pending and all recorded entries are settled.
         """
@@ -155,7 +151,7 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Close the journal. No more entries are recorded."""
+        """Close the journal. Later entries are not stored."""
 
     # ---- for subclasses --------------------------------------------------------------------------------------------
 
@@ -174,7 +170,7 @@ class Journal:
         assert self.take is not None
         try:
             data = self.take()
-        # This is a bug, but the job can continue, because a missing snapshot only makes it slower to resume.
+        # This is a bug, but the job can continue: without a snapshot, resuming only takes longer.
         except SnapshotError as error:
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
@@ -185,7 +181,7 @@ class Journal:
 
 
 class Archive(Protocol):
-    """Storage of the journal of one job. While the archive is open, no other process writes to the journal."""
+    """Interface of the storage of one job's journal. While it is open, no other process writes the journal."""
 
     async def past(self) -> RecoveredJob | None:
         """Return the job to resume, or None if the archive contains none.
@@ -195,7 +191,7 @@ class Archive(Protocol):
         """
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> Journal:
-        """Begin the journal of a new job, and discard the previous job's journal. Call `past` before."""
+        """Begin the journal of a new job in place of the previous job's journal. Call `past` first."""
 
     async def go_on(
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
@@ -203,7 +199,7 @@ class Archive(Protocol):
         """Continue the journal of a resumed job as its next driver."""
 
     def close(self) -> None:
-        """Release the storage. No effect after `begin` or `go_on`, whose journal must be closed instead."""
+        """Release the storage. No-op after `begin` or `go_on`: close the journal that they return instead."""
 
 
 # ---- reading a file -------------------------------------------------------------------------------------------------
@@ -211,9 +207,7 @@ class Archive(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """Complete journal with line numbers. ``start`` is set if the journal is a copy that begins in the middle of
-    a job.
-    """
+    """Content of a journal with line numbers. ``start`` is set if it is a copy that begins in mid-job."""
 
     header: Header
     settings: Settings
@@ -223,7 +217,7 @@ class Recording:
 
 
 def recording(path: Path) -> Recording:
-    """Read a journal. A line that was truncated by a crash is ignored.
+    """Read a journal. A last line that was truncated by a crash is ignored.
 
     Raises:
         Invalid: the file is not a journal.
@@ -277,7 +271,7 @@ def read(path: Path) -> tuple[Settings, list[Entry]]:
 def replay(
     path: Path, machine: Callable[[Settings], Machine] = Membership
 ) -> list[tuple[Event, list[Action]]]:
-    """Pass the events to a new machine (by default a Membership) and compare its actions with those recorded.
+    """Replay the events on a new machine (by default a Membership), and compare its actions with the recorded actions.
 
     Raises:
         ReplayDiffers: at the first difference.
@@ -293,7 +287,8 @@ def replay(
 
 
 def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
-    """Bring a machine to the state after the last entry. Its actions are compared and discarded.
+    """Replay the entries on a machine, so that it reaches the state after the last entry. Its actions are only
+    compared.
 
     Raises:
         ReplayDiffers: at the first difference.
@@ -360,7 +355,7 @@ def main(arguments: Sequence[str]) -> int:
     except Invalid as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # The reader has closed the pipe.
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,4 +1,4 @@
-"""Journal record for a remote store, split into pieces that do not exceed the store's size limit.
+"""Record of a journal in a remote store, split into pieces within the size limit of the store.
 
 Pure: no I/O, no clock.
 """
@@ -12,16 +12,18 @@ PIECE = 768 * 1024  # maximum size of a piece in bytes; etcd accepts 1.5 MiB per
 
 @dataclass(eq=False)
 class PendingRecord:
-    """Record that is not completely written yet."""
+    """Record that has not been written completely."""
 
     data: bytearray
-    begins: bool = False  # whether the record invalidates all earlier records
-    begun: bool = False  # writing has begun, so no further line can be added
+    begins: bool = (
+        False  # whether the record contains a snapshot, which invalidates all earlier records
+    )
+    begun: bool = False  # whether writing has begun, after which no line can be added
     written: int = 0  # number of pieces written so far
 
     @property
     def pieces(self) -> int:
-        """Return the number of the record's pieces."""
+        """Return the number of pieces of the record."""
         return -(-len(self.data) // PIECE)
 
     def takes(self, line: bytes) -> bool:

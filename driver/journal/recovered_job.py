@@ -1,4 +1,4 @@
-"""State of a job whose driver has ended, as restored from its journal."""
+"""State of a job whose driver has exited, as restored from the journal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class RecoveredJob:
     """State of a job at the end of its last driver, as restored from the journal."""
 
     header: Header
-    settings: Settings  # settings without the values of additional environment variables
-    writer: Writer  # the last driver that wrote the journal
+    settings: Settings  # settings, without the values of additional environment variables
+    writer: Writer  # last driver that wrote the journal
     membership: Membership
     last_at: float  # time of the latest entry, on the last driver's clock
-    ended: EndJob | None  # outcome of the job if it is decided; workers may not have been notified
-    replayed: int  # number of entries read since the last snapshot
+    ended: EndJob | None  # outcome of the job, if decided; workers may not have been notified yet
+    replayed: int  # number of entries after the last snapshot
 
     @property
     def job(self) -> str:
@@ -40,7 +40,7 @@ class RecoveredJob:
 
     @property
     def over(self) -> bool:
-        """Return whether the job has ended and has no workers left."""
+        """Return whether the job has ended and all its workers have exited."""
         return self.ended is not None and not self.membership.roster
 
     @property

@@ -1,6 +1,6 @@
 """Base class of journals that write records in pieces to a remote store. Makes no decisions.
 
-Entries that are recorded while another record is being written are combined in the next one. A snapshot is a separate
+Entries that are recorded while a record is being written are combined in the next record. A snapshot is a separate
 record that invalidates all earlier records.
 """
 

@@ -1,7 +1,7 @@
-"""Restores a job from its journal for another driver, and converts times between drivers' clocks.
+"""Recovery of a job from its journal by another driver, and conversion of times between drivers' clocks.
 
-`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the clock
-of the process that wrote it. `clock_offset` returns the offset of another clock.
+`past_of` applies entries to a Membership, which is new or restored from a snapshot. Times in a journal are on the job's
+clock, which each driver continues with the offset that `clock_offset` returns.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Describe how a command and its settings differ from those at the start of the job, in one text per difference."""
+    """Return a text for each difference of a command and its settings from those at the start of the job."""
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")
     for field in fields(Settings):
         if field.name == "starting_max":
-            continue  # The setting was derived from the machine and not chosen by the user.
+            continue  # derived from the machine, not set by the user
         now, then = getattr(settings, field.name), getattr(past.settings, field.name)
         if field.name == "env":
             found += [f"workers now receive {name}" for name in now if name not in then]
@@ -101,7 +101,7 @@ def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) 
 def check_same_job(past: RecoveredJob, command: Sequence[str], settings: Settings) -> None:
     """Raise Invalid if the command or the settings differ from those at the start of the job.
 
-    The message lists all differences.
+    The error lists all differences.
     """
     found = differences(past, command, settings)
     if found:
@@ -122,15 +122,15 @@ def to_go_on_with(
 ) -> RecoveredJob | None:
     """Return the job that a driver with this command must continue, or None to start a new job.
 
-    A completed job with the same command is also returned.
+    A completed job with the same command is returned as well.
 
     Args:
-        past: the job in the journal, if any.
+        past: the job in the journal, or None.
         command: command of this driver.
         settings: settings of this driver.
-        resume: whether this driver may continue a job.
+        resume: whether this driver is allowed to continue a job.
         fresh: whether to discard an existing job.
-        name: name of the journal, for errors.
+        name: name of the journal, for error messages.
 
     Raises:
         Invalid: the job may neither be continued nor discarded.
@@ -156,9 +156,9 @@ def to_go_on_with(
 
 
 def starts_over(past: RecoveredJob | None, begins: StartCheckpoint | None) -> str | None:
-    """Return a warning that the job trains from the beginning, because its workers exited with their driver.
+    """Return a warning that the new job trains from the beginning, because the workers exited with their driver.
 
-    Return None if the job had ended, or if it begins from a checkpoint.
+    Return None if the earlier job had ended, or if the new job begins from a checkpoint.
     """
     if past is None or past.ended is not None or begins is not None:
         return None
@@ -184,10 +184,11 @@ def _shown(value: object) -> str:
 
 
 def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: str) -> float:
-    """Return the offset to add to a driver's clock, which is now ``loop_time``, to continue the job's clock.
+    """Return the seconds to add to this driver's clock, which is at ``loop_time``, to continue the job's clock.
 
-    If the machine has not rebooted, its clock has continued. Otherwise, the time without a driver is computed from
-    system dates, which may be wrong, so it is limited to the longest cooldown. The job's clock never goes backwards.
+    The offset is unchanged if the machine has not rebooted since. Otherwise, the time without a driver is computed from
+    the system clocks, which may be wrong, so it is limited to the longest cooldown. The job's clock never goes
+    backwards.
     """
     if boot and boot == past.writer.boot:
         now = loop_time + past.writer.offset_s
@@ -200,7 +201,7 @@ def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: s
 def writer_here(*, term: int = 1, address: str = "", past: RecoveredJob | None = None) -> Writer:
     """Return a description of this process as the driver that writes the journal from now on.
 
-    Its clock is the clock of asyncio's event loops plus ``offset_s``.
+    The journal's clock is the clock of asyncio's event loops plus ``offset_s``.
     """
     at, unix_s, boot = time.monotonic(), time.time(), ""
     with contextlib.suppress(OSError):

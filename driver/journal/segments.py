@@ -1,10 +1,10 @@
-"""Finds the valid part of a journal that several drivers have written in pieces, each in its own chapters.
+"""Search for the valid part of a journal in which each driver has written pieces of records in its own chapters.
 
 Pure: no I/O, no clock.
 
-The first record of a chapter either invalidates everything before it, or names the record that it continues. The valid
-records are found by following these references backwards from the end. Incomplete records and records that a replaced
-driver wrote too late are not on this path. See `elastic.driver.ray.journal`.
+The first record of a chapter either invalidates all earlier records, or names the record that it continues. The valid
+records are found by following these references backwards from the end. This path contains neither incomplete records
+nor records that a replaced driver wrote too late. See `elastic.driver.ray.journal`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from elastic.driver.journal.records import PendingRecord
 
 
 class Place(NamedTuple):
-    """End of a record, given by its chapter and the number of the piece that follows."""
+    """Position after a record: its chapter, and the number of the next piece."""
 
     chapter: str
     end: int
 
 
 class Head(msgspec.Struct, omit_defaults=True):
-    """First line of a piece, with its position in the journal."""
+    """First line of a piece: its number and the number of pieces in the record, and the record's predecessor."""
 
     piece: int
     of: int
     begins: bool = False  # whether all earlier records are invalid
-    # end of the continued record, in the first record of a chapter that continues another
+    # end of the record that this record continues; set in the first record of a chapter
     after: Place | None = None
 
 
@@ -41,7 +41,7 @@ _heads = msgspec.json.Decoder(Head)
 
 @dataclass(eq=False)
 class SegmentedRecord(PendingRecord):
-    """Record in which each piece has a head.
+    """Record in which each piece begins with a `Head`.
 
     Args:
         after: end of the record that this record continues.
@@ -58,7 +58,7 @@ class SegmentedRecord(PendingRecord):
 
 
 def chapter_name(turn: int, number: int, writer: str) -> str:
-    """Return the name of a chapter. Names sort in the order of the turns."""
+    """Return the name of a chapter. The alphabetical order of names is the order of turns."""
     return f"{turn:06d}-{number:06d}-{writer}"
 
 
@@ -69,7 +69,7 @@ def writer_of(chapter: str) -> tuple[int, str]:
 
 
 def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], Place | None]:
-    """Return the valid records since the last record that invalidates earlier ones, and the end of the last record.
+    """Return the valid records, from the last that invalidates earlier records on, and the end of the last record.
 
     Args:
         chapters: the pieces of each chapter by number.

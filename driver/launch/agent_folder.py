@@ -1,4 +1,4 @@
-"""Private folder of an agent that an engine such as Ray has started, and queries about its Python interpreter."""
+"""Private folder for an agent that an engine such as Ray starts, and queries about its Python interpreter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-PATH_LIMIT = 107  # maximum number of bytes in the address of a Unix socket
+PATH_LIMIT = 107  # maximum bytes of a Unix socket's address
 PREFIX = "hvd-elastic-"
 LOCK = "held-by-actor"
 
 
 def make_folder() -> tuple[Path, int]:
-    """Create a private folder with a path that is short enough for a socket.
+    """Create a private folder with a path that is short enough for a Unix socket.
 
-    The returned file descriptor holds a lock on the folder, which `sweep` therefore does not remove.
+    Return the path and a file descriptor, which holds a lock on the folder, so that `sweep` does not remove the folder.
     """
     where = tempfile.gettempdir()
     if len(os.fsencode(where)) + len(PREFIX) + 24 > PATH_LIMIT:
@@ -34,7 +34,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def sweep() -> None:
-    """Remove the folders of killed processes, which are those that no process has locked."""
+    """Remove the folders of killed processes, which no process has locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -48,11 +48,11 @@ def sweep() -> None:
 
 
 def own_path(python: str, limit_s: float) -> list[str]:
-    """Return the default module path of this Python.
+    """Return the default ``sys.path`` of a Python interpreter.
 
     Raises:
         OSError: ``python`` can't be started.
-        SubprocessError: it failed, or did not finish within ``limit_s`` seconds.
+        SubprocessError: ``python`` failed, or did not finish within ``limit_s`` seconds.
     """
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -69,12 +69,12 @@ def own_path(python: str, limit_s: float) -> list[str]:
 
 
 def programs(python: str, folder: Path) -> str:
-    """Return a subfolder of ``folder`` in which the program ``python`` is this interpreter."""
+    """Return a folder in which the program ``python`` is this interpreter. If necessary, create it in ``folder``."""
     programs = os.path.dirname(python)
     if os.access(os.path.join(programs, "python"), os.X_OK):
         return programs
-    # `python` may not exist, for example if there is only /usr/bin/python3. A link is not sufficient, because Python
-    # finds its virtual environment by its own path.
+    # The program may be missing, for example if only /usr/bin/python3 exists. Write a script instead of a link, because
+    # Python finds its virtual environment by its own path.
     made = folder / "bin"
     made.mkdir()
     script = made / "python"

@@ -1,4 +1,4 @@
-"""Module search paths of an agent that a process of Ray or Spark starts, and of its workers. Pure: no I/O, no clock."""
+"""Module search paths for an agent that Ray or Spark starts, and for its workers. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from elastic.driver.launch.starter import AGENT_MODULE
 
-# The agent must not import the user's modules, neither from its start folder nor through PYTHONPATH. Its ``sys.path``
-# is the last argument, from `agents_path`, separated by colons.
+# The agent must not import the user's modules, neither from the current folder nor through PYTHONPATH. Its ``sys.path``
+# is therefore the last argument: the entries from `agents_path`, separated by colons.
 BOOT = (
     "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
     f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"
@@ -33,12 +33,11 @@ def users_modules(path: Sequence[str], own: Sequence[str], engines: str) -> list
 
 
 def agents_path(own: Sequence[str], package: str, users: Sequence[str]) -> list[str]:
-    """Return the ``sys.path`` of an agent, in which no file of the user can shadow the agent's imports.
+    """Return a ``sys.path`` for an agent in which the user's files cannot shadow the agent's imports.
 
     Args:
-        own: path of the interpreter.
-        package: folder that contains hvd-elastic. If this is also the user's folder, only Python's own modules precede
-            it.
+        own: entries of the interpreter's default path.
+        package: folder that contains hvd-elastic. If it is also the user's folder, it follows Python's own modules.
         users: entries that the user's code needs.
     """
     library = [entry for entry in own if entry.endswith((".zip", "/lib-dynload"))]

@@ -1,6 +1,6 @@
-"""Child processes of a starter. Each child receives its bootstrap, is watched until it is ready, and is reaped.
+"""Child processes of a starter: sends each child its configuration, waits until it is ready, and reaps it.
 
-Makes no decisions. Each child has its own session, so that neither Ctrl-C nor the end of a terminal reaches it. Its
+Makes no decisions. Each child has its own session, so that it receives neither Ctrl-C nor a terminal's SIGHUP. Its
 standard input stays open while this process runs. An agent that must not outlive this process exits when the input is
 closed. The exit is detected with a pidfd, not by the end of the output, which other processes may hold open.
 """
@@ -24,11 +24,11 @@ from elastic.driver.network.blocking_calls import within
 from elastic.driver.sinks import Log
 from elastic.version import __version__
 
-KEPT_BYTES = 64 * 1024  # number of bytes kept from the end of the output
-# maximum number of forwarded warnings that an agent prints outside its connection to the driver
+KEPT_BYTES = 64 * 1024  # number of bytes to keep from the end of the output
+# maximum number of lines on an agent's stderr to forward as warnings
 SAID_LINES = 20
 REAP_S = 1.0
-# Variables of the driver that an agent does not inherit, because its bootstrap contains the values.
+# Environment variables that agents do not inherit from the driver, because their bootstrap contains the values.
 WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})
 
 _READY = re.compile(rb"%s (\S+)\r?\n" % READY.encode())
@@ -40,7 +40,7 @@ _LOGGED = re.compile(r"elastic \| (?:\d\d:\d\d:\d\d \| )?(?:(warning|error): )?(
 def as_logged(line: str) -> tuple[str, str]:
     """Return the level and text of a line of an agent's log.
 
-    A line in another format, such as a traceback's, is a warning.
+    A line in another format, for example of a traceback, is a warning.
     """
     if found := _LOGGED.match(line):
         return found[1] or "debug", found[2].strip()
@@ -48,7 +48,7 @@ def as_logged(line: str) -> tuple[str, str]:
 
 
 class ChildProcess:
-    """One child process of a starter.
+    """Child process of a starter.
 
     Once the process is ready, ``heard`` is called with each line that it prints. ``gone`` is called after the last
     line.
@@ -62,14 +62,14 @@ class ChildProcess:
         Args:
             command: program and arguments.
             env: environment of the process.
-            text: bytes to write to its standard input.
+            text: bytes to write to the standard input of the process.
             outlives: whether the process may move to the background and outlive this process.
 
         Raises:
             OSError: the program cannot be started.
         """
         self._loop = asyncio.get_running_loop()
-        # release that the process reported when it was ready; None if it will not become ready
+        # release that the process reports when it is ready; None if it never becomes ready
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.ended = asyncio.Event()
         self.code: int | None = None
@@ -103,19 +103,19 @@ class ChildProcess:
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:
-        """Close the standard input of the process. The process then assumes that its parent has exited."""
+        """Close the standard input of the process, as if its parent had exited."""
         if not self._input.closed:
             self._loop.remove_writer(self._input.fileno())
             self._input.close()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group of the child. The child may have exited already."""
+        """Send SIGKILL to the process group of the child. No effect if the child has exited."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release this object's resources for the process, which may still be running."""
+        """Release the resources of this object. The process may still be running."""
         self.hang_up()
         self._close_output()
         self._conclude()
@@ -124,7 +124,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         if self._popen.returncode is None:
-            # The process keeps running, and Popen would warn that it was not waited for.
+            # Prevent Popen's warning about a process that is still running.
             self._popen.returncode = 0
 
     def _send(self) -> None:
@@ -132,7 +132,7 @@ class ChildProcess:
             self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # The exit is reported elsewhere.
+        except BrokenPipeError:  # the process has exited, which `_on_exit` handles
             self._unsent = b""
         self._loop.remove_writer(self._input.fileno())
         if self._unsent:
@@ -162,7 +162,7 @@ class ChildProcess:
         *lines, rest = (bytes(self._line) + data).split(b"\n")
         self._line[:] = rest[-KEPT_BYTES:]
         for line in lines:
-            # A line that ends with a carriage return was written by ssh.
+            # Ignore lines that end with a carriage return, which ssh has written.
             if not line.endswith(b"\r"):
                 self.heard(line.decode("utf-8", "replace"))
 
@@ -181,7 +181,7 @@ class ChildProcess:
     def _watch(self) -> None:
         try:
             self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # Some sandboxes forbid pidfds. A thread then waits for the exit.
+        except OSError:  # some sandboxes forbid pidfds, so wait in a thread instead
             threading.Thread(target=self._wait_in_thread, daemon=True).start()
         else:
             self._loop.add_reader(self._pidfd, self._on_exit)
@@ -189,11 +189,11 @@ class ChildProcess:
     def _wait_in_thread(self) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(RuntimeError):  # The event loop has been closed.
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(self._on_exit)
 
     def _on_exit(self) -> None:
-        # The process was released, so its exit is not reported.
+        # Ignore the exit of a released process.
         if self._popen.returncode is not None:
             return
         self.code = self._popen.wait()
@@ -202,7 +202,7 @@ class ChildProcess:
             os.close(self._pidfd)
             self._pidfd = None
         self.hang_up()
-        # The number of reads is limited, because a grandchild may keep writing.
+        # Limit the number of reads, because a grandchild may keep writing.
         for _ in range(16):
             if not self._read():
                 break
@@ -213,17 +213,18 @@ class ChildProcess:
             self.gone()
         elif self.code != 0 or not self.outlives:
             self._close_output()
-        # Otherwise the process has moved to the background, and its child reports on the pipe when it is ready.
+        # Otherwise, the process has moved to the background, and its child reports through the pipe when it is ready.
 
 
 class ChildProcesses:
     """All child processes of one starter.
 
     Args:
-        describe: function that returns, for a host and a process, the reason why the ready process ended.
-        at_once: maximum number of processes that are being started at the same time.
+        describe: function that returns, for a host and its process, the reason why the process exited after it was
+            ready.
+        at_once: maximum number of concurrent starts.
         ready_s: time limit for one start in seconds, not counting the time in the queue.
-        close_s: time limit for the end of all processes, in seconds. One second is added.
+        close_s: seconds to wait in `close` for all processes to exit, before they are killed.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class ChildProcesses:
         self._close_s = close_s
         self._all: set[ChildProcess] = set()
         self._left: set[ChildProcess] = set()  # ready processes that may outlive this process
-        # Ready processes that exit together with this process, by host.
+        # ready processes that exit when this process exits, by host
         self._serving: dict[str, ChildProcess] = {}
         self._closed = False
 
@@ -258,12 +259,12 @@ class ChildProcesses:
         """Start ``command`` on a host, send it the bootstrap, and return when the process is ready.
 
         Args:
-            bootstrap: parameters of the agent.
+            bootstrap: configuration of the agent.
             command: program and arguments.
             env: environment of the process.
-            explain: called with the process and the release that it reported. Returns the reason why the process cannot
-                be used. The release is None if the process ended before it was ready, or was killed at the time limit
-                (its ``code`` is then None).
+            explain: function that returns the reason why a process cannot be used, given the process and the release
+                that it reported. The release is None if the process exited before it was ready or was killed at the
+                time limit, in which case its ``code`` is None.
             first: bytes to send before the bootstrap.
 
         Raises:
@@ -305,10 +306,10 @@ class ChildProcesses:
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
-            if process in self._all:  # The process may already have moved to the background.
+            if process in self._all:  # may have moved to the background already
                 self._left.add(process)
                 process.hang_up()
-        elif process.ended.is_set():  # The process exited immediately after it had become ready.
+        elif process.ended.is_set():  # exited immediately after it was ready
             self._lost(host, process)
         else:
             self._serving[host] = process
@@ -342,10 +343,10 @@ class ChildProcesses:
         self._left.discard(process)
 
     async def close(self, *, spare: bool) -> None:
-        """End all processes, within a time limit.
+        """End all processes. Has a time limit.
 
         Args:
-            spare: whether processes that may outlive this process continue, because they are agents.
+            spare: whether to leave processes running that are agents and may outlive this process.
         """
         self._closed = True
         self._serving.clear()

@@ -8,7 +8,8 @@ from elastic.driver.network.credentials import TlsFiles
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.rendezvous import nccl_settings
 
-# Variables with secrets of drivers and agents. With them, a worker could act as a driver or an agent.
+# Variables with secrets of drivers and agents, which workers must not receive: a worker could use them to act as a
+# driver or agent.
 _KEPT_BACK = {
     "ELASTIC_JOB_SECRET",
     "ELASTIC_SECRET_FILE",
@@ -36,12 +37,12 @@ def worker_environment(
     Args:
         inherited: the driver's own environment.
         worker: the worker.
-        place: provisional place. The final one is sent after the worker has connected.
+        place: provisional place of the worker. The final place is sent after the worker has connected.
         driver: address of the driver, or of the host's agent, to which the worker connects.
         secret: the job's secret, hexadecimal.
         bind: address on which the worker may listen for its peers.
         tls: TLS files, or None without TLS.
-        threads: the worker's share of the cores.
+        threads: number of threads for the worker, its share of the cores.
         extra: the job's additional variables, including its timeouts. Like ``inherited``, they override the defaults
             but not the worker's identity.
     """
@@ -57,12 +58,12 @@ def worker_environment(
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that a worker may inherit, without secrets."""
+    """Return the variables of an environment that a worker may inherit, that is, all except secrets."""
     return {name: value for name, value in environ.items() if name not in _KEPT_BACK}
 
 
 def defaults(threads: int) -> dict[str, str]:
-    """Return default values of environment variables, which users may override.
+    """Return default values for environment variables that users may override.
 
     Args:
         threads: the worker's share of the cores.
@@ -70,7 +71,7 @@ def defaults(threads: int) -> dict[str, str]:
     return {
         **nccl_settings.DEFAULTS,
         "OMP_NUM_THREADS": str(threads),
-        # Hides Gloo's messages about dead peers, for which the driver logs a single line.
+        # Suppress Gloo's messages about dead peers, for which the driver logs a single line.
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONUNBUFFERED": "1",
     }
@@ -81,13 +82,13 @@ def job_environment(
 ) -> dict[str, str]:
     """Return the variables that depend on the worker and the job but not on the host.
 
-    The ``HOROVOD_`` names are those by which scripts and other libraries detect how they were started.
+    Scripts and other libraries use the ``HOROVOD_`` variables to detect how they were started.
 
     Args:
         worker: the worker.
         place: provisional place of the worker.
         elastic: whether the job is elastic.
-        wait_timeout_s: how many seconds the worker waits for a message from the driver.
+        wait_timeout_s: seconds for which the worker waits for a message from the driver.
     """
     return {
         "ELASTIC_WORKER": str(worker),
@@ -109,7 +110,7 @@ def job_environment(
 def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
     """Return the variables that torchrun would set.
 
-    In its terms, each host is a group, and all workers have one role.
+    In torchrun's terms, each host is a group, and all workers have the same role.
     """
     return {
         "RANK": str(place.rank),
@@ -139,7 +140,7 @@ def host_environment(
         bind: address on which a worker may listen for its peers.
         tls: TLS files, or None without TLS.
     """
-    # Other libraries would expect an HTTP server at the rendezvous address, but none is listening.
+    # Omit Horovod's rendezvous address: other libraries would expect an HTTP server there, but none exists.
     return {
         "ELASTIC_DRIVER": str(driver),
         "ELASTIC_SECRET": secret,
@@ -153,8 +154,8 @@ def host_environment(
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """Return the number of threads per worker, an equal share of the cores.
+    """Return the number of threads for each worker, an equal share of the cores.
 
-    By default, torch would use one thread per core in each worker.
+    Without this limit, torch would use one thread per core in each worker.
     """
     return max(1, cores // max(1, workers))

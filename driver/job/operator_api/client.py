@@ -40,13 +40,13 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 class JobUnreachable(ElasticError):
     """Error raised when the driver of a job cannot be reached.
 
-    Possible reasons: the driver has exited, another driver has taken over, or the key belongs to another job.
+    The driver has exited, another driver has taken over, or the key belongs to another job.
     """
 
 
 @dataclass(frozen=True)
 class JobAddress:
-    """Address and key for reaching a job."""
+    """Address of a job's operator service, and the key for authentication."""
 
     name: str
     address: str
@@ -60,7 +60,7 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
     Args:
         wanted: name of the job, path of its journal, or process ID of its driver. Empty means the only running job.
         environ: environment of this process.
-        journal: path of the journal, if given separately.
+        journal: path of the job's journal from ``--journal``, or None.
 
     Raises:
         Invalid: no job or several jobs match. The message lists the running jobs.
@@ -104,7 +104,7 @@ def _other_owner(path: str) -> str:
 
 
 def key_of(secret: bytes) -> bytes:
-    """Return the key that authenticates operators of a job."""
+    """Derive the key that authenticates operators from the job's secret."""
     return derived(secret, PURPOSE)
 
 
@@ -144,7 +144,7 @@ class JobClient:
             ) from None
         self._client = ControlClient(sock, _from_desk, job.tls)
         user = f"{_user()}@{socket.gethostname()}"
-        # Names of connections must be unique.
+        # a random part, because the names of connections must be unique
         name = f"{user}:{os.getpid()}:{secrets.token_hex(4)}"
         try:
             self._client.authenticate(
@@ -158,7 +158,7 @@ class JobClient:
             raise _unreachable(job, f"refuses: {_worded(error)}", error, CONNECT_S) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
-        """Send a request of this kind to the driver, and return its answer.
+        """Send a request of type ``kind`` to the driver, and return the answer.
 
         Raises:
             JobUnreachable: the connection failed, or no answer arrived within `ANSWER_S` seconds.
@@ -200,7 +200,7 @@ def _user() -> str:
 def _name_of(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:  # In a container, the user ID may have no name.
+    except KeyError:  # the user ID may have no name, as in a container
         return str(uid)
 
 

@@ -1,4 +1,4 @@
-"""Lookup of a job's operator address in etcd. Makes no decisions."""
+"""Lookup of the address of a job's operator service in etcd. Makes no decisions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages between an operator and the driver of a running job. Pure: values only; `framing` encodes them.
 
-The operator connects, and both sides prove knowledge of the operators' key of the job, which is derived from its
-secret. The answer to each request is one `Told` message with the same number.
+The operator connects, and both sides prove knowledge of the operators' key, which is derived from the job's secret. The
+answer to each request is one `Told` message with the same number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OperatorAnswer(OperatorMessage):
     """Answer to the driver's challenge, with the operator's own challenge.
 
     Args:
-        name: identifier of the connection and its user.
+        name: unique name of the connection, which contains the user.
     """
 
     name: str
@@ -61,12 +61,12 @@ class AskRemove(OperatorMessage):
 
 
 class AskStacks(OperatorMessage):
-    """Request for the stacks of a worker. The answer's data contains their text, by worker, as JSON.
+    """Request for stack traces of workers. The answer's data is a JSON object with the text for each worker.
 
     Args:
         worker: a rank or ``host:slot``. Empty means the members with the lowest ranks.
-        log: whether to also write the stacks to the job's log.
-        all_threads: whether to request the stacks of all threads, instead of that of the training thread.
+        log: whether to write the stack traces to the job's log as well.
+        all_threads: whether to request the stack traces of all threads instead of only the training thread.
     """
 
     number: int
@@ -87,14 +87,14 @@ class AskLogs(OperatorMessage):
 
 
 class AskStop(OperatorMessage):
-    """Request to end the job. A second request kills its workers immediately."""
+    """Request to stop the job. A second request kills the workers immediately."""
 
     number: int
     why: str = ""
 
 
 class Told(OperatorMessage):
-    """Answer to a request. If ``done`` is False, the request was refused, and ``text`` is the reason."""
+    """Answer to a request. If ``done`` is False, the request was refused for the reason in ``text``."""
 
     number: int
     done: bool

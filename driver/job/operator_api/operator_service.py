@@ -1,7 +1,8 @@
 """Server for operators of a running job. Converts their requests to events for membership.
 
-The server listens on loopback, where `runtime_folder` finds it. If agents connect from other machines, it also listens
-on the address that the agents use. Connections are authenticated and sealed like any control connection.
+The server listens on loopback, and `runtime_folder` publishes its address. If agents connect from other machines, the
+server also listens on the address that the agents use. Connections are authenticated and sealed like any control
+connection.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Worker
 
-ANSWER_S = 10.0  # time limit for a decision of membership, in seconds; usually takes milliseconds
-STACKS_S = 3.0  # time limit for a worker to write its stacks, in seconds
-QUIET_S = 0.25  # seconds without further lines after which a stack dump counts as complete
-# The same two limits if all threads of a worker write their stacks, one after another.
+ANSWER_S = 10.0  # seconds within which membership must decide, which usually takes milliseconds
+STACKS_S = 3.0  # seconds within which a worker must write its stack traces
+QUIET_S = 0.25  # seconds without another line after which a stack dump is considered complete
+# the same two limits for stack traces of all threads, which are written one after another
 STACKS_ALL_S, QUIET_ALL_S = 5.0, 1.0
 AT_ONCE = 64  # maximum number of concurrent requests
 STOP_CODE = 143  # exit code of a job stopped by an operator, equal to that after SIGTERM
@@ -58,7 +59,7 @@ Grow = Callable[[int], Awaitable[str]]
 
 
 def shown(requester: str) -> str:
-    """Return the name of a connection without its random part, for example ``ann@gpu1 (process 4242)``."""
+    """Format the name of a connection for users, without the random part, as in ``ann@gpu1 (process 4242)``."""
     name, _, number = requester.rpartition(":")[0].rpartition(":")
     return f"{name} (process {number})" if name else requester.partition(":")[0]
 
@@ -68,7 +69,7 @@ async def _no_room(workers: int) -> str:
 
 
 class SteerableDriver(Protocol):
-    """Interface of a driver, as used by operators' requests."""
+    """Interface of a driver that handles operators' requests."""
 
     def tell(self, event: Event) -> None: ...
     def dump(self, worker: Worker, *, all_threads: bool) -> None: ...
@@ -77,22 +78,22 @@ class SteerableDriver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorAccess:
-    """Name of a job, and key that authenticates its operators."""
+    """Name of a job, and the key that authenticates its operators."""
 
     name: str
     key: bytes
     command: Sequence[str]
     journal: str
     environ: Mapping[str, str]
-    # whether the driver is a standby for another driver, possibly on this machine
+    # whether this driver is a standby for another driver, which may be on the same machine
     standby: bool = False
 
 
 class OperatorService:
     """Server that answers the requests of operators of one driver.
 
-    ``grow`` extends this machine's slots to a number of workers. It returns "" on success, otherwise the reason for
-    refusing, for example that the user specified the hosts.
+    ``grow`` is a function that adds slots to this machine for a given number of workers. It returns "" on success,
+    otherwise the reason for refusing, for example that the user specified the hosts.
     """
 
     def __init__(self, job: OperatorAccess, page: LivePage, log: Log) -> None:
@@ -108,13 +109,13 @@ class OperatorService:
         self._record: PublishedRecord | None = None
 
     def serves(self, driver: SteerableDriver, grow: Grow | None = None) -> None:
-        """Set the driver that handles requests from now on."""
+        """Set the driver to which requests are passed from now on."""
         self._driver, self._grow = driver, grow or _no_room
 
     async def open(self) -> None:
         """Listen on loopback for commands of this user.
 
-        If the folder or the port is not available, a log line states the reason, and the job continues.
+        If the folder of records or a port is not available, log the reason and continue the job.
         """
         try:
             address = await self.listen("127.0.0.1")
@@ -141,7 +142,7 @@ class OperatorService:
             self._log("warning", why)
 
     async def listen(self, interface: str, tls: ssl.SSLContext | None = None) -> Address:
-        """Listen on a further address, and return it. Raises OSError if it cannot be bound."""
+        """Listen on an additional address, and return it. Raises OSError if the address cannot be bound."""
         server: ControlServer[str] = ControlServer(
             secret=self.job.key, log=self._log, callers=OPERATORS, tls=tls
         )
@@ -154,7 +155,7 @@ class OperatorService:
         )
 
     def answered(self, answer: AnswerRequest) -> None:
-        """Send membership's answer to the operator. Called after it was written to the journal."""
+        """Send membership's answer to the operator. Called after the answer was written to the journal."""
         future = self._answers.pop(answer.request, None)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -289,6 +290,6 @@ class OperatorService:
 
     def _unknown(self, name: str) -> str:
         size = len(self._page.model.view.ranks)
-        # Training has not begun, so no ranks are assigned yet.
+        # Ranks are assigned only once training begins.
         rank = f"a rank, 0 to {size - 1}, or " if size else ""
         return f"{name} is not a worker of this job: pass {rank}host:slot"

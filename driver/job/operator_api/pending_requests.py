@@ -22,18 +22,18 @@ def request_text(request: OperatorRequest) -> str:
 
 
 class PendingRequests:
-    """Accepted requests of one job. Times are seconds on one clock."""
+    """Accepted requests of one job that are not satisfied yet. Times are in seconds on the caller's clock."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[float, OperatorRequest]] = []
 
     def accept(self, request: OperatorRequest, members: Collection[Worker], now: float) -> None:
-        """Record a request, unless the world already satisfies it. It replaces an earlier one for the same object."""
+        """Record a request, unless the world already satisfies it. Replaces an earlier request for the same object."""
         kept = [each for each in self._pending if _object(each[1]) != _object(request)]
         self._pending = kept if _is_met(request, members) else [*kept, (now, request)]
 
     def met(self, members: Collection[Worker], now: float) -> list[str]:
-        """Remove the requests that a new world satisfies, and return a log line for each of them."""
+        """Remove the requests that a new world satisfies. Return a log line for each."""
         done = [each for each in self._pending if _is_met(each[1], members)]
         self._pending = [each for each in self._pending if each not in done]
         return [f"done after {now - at:.1f} s: {request_text(request)}" for at, request in done]

@@ -1,9 +1,9 @@
-"""Records of this machine's running jobs in a private folder, used by commands of the same user.
+"""Records of this machine's running jobs in a private folder, for commands of the same user.
 
-    $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/ in the folder for temporary files
+    $XDG_RUNTIME_DIR/hvd-elastic/PID-PORT.json, or hvd-elastic-UID/PID-PORT.json in the folder for temporary files
 
-Each driver writes a file with its address and the operators' key, and keeps it locked while it runs. A folder that
-belongs to another user, or is accessible to other users, is rejected.
+Each driver writes a file with its address and the operators' key, and holds a lock on the file while it runs. A folder
+that belongs to another user or is accessible to other users is rejected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class JobRecord(msgspec.Struct, frozen=True):
 
     name: str
     pid: int  # process ID of the driver
-    address: str  # address for operators, host:port
-    key: str  # operators' key, in hexadecimal
+    address: str  # address of the operator service, host:port
+    key: str  # operators' key, hexadecimal
     command: list[str] = []
     journal: str = ""
     began: float = 0.0  # time at which the driver started, in seconds since 1970
@@ -37,7 +37,7 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class PublishedRecord:
-    """A running job's record file. It is valid until it is closed or the process exits.
+    """Record file of a running job, valid until `close` is called or the process exits.
 
     Raises:
         Invalid: other users can access the folder.
@@ -51,7 +51,7 @@ class PublishedRecord:
         checked_folder(folder)
         self.path = folder / f"{record.pid}-{record.address.rpartition(':')[2]}.json"
         with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # The file was left by an earlier process with the same process ID.
+            self.path.unlink()  # The file is left from an earlier process with the same process ID.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -83,7 +83,7 @@ def checked_folder(folder: Path) -> Path:
 
 
 def records(environ: Mapping[str, str]) -> list[JobRecord]:
-    """Return the records of running jobs, oldest first. Removes records of killed drivers.
+    """Return the records of running jobs, oldest first. Also removes the records of killed drivers.
 
     Raises:
         Invalid: the folder of the records is not accessible or belongs to another user.
@@ -92,7 +92,7 @@ def records(environ: Mapping[str, str]) -> list[JobRecord]:
     try:
         if not folder.exists():
             return []
-    except PermissionError:  # After `su`, XDG_RUNTIME_DIR may still be that of another user.
+    except PermissionError:  # XDG_RUNTIME_DIR may belong to another user, for example after `su`.
         raise Invalid(
             f"{folder.parent} is not accessible to you: set XDG_RUNTIME_DIR to your own folder, or unset it"
         ) from None
@@ -104,7 +104,7 @@ def _read(path: Path) -> JobRecord | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return None  # The record has been removed in the meantime.
+        return None  # removed in the meantime
     with os.fdopen(fd, "rb") as file:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
