@@ -24,8 +24,9 @@ OUTPUT_LIMIT = 1 << 20  # maximum number of bytes to keep from each of stdout an
 
 
 class PolledDiscovery:
-    """Discovery that polls ``ask`` every ``interval_s`` seconds. While ``ask`` raises `Invalid`, it keeps the last
-    list.
+    """Discovery that polls ``ask`` every ``interval_s`` seconds.
+
+    While ``ask`` raises `Invalid`, the last list is kept.
     """
 
     def __init__(

@@ -287,8 +287,9 @@ def replay(
 
 
 def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
-    """Replay the entries on a machine, so that it reaches the state after the last entry. Its actions are only
-    compared.
+    """Replay the entries on a machine, to bring it to the state after the last entry.
+
+    The machine's actions are compared with the recorded actions, then discarded.
 
     Raises:
         ReplayDiffers: at the first difference.

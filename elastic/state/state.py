@@ -509,9 +509,7 @@ def take_values(state: ObjectState, values: dict[str, Any]) -> None:
 
 
 def take_random(state: ObjectState, saved: dict[str, Any]) -> None:
-    """Restore the random generators from a commit of another process of the same rank, if the state contains
-    generators.
-    """
+    """Restore the random generators, if the state contains them, from a commit of another process of the same rank."""
     state._take_random(saved)
 
 

@@ -141,8 +141,9 @@ def command_parser(name: str) -> ArgumentParser:
 
 
 def main(name: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command on a running job. Return the exit code, which is 1 if the job rejects the request or is
-    unreachable.
+    """Run a command on a running job, and return the exit code.
+
+    The exit code is 1 if the job rejects the request or is unreachable.
 
     Raises:
         Invalid: an argument or a flag is invalid, or no job or several jobs match.
