@@ -1,7 +1,8 @@
 """Command lines of the form `PROGRAM COMMAND [options]`.
 
-A command is a module with ``add_arguments(parser)`` and ``main(options) -> int``, its exit code. It may have a
-``DESCRIPTION`` and ``EXAMPLES`` for its help. Only the module of the selected command is imported.
+A command is a module with ``add_arguments(parser)`` and ``main(options) -> int``, which returns the exit code. The
+module may define ``DESCRIPTION`` and ``EXAMPLES`` for the help text. Only the module of the selected command is
+imported.
 """
 
 from __future__ import annotations

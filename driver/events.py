@@ -741,7 +741,7 @@ class Report(Action):
 
     Args:
         level: info, warning or error.
-        about: reason for the line, as a value.
+        about: structured reason for the line, or None.
     """
 
     level: str

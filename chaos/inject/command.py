@@ -190,7 +190,7 @@ def _chance_of(options: argparse.Namespace) -> Chance:
 
 
 def check_job(command: Sequence[str], plan: Plan, *, folder: Path | None) -> Job:
-    """Check the command as elasticrun does, and return it with a journal.
+    """Validate the command as elasticrun does. Return it, with ``--journal`` added if it is missing.
 
     Args:
         folder: folder for the journal if the command does not specify one. None means a new folder, created when the

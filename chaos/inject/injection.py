@@ -1,4 +1,4 @@
-"""Inject the faults of a plan into a job's processes from outside, and undo lasting ones.
+"""Injection of a plan's faults into a job's processes from outside, and the end of lasting faults.
 
 Faults affect only workers of this job. Their process IDs are read from the job's journal. Before a fault, the injector
 opens a pidfd of the process and checks that its environment contains the job's mark and the worker's name, so that a
@@ -72,7 +72,7 @@ class _Lasting:
 class Injector:
     """Injector of faults. Reports each fault through ``say``.
 
-    Call `turn` at `next_at`. `close` undoes everything and is idempotent.
+    Call `turn` at the time that `next_at` returns. `close` ends all lasting faults, and is idempotent.
     """
 
     def __init__(

@@ -80,9 +80,11 @@ class ObservedJob:
         # last workers of their slots that exited with code 0 without a request to leave
         self.ended_well: dict[tuple[str, int], LiveWorker] = {}
         self.hosts: dict[str, int] = {}
-        self.going_hosts: dict[str, float] = {}  # time of the announced end of each host
+        # time at which each host with a preemption notice ends
+        self.going_hosts: dict[str, float] = {}
         self.drained: set[str] = set()  # hosts that an operator has drained
-        self.quarantined: set[tuple[str, int]] = set()  # slots that no worker may be started in
+        # (host, slot) of slots in which no worker may be started
+        self.quarantined: set[tuple[str, int]] = set()
         # bandwidth: the measurement in progress (host, peer), its start time, and the last result of each host
         self.measuring: tuple[str, str] | None = None
         self.measuring_since = 0.0
@@ -92,7 +94,7 @@ class ObservedJob:
         # whether the maximum was reduced and the current world may still exceed it
         self.shrinks = False
         self.generation = 0
-        self.members: dict[Worker, int] = {}  # members of the current world with their ranks
+        self.members: dict[Worker, int] = {}  # rank of each member of the current world
         self.base: Commit | None = None  # the commit from which the current world began
         # (commit, generation): commits after ``commit`` up to ``generation`` may contain wrong gradients
         self.doubted: tuple[Commit, int] | None = None

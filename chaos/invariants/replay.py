@@ -26,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Return 0 if the replay agrees and every invariant holds. Raises Invalid if the file is not a journal."""
+    """Replay a journal. Return 0 if the decisions agree and every invariant holds, otherwise 1.
+
+    Raises Invalid if the file is not a journal.
+    """
     found = recording(options.journal)
     entries = [entry for _, entry in found.entries]
     if options.story:

@@ -19,7 +19,7 @@ from elastic.protocol.messages import Commit, Worker
 
 @dataclass
 class Epoch:
-    """The samples of one epoch that count in the committed history."""
+    """Samples of one epoch that are part of the committed history."""
 
     # the first commit that contains each sample
     seen: dict[int, Commit] = field(default_factory=dict)

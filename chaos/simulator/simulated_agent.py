@@ -90,7 +90,7 @@ class SimulatedAgent:
 
     def receive(self, connection: Connection, message: messages.AgentMessage) -> None:
         if connection is not self.link.connection or not self.alive:
-            # The order was sent by an earlier driver, or to an earlier incarnation of this agent.
+            # ignore an order from an earlier driver, or to an earlier incarnation of this agent
             return
         if self.frozen:
             self._mail.append(message)
@@ -260,7 +260,7 @@ class SimulatedAgent:
             process.die(-9)
         self._leases = LivenessTimeouts(self.sim.settings.lease_s)
         self._told_frozen.clear()
-        # The connections of a lost machine are not closed.
+        # a lost machine does not close its connections
         if self.link.connection is not None and not self.lost:
             self.link.connection.break_off()
         self.link.closed = True

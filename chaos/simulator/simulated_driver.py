@@ -289,7 +289,7 @@ class SimulatedDriver:
     def agent_message(self, connection: Connection, agent: AgentId, message: AgentMessage) -> None:
         """Handle an agent's message.
 
-        Messages of a lost connection are handled too, except reports of running workers.
+        Messages from a lost connection are handled as well, except reports of running workers.
         """
         if not self.up or (isinstance(message, Registered) and connection.over):
             return

@@ -80,7 +80,7 @@ def kill_rank_0(sim: SimulatedJob) -> None:
 
 
 def kill_at_a_commit(sim: SimulatedJob) -> None:
-    """Kill the worker that commits next."""
+    """Kill a worker shortly after the next commit of any worker."""
     sim.aimed += 1
 
 

@@ -112,7 +112,7 @@ class Training:
 
     def __init__(self, sim: SimulatedJob) -> None:
         self.sim = sim
-        # Number of samples. No world size divides it.
+        # number of samples per epoch, which no world size divides
         self.epoch = 61 if sim.workers < 30 else 8 * sim.workers + 1
         self.worlds: dict[int, PublishWorld] = {}
         self.ranks: dict[int, dict[Worker, int]] = {}

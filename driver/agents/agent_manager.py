@@ -138,7 +138,7 @@ class AgentManager:
     async def open(
         self, exited: Callable[[WorkerExited], None], noticed: Callable[[Event], None]
     ) -> None:
-        """Set the callbacks of the job's loop. See `elastic.driver.launch.interface.Launcher.open`."""
+        """Set the callbacks to the job's event loop. See `elastic.driver.launch.interface.Launcher.open`."""
         self._exited, self.noticed = exited, noticed
         self._handle(pool_events.DriverReady())
 

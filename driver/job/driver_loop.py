@@ -410,7 +410,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handle SIGHUP, SIGINT and SIGTERM as requests to stop the job.
+        """Context manager that handles SIGHUP, SIGINT and SIGTERM as requests to stop the job.
 
         If ``leaves`` is set, signals other than SIGINT stop only this driver. If SIGHUP was ignored, for example under
         nohup, it stays ignored. Signals are handled only in the main thread.

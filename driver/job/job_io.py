@@ -141,7 +141,7 @@ class JobIO:
         """Log the exceptions of workers that have not been logged yet.
 
         Args:
-            last: whether no worker is left. If so, exceptions without a traceback are logged too, because a worker may
+            last: whether no worker is left. If so, exceptions without a traceback are also logged, because a worker may
                 have been killed after it reported an exception and before it wrote the traceback to stderr.
         """
         # Exceptions without a traceback: a worker that reports why the job cannot continue prints none.

@@ -55,7 +55,7 @@ def replacement_of(
     if (found := _found(optimizer, in_state)) is None:
         return None
     del found
-    gc.collect()  # an unreachable optimizer must not count
+    gc.collect()  # destroy unreachable optimizers, which must not be reported
     return _found(optimizer, in_state)
 
 

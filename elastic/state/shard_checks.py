@@ -57,7 +57,7 @@ def check_optimizers(values: Mapping[str, Any]) -> None:
         if not isinstance(shards, Shards) or not shards.exact:
             continue
         if any(id(each) not in known for each in shards.optimizers):
-            gc.collect()  # ignore unreachable optimizers
+            gc.collect()  # destroy unreachable optimizers, which need not be in the state
         for each in shards.optimizers:
             if id(each) not in known:
                 raise Invalid(

@@ -211,7 +211,7 @@ class State:
         return False
 
     def held_shards(self) -> ShardsHeld | None:
-        """Return the report on a sharded state for the driver, or None if the state is not sharded."""
+        """Return the shards that this rank holds, as a report for the driver, or None if the state is not sharded."""
         return None
 
     def capture_shards(self) -> None:

@@ -43,7 +43,7 @@ class TensorFlowState(HandledState):
     """State of variables and Python values, as in ``TensorFlowState([w, b, *optimizer.variables], batch=0)``.
 
     Args:
-        variables: existing variables, in the same order on every worker. With a session: all global ones by default.
+        variables: existing variables, in the same order on every worker. Default with a session: all global variables.
         session: session of TensorFlow 1, in which the variables are initialized; the default session if None.
         rng: also commit and restore this worker's random generators (torch, numpy, random).
         **kwargs: values of the state, available as attributes.

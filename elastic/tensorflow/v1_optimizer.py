@@ -86,7 +86,7 @@ def distribute(
     average: bool,
     options: GradientOptions,
 ) -> DistributedV1:
-    """Wrap an optimizer.
+    """Wrap a TensorFlow 1 optimizer in `DistributedV1`.
 
     Args:
         passes, average: see `GradientAggregation`.

@@ -18,7 +18,7 @@ from elastic.collectives.interface import Collectives, GathersAndScatters, Op, W
 from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
-_FUSED_BYTES = 1 << 20  # tensors with a smaller total size in bytes are sent as one
+_FUSED_BYTES = 1 << 20  # tensors whose total size in bytes is smaller are sent as one tensor
 _SMALL_BYTES = (
     64 << 10
 )  # total bytes of all parts up to which each rank receives all parts, which takes fewer rounds

@@ -39,7 +39,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     Args:
         store: torch's store.
-        purpose: distinguishes the group from other groups of the same ranks.
+        purpose: name that distinguishes the group from other groups of the same ranks.
         ranks: ranks of the world in group order, or None for all ranks of any world.
         timeout_s: timeout of a collective in seconds. None means the job's own limit.
     """

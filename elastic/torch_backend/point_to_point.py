@@ -13,7 +13,7 @@ from elastic.collectives.interface import MessageWork, Messenger
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend.collective_calls import CollectiveCall
 
-# maximum number of ranks for messages, because connecting more ranks takes long and few scripts need it
+# maximum number of ranks that connect automatically; connecting more takes long, and few scripts need it
 AT_ONCE = 32
 
 

@@ -25,7 +25,7 @@ _since: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyD
 
 
 def begin(values: Iterable[object]) -> None:
-    """Install the check at the start of an elastic training.
+    """Install the check at the start of elastic training.
 
     Args:
         values: models, optimizers and similar objects of the state.

@@ -44,7 +44,10 @@ _at_once: ContextVar[bool] = ContextVar("_at_once", default=False)
 
 @contextmanager
 def complete_at_once() -> Iterator[None]:
-    """Complete futures immediately if this thread requests them in the block. Callbacks run at their registration."""
+    """Context manager in which futures that this thread requests are completed immediately.
+
+    Their callbacks run when they are registered.
+    """
     before = _at_once.set(True)
     try:
         yield
@@ -105,12 +108,12 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._lock = threading.RLock()
         self._error: CollectiveFailed | TensorMismatch | None = None
         self._future: ElasticFuture | None = None
-        self.message: MessageWork | None = None  # the message to receive, if any
+        self.message: MessageWork | None = None  # the message to receive, or None for other calls
 
     # ---- torch.distributed.Work --------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the collective and put the results in place.
+        """Wait for the collective, and copy the results to the script's tensors.
 
         On a side stream of a GPU, only the stream waits: FSDP2 queues a whole step on such streams, ahead of the GPU.
         On the default stream, see ``read_later``.
@@ -152,9 +155,9 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return begun is None or all(isinstance(work, StreamOrdered) for work in begun.works)
 
     def follow(self) -> bool:
-        """Make the current stream wait, and put the results in place on that stream.
+        """Make the current stream wait for the collective, and copy the results to the script's tensors on that stream.
 
-        Return whether the works support this.
+        Return False if the underlying works do not support this.
 
         Raises:
             CollectiveFailed: the group has failed already.
@@ -222,7 +225,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         return self._begun is None
 
     def complete(self, limit_s: float | None) -> None:
-        """Wait for the collective and put the results in place, once.
+        """Wait for the collective, and copy the results to the script's tensors. Idempotent.
 
         Raises:
             CollectiveFailed: a rank was lost or the timeout expired.

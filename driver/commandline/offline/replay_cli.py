@@ -1,4 +1,4 @@
-"""``elasticrun replay``: replay a job from its journal, on the dashboard page or as an animation."""
+"""``elasticrun replay``: replay a job from its journal, on the live page or as an animation."""
 
 from __future__ import annotations
 

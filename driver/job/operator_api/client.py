@@ -1,6 +1,6 @@
 """Operator's client for a running job: finds the job's driver, authenticates, and sends requests.
 
-The calls block, with timeouts.
+All calls block, and have timeouts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Graph operation that starts a Python function and completes asynchronously, without blocking a TensorFlow thread.
 
 ``tf.numpy_function`` occupies a thread of TensorFlow's pool until it returns, so a graph with more collectives in
-flight than the pool has threads would deadlock. This is TensorFlow's ``AsyncOpKernel``, registered through its C API
-(``tensorflow/c/kernels.h``). `bridge` decides what runs in it.
+flight than the pool has threads would deadlock. The operation in this module is an ``AsyncOpKernel`` instead,
+registered through TensorFlow's C API (``tensorflow/c/kernels.h``). `bridge` decides what runs in it.
 
-The C API passes a kernel the address of a ``std::function`` that its caller destroys when the kernel returns. It is
-therefore moved to memory of this module, as libstdc++'s move constructor does. `available` returns False if TensorFlow
-lacks a symbol or was built with another C++ library.
+The C API passes a kernel the address of a ``std::function`` that the caller destroys when the kernel returns. This
+module therefore moves the ``std::function`` to its own memory, as libstdc++'s move constructor does. `available`
+returns False if TensorFlow lacks a symbol or was built with another C++ library.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from elastic.errors import CollectiveFailed, NotInitialized, TensorMismatch
 
-# The first match counts. Other errors, such as a lost rank, are UnknownError.
+# The first matching pair applies. All other errors, such as a lost rank, become UnknownError.
 _CLASSES: tuple[tuple[type[Exception], type[tf.errors.OpError]], ...] = (
     (CollectiveFailed, tf.errors.UnknownError),
     (TensorMismatch, tf.errors.FailedPreconditionError),
