@@ -179,7 +179,7 @@ class WorkerMiscomputed(Event):
 
 
 class WorkerFoundMistake(Event):
-    """Event: the checks of the script's data and state found a mistake. See `protocol.messages.MistakeFound`."""
+    """Event: the script checks found a mistake in the script. See `protocol.messages.MistakeFound`."""
 
     worker: Worker
     kind: str
@@ -758,7 +758,7 @@ class ShardsDivided(Value):
         restored: the commit that the world restored, as numbered by the sharded state. None means a checkpoint.
         rows: bytes of all workers' rows, by source.
         received: bytes of rows that workers received from other workers.
-        lost: shards of the restored commit whose owners are not in this world.
+        lost: shards of the restored commit that were not trained by any worker of this world.
         lost_rows: bytes of rows from these shards.
     """
 
@@ -774,8 +774,8 @@ class ShardsDivided(Value):
 class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
-    Times are in milliseconds since the cause was detected. The last three fields are omitted at their defaults, so that
-    journals of earlier versions, which lack them, are replayed to the same bytes.
+    Times are in milliseconds since the cause was detected. Journals of earlier versions lack the last three fields, and
+    their replay yields the same bytes.
 
     Args:
         from_checkpoint: whether the survivors restored a durable commit.

@@ -105,7 +105,7 @@ def in_both(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> list[Held
 def difference(undisturbed: list[HeldCommit], other: list[HeldCommit]) -> DigestDifference | None:
     """Find the first difference, over all workers, between the fault-free run and the other run.
 
-    Repeated steps are compared too. Return None if all steps that occur in both runs are equal.
+    Repeated steps are compared as well. Return None if all steps that occur in both runs are equal.
     """
     wanted: dict[int, dict[str, int]] = {}
     for each in undisturbed:

@@ -182,7 +182,7 @@ def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened:
     if not was_member:
         outcome.outcome = f"{how}; it was in no world yet"
         return
-    # A worker that leaves exits after the world has changed, but a worker that dies exits before.
+    # A leaving worker exits only after the world has changed, while a killed worker exits before.
     since = min(at, each.at)
     worlds = [w for w in happened.worlds if w[0] >= since and each.worker not in w[2]]
     _back(outcome, each, how, worlds[0][1] if worlds else None, happened)

@@ -151,7 +151,7 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Schedule of a plan's faults. `due` returns each fault once.
+    """Planned and random faults in order of time. `due` returns each fault once.
 
     One call returns at most DRAWN_PER_LOOK random faults. The next call returns the rest.
     """

@@ -46,7 +46,7 @@ class LiveWorker:
     finished: bool = False
     dismissed: bool = False  # whether the driver does not consider the worker a member
     running: bool = False  # whether the worker was inside elastic.run at its last Ready
-    ready: bool = False  # whether the worker has reported Ready since the begin of its last world
+    ready: bool = False  # whether the worker has reported Ready since its last world began
     # whether the worker is allowed to stop at an earlier commit than the other members
     own_pace: bool = False
     commit: Commit | None = None  # commit in the worker's last Ready

@@ -56,7 +56,7 @@ class SimulatedDriver:
         self.paused = False
         self.end: events.EndJob | None = None
         self.ended_at = 0.0
-        # number of further points of yielding control until the driver crashes; None means no crash
+        # number of further yields until the driver crashes, or None
         self.doom: int | None = None
         self.down_s = 1.0
         self.crashes = 0

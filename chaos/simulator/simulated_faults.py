@@ -272,7 +272,7 @@ def announce_an_end(sim: SimulatedJob) -> None:
 
 
 def _too_soon(sim: SimulatedJob, agent: SimulatedAgent, seconds: float) -> bool:
-    """Return whether a mild run must skip an outage of the agent because the previous outage was just before.
+    """Return whether a mild run must skip an outage of the agent, because it would follow too soon after another.
 
     Two outages without a heartbeat between them could exceed the liveness timeout.
     """
@@ -338,7 +338,7 @@ def break_connections(sim: SimulatedJob) -> None:
 
 
 def cut_host(sim: SimulatedJob) -> None:
-    """Drop the traffic of a host in one or both directions, with or without that between its workers and others."""
+    """Cut off a host from the driver in one or both directions, and possibly its workers from other workers."""
     random = sim.clock.random
     seconds = random.choice((0.3, 0.8, 3.0, 15.0))
     agent = _agent(sim) if seconds > 1 else random.choice(list(sim.agents.values()))

@@ -335,7 +335,8 @@ class WorldRun:
 
         Args:
             process: the worker.
-            commits: function that makes one step of this worker. It returns False if the worker must leave lockstep.
+            commits: function that makes one step of this worker. It returns False if the worker must leave the
+                lockstep.
         """
         self.joined[process] = commits
         if not self._due and len(self.joined) == self.size:

@@ -38,7 +38,7 @@ GIVE_UP_S = 40.0  # seconds without a connection to the driver after which the w
 Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 
-# argument of sys.exit in simulated user code, by the value of `will_raise`
+# exit codes of simulated user code that calls sys.exit, by the value of `will_raise`
 QUITS = {"a": 0, "b": 3}
 QUITTING_S = 8.0  # maximum seconds that the interpreter takes to exit
 
@@ -578,7 +578,7 @@ class SimulatedWorker:
             yield from self._at_check()
 
     def _one_step(self) -> bool:
-        """Make one step in lockstep with the world. Return False if this worker must leave lockstep."""
+        """Make one step in lockstep with the world. Return False if this worker must leave the lockstep."""
         self.entered += 1
         if self.entered == 1:
             self.perform(self.recovery.resumed({}))

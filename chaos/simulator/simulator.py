@@ -1,6 +1,6 @@
 """Simulation of a whole job on a virtual clock, with the real Membership, AgentPool and Recovery.
 
-Each run is deterministic for its seed.
+Runs with the same seed are identical.
 
 The job consists of a driver, an agent on each host, and workers. The network between them can delay, lose and
 duplicate messages, and partition hosts. In the first phase, faults are injected, and only safety is checked: after
@@ -104,7 +104,7 @@ def settings_for(
 
 
 class Simulation:
-    """Simulated job.
+    """One simulated job: its driver, agents, workers and network.
 
     Args:
         faults: number of injected faults.

@@ -2,9 +2,9 @@
 
 Pure: no I/O, no clock.
 
-    none   --start a worker--> wanted: an agent is started (if possible), and worker starts are queued for it wanted
-    --Registered--> here: queued starts are sent, messages of its workers are received here   --gone--> missing, for
-    RETURN_S --Registered--> here
+    none   --start a worker--> wanted: an agent is started (if possible), and worker starts are queued for it
+    wanted --Registered--> here: queued starts are sent, messages of its workers are received
+    here   --gone--> missing, for RETURN_S --Registered--> here
       |          +--------------------------------> lost: HostLost
       +--gone silently-----------------------------> lost --Registered--> here
       +--the driver gives it up--------------------> lost

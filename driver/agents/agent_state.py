@@ -6,7 +6,8 @@
              +--detached, or attached to another job: kill the workers --> IDLE
 
 Each driver of a job has a greater term than the previous one. In etcd, terms also increase across jobs of the same
-name. An agent that has served a driver rejects drivers with a lower term: they have been replaced without knowing it.
+name. An agent that has served a driver rejects drivers with a lower term: such drivers were replaced and do not know it
+yet.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ def main() -> int:
     try:
         from elastic.driver.commandline import cli
     except KeyboardInterrupt:
-        # 128 + SIGINT as a literal, because importing signal would delay the installation of the handler
+        # 128 + SIGINT, as a literal: importing signal first would allow Ctrl-C to cause a traceback
         return 130
     return cli.main()
 

@@ -185,7 +185,7 @@ def _nearest_command(word: str, alike: float = 0.6) -> str:
 
 
 def _command_meant(command: Sequence[str]) -> str:
-    """Return a suggestion if a program name, such as ``stat``, may be a misspelled command, or an empty string."""
+    """Suggest a command if a program name, such as ``stat``, may be misspelled. Otherwise return an empty string."""
     near = _nearest_command(command[0], PROGRAM_ALIKE) if command else ""
     return f"; or did you mean elasticrun {near}?" if near else ""
 
@@ -833,7 +833,7 @@ def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> s
     Args:
         flag: the flag with this path.
         path: the path, or None.
-        replaces: whether an existing file will be replaced by a new file instead of being modified.
+        replaces: whether an existing file will be replaced with a new file rather than modified.
 
     Raises:
         Invalid: the check failed.

@@ -22,7 +22,7 @@ class StaticDiscovery:
 class OwnSlots:
     """Discovery of this machine only, for jobs that specify neither hosts nor slots.
 
-    The machine has as many slots as the job has workers at most.
+    The machine has one slot for each worker that the job allows.
     """
 
     def __init__(self, hosts: dict[str, int]) -> None:

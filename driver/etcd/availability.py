@@ -47,7 +47,7 @@ class Availability:
     def unsettled_s(self, now: float, settle_s: float) -> float:
         """Return the seconds until etcd has been available for ``settle_s`` seconds after an outage.
 
-        Return 0 if this time has passed or no outage occurred. Until then, missing keys may be written again, because
+        Return 0 if this time has passed or no outage occurred. Until then, keys may be missing temporarily, because
         leases could not be renewed during the outage.
         """
         if self._returned_at is None:

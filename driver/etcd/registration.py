@@ -31,7 +31,7 @@ from elastic.driver.etcd.keys import (
 )
 from elastic.errors import Invalid
 
-EXPIRY_S = 1.5  # maximum seconds by which etcd detects the expiry of a lease late
+EXPIRY_S = 1.5  # seconds after the expiry of a lease within which etcd detects it
 LOOK_S = 0.25  # seconds between checks of an earlier agent's lease
 
 
@@ -128,7 +128,7 @@ class Registration:
                     "info",
                     f"host {self._host} has an earlier registration; waiting for its lease to expire",
                 )
-            # If the remaining time increases, a running agent renews the lease.
+            # The remaining time has increased, so another agent is still running and renews the lease.
             if left_s > least_s or loop.time() > deadline:
                 raise Invalid(self._taken())
             least_s = left_s

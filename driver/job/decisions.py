@@ -101,7 +101,7 @@ class JobDecisions:
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
         """Return the actions of ``answer``, followed by those that the shutdown adds."""
-        # Read this before ``answer`` is applied: an exit that ends the job was already handled by membership.
+        # If this event ends the job, membership has already handled it, and only later events go to `Shutdown`.
         begun = self.ending is not None
         stopped = isinstance(event, StopRequested) and event.code is not None
         again = stopped and self.stop_code is not None

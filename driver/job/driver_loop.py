@@ -654,7 +654,7 @@ class Driver:
 
     def _start(self, action: events.StartWorker) -> None:
         settings, job, worker, place = self.job.settings, self.job, action.worker, action.place
-        # Other workers wait while this worker's health check runs.
+        # Include the time of health checks, because a world may wait for the checks of other workers.
         wait_timeout_s = settings.health_check_s if settings.health_check else 0.0
         wait_timeout_s += 2 * settings.elastic_timeout_s + settings.start_timeout_s + WAIT_SLACK_S
         extra = dict(settings.env)

@@ -82,7 +82,7 @@ class JobIO:
     )
     raised: dict[Worker, str] = field(
         default_factory=dict
-    )  # tracebacks reported by workers, not logged yet
+    )  # text of the exception that each worker has reported
     # lock to hold while the view is modified
     changing: threading.Lock = field(default_factory=threading.Lock)
     # seconds to add to the journal's clock for the view's clock; None before the first event

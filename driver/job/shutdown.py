@@ -20,7 +20,7 @@ from elastic.driver.membership.membership import describe_exit
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.protocol.messages import Place, Worker
 
-GRACE_S = 1.0  # seconds from the notification that the job has failed to the kill
+GRACE_S = 1.0  # seconds from the notification that the job has ended to the kill
 DEATH_S = 15.0  # seconds within which killed processes must exit
 REMIND_S = 30.0  # seconds between log lines about workers that have not exited
 

@@ -103,7 +103,7 @@ class FileArchive:
             ) from error
 
     def make_way(self) -> None:
-        """Move the previous job's journal away. Earlier journals get numeric suffixes; the newest is ``.1``.
+        """Rename the previous job's journal. Old journals get numeric suffixes, from ``.1`` for the newest.
 
         Raises:
             Invalid: the journal cannot be kept, one of these files is not a journal or is used by a driver, or this
@@ -289,7 +289,7 @@ def _check_unwritten(path: Path) -> None:
     except BlockingIOError:
         raise _in_use(path) from None
     except OSError:
-        return  # missing, or on a file system without locks
+        return  # the file does not exist, or its file system does not support locks
 
 
 def _has_journal(path: Path) -> bool:

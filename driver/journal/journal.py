@@ -132,7 +132,7 @@ class Journal:
         """Record a problem outside the driver, or its end, for readers of the journal. No effect on decisions."""
 
     async def settle(self) -> None:
-        """Wait until the next driver could read all recorded entries. Only then may their actions be performed."""
+        """Wait until all recorded entries are readable by the next driver. Only then may their actions be performed."""
 
     async def rest(self) -> None:
         """Take a snapshot if one is due and no worker waits for the driver.

@@ -31,7 +31,7 @@ class Head(msgspec.Struct, omit_defaults=True):
     piece: int
     of: int
     begins: bool = False  # whether all earlier records are invalid
-    # end of the record that this record continues; set in the first record of a chapter
+    # end of the record that this record continues; set only in the first record of a chapter
     after: Place | None = None
 
 

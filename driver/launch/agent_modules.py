@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from elastic.driver.launch.starter import AGENT_MODULE
 
-# The agent must not import the user's modules, neither from the current folder nor through PYTHONPATH. Its ``sys.path``
-# is therefore the last argument: the entries from `agents_path`, separated by colons.
+# Prevents the agent from importing the user's modules from the current folder or PYTHONPATH: ``sys.path`` is set to the
+# last argument, the entries from `agents_path`, separated by colons.
 BOOT = (
     "import runpy, sys; sys.path[:] = sys.argv.pop().split(':');"
     f" runpy.run_module('{AGENT_MODULE}', run_name='__main__', alter_sys=True)"

@@ -25,7 +25,7 @@ from elastic.driver.sinks import Log
 from elastic.version import __version__
 
 KEPT_BYTES = 64 * 1024  # number of bytes to keep from the end of the output
-# maximum number of lines on an agent's stderr to forward as warnings
+# maximum number of log lines to forward that an agent prints outside its connection to the driver
 SAID_LINES = 20
 REAP_S = 1.0
 # Environment variables that agents do not inherit from the driver, because their bootstrap contains the values.
@@ -224,7 +224,7 @@ class ChildProcesses:
             ready.
         at_once: maximum number of concurrent starts.
         ready_s: time limit for one start in seconds, not counting the time in the queue.
-        close_s: seconds to wait in `close` for all processes to exit, before they are killed.
+        close_s: seconds for which `close` waits for the processes to exit before it kills them.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ These arguments are common to all functions:
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only.
     compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods.
-    process_set: the ranks that take part and must make the call. Default: all ranks. device_dense, device_sparse,
-    ignore_name_scope: ignored.
+    process_set: the ranks that take part and must make the call. Default: all ranks.
+    device_dense, device_sparse, ignore_name_scope: ignored.
 
 All functions raise the errors of torch's collectives (see `elastic.api.ops`). In eager mode, an error is also an
 instance of TensorFlow's class: ``tf.errors.FailedPreconditionError`` for mismatched tensors,
@@ -564,7 +564,7 @@ def _differentiable(tensor: tf.Tensor) -> bool:
 def _of_floating(
     compute: Any, gradients: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Apply ``compute`` to the gradients of floating-point and complex tensors, so that all ranks select the same."""
+    """Apply ``compute`` to the gradients of floating-point and complex tensors, which are the same on all ranks."""
     chosen = [_differentiable(tensor) for tensor in given]
     made = iter(
         compute([tf.convert_to_tensor(g) for g, use in zip(gradients, chosen, strict=True) if use])

@@ -5,8 +5,8 @@ groups can produce, because the value of a Python future is a Python object. The
 
 A Python hook may call further collectives in callbacks of its futures, as PowerSGD's does. All ranks must call them in
 the same order. With NCCL they do: its futures are complete when the call returns, so a callback runs where it is
-attached. The futures of such a hook are therefore completed immediately here too, at the cost of the overlap with the
-backward pass. Otherwise the order would depend on which collective ends first on which rank.
+attached. This package therefore also completes the futures of such a hook immediately, at the cost of the overlap with
+the backward pass. Otherwise, the order of the callbacks could differ between ranks.
 """
 
 from __future__ import annotations

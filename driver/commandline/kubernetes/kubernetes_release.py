@@ -414,7 +414,7 @@ class ApiSilent(Exception):
 
 
 class ApiSilence:
-    """Handler of API server outages, which logs their begin and end.
+    """Handler of API server outages, which logs the start and end of each outage.
 
     Raises:
         Invalid: the API server is lost for longer than AWAY_S seconds.

@@ -18,7 +18,7 @@ from elastic.protocol.islands import parse_islands
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
-# arguments and keywords for a call of a `Group`
+# positional and keyword arguments for a `Group`
 Declared = tuple[tuple[Any, ...], dict[str, Any]]
 
 LAUNCH, RAY = FUNCTIONS = ("elastic.launch", "elastic.ray")
@@ -192,8 +192,8 @@ class ArgumentParser(argparse.ArgumentParser):
         return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # Even with allow_abbrev=False, argparse accepts -n as an abbreviation of -np. Keep only its parse of -p22 as -p
-        # with a value.
+        # Even with allow_abbrev=False, argparse accepts -n as an abbreviation of -np. Keep only complete flags, such as
+        # -p in -p22.
         found = super()._get_option_tuples(option_string)
         return [each for each in found if option_string.startswith(each[1])]
 

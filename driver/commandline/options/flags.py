@@ -691,7 +691,7 @@ def declared() -> Iterator[tuple[Field[Any], Use]]:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """Return the values of the options that set fields of `Settings`, by field."""
+    """Return the values of passed options that set fields of `Settings`, keyed by field."""
     values = ((use.setting, getattr(options, option.name)) for option, use in declared())
     return {setting: value for setting, value in values if setting and value is not None}
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from elastic.driver.commandline.options.argument_parser import Group, flag, switch, whole
 from elastic.errors import Invalid
 
-# class `Options` in `flags`, which contains these flags but cannot be imported here
+# class `Options` in `flags`, which contains the flags of this module
 Options = TypeVar("Options", bound=Any)
 
 _ELSEWHERE = (

@@ -204,7 +204,7 @@ def _progress(state: State) -> list[str]:
 
 
 def _with_ages(figures: Sequence[tuple[str, float | None]], now: float) -> list[str]:
-    """Join metrics that were reported at the same age, and append the age to each group."""
+    """Group metrics whose reports are equally old, and append the age to each group."""
     groups: dict[str, list[str]] = {}
     for text, at in figures:
         age = "" if at is None else f", reported {span(now - at)} ago"

@@ -55,7 +55,7 @@ def version() -> str:
 
 
 def other_horovod() -> str | None:
-    """Return a warning if Horovod is installed in addition to this package, which replaces it; otherwise None."""
+    """Return a warning if Horovod is installed in addition to this package, which replaces Horovod; otherwise None."""
     found = _version_of("horovod")
     if found is None:
         return None

@@ -88,7 +88,7 @@ class ListWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop the thread after its pending request. ``tell`` is not called anymore."""
+        """Stop the thread after its pending request. ``tell`` is not called afterwards."""
         self._over.set()
 
     def run(self) -> None:

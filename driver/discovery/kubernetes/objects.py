@@ -156,7 +156,7 @@ def node_of(object: Json, notices: Collection[str] = ()) -> KubernetesNode | Non
 def _is_problem(condition: str, status: str, notices: Collection[str]) -> bool:
     if condition in PROBLEMS:
         return status == PROBLEMS[condition][0]
-    # By convention, a condition signals a problem if its status is True, or, if its type ends in Ready, if it is False.
+    # By convention, a condition signals a problem with status True, or with status False if its type ends in Ready.
     return condition in notices and status == ("False" if condition.endswith("Ready") else "True")
 
 

@@ -1,4 +1,4 @@
-"""Metadata of a tensor to receive, and the place to which its content goes."""
+"""Metadata of a tensor to transfer, and destinations of received tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Destination(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and device type of a tensor that is transferred."""
+    """Shape, dtype and device type of a tensor to transfer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -41,7 +41,7 @@ class LentMemory:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def lend(self, tensor: torch.Tensor) -> int | None:
-        """Lend the tensor. Return the address of its flag, an argument of `let_go`, or None if it must be copied."""
+        """Lend a tensor. Return the address of its flag, to pass to `let_go`, or None if it must be copied instead."""
         if not self.let_go or tensor.nbytes < LARGE or tensor.data_ptr() % ALIGNED:
             return None
         with self._lock:
