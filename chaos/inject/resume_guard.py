@@ -36,7 +36,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """End the child process."""
+        """End the guard process without resuming the victim."""
         # Kill the guard before closing the pipe, because a closed pipe would make the guard resume the victim.
         self._process.kill()
         self._process.wait()

@@ -116,7 +116,7 @@ class SampleHistory:
             self._pending[each] = self._undone.pop(each)
 
     def finish(self, *, complete: bool) -> str:
-        """Check the end of the job.
+        """Check the counted samples at the end of the job.
 
         Args:
             complete: whether the job succeeded. If so, all samples must have been trained, provided that the size of

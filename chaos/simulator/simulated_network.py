@@ -137,7 +137,7 @@ class Connection:
         self._held: tuple[deque[Any], deque[Any]] = (deque(), deque())
 
     def send(self, way: int, deliver: Deliver, *args: Any) -> None:
-        """Send a message.
+        """Send a message over this connection.
 
         Args:
             way: direction, to the driver or to the process.

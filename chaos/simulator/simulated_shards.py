@@ -44,7 +44,7 @@ class Sealed(NamedTuple):
 
 
 class Mirroring(NamedTuple):
-    """Background transfer of the copies of a commit's shards.
+    """Background transfer of shard copies for one commit.
 
     Attributes:
         sent: exchange in which all ranks take part.

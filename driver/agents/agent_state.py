@@ -24,7 +24,7 @@ EXITS_LIMIT = 4096  # maximum number of stored exits of a job's workers; the old
 
 @dataclass(frozen=True)
 class AttachOutcome:
-    """Result of an `Attach`."""
+    """Decision of an agent about an `Attach` message."""
 
     refused: str = ""  # reason for rejecting this driver; empty if the agent serves it
     kill: bool = False  # whether to kill the running workers, because they belong to another job

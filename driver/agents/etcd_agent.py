@@ -79,7 +79,7 @@ class _Seat:
         self._changed.set()
 
     async def find(self) -> list[tuple[str, int]]:
-        """Return the driver's addresses. Waits while there is no leader."""
+        """Return the driver's addresses. Waits while no driver leads the job."""
         while self._seat is None:
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the program and return its exit code."""
+    """Run ``elasticrun`` and return its exit code."""
     try:
         from elastic.driver.commandline import cli
     except KeyboardInterrupt:

@@ -3,7 +3,7 @@
     journal/header          {"begins": N, "header": {...}}: the records from number N on are valid
     journal/000000000017    1/1, followed by the lines of one record, as in a journal file
 
-A record is a batch of entries, a snapshot, or a take-over. A record that exceeds etcd's limit is split into pieces with
+A record is a batch of entries, a snapshot, or a takeover. A record that exceeds etcd's limit is split into pieces with
 their own numbers, and is valid once the last piece exists. Actions are omitted, since they can be recomputed from the
 events. A digest shows whether another driver computes the same actions. Transactions succeed only while this driver
 leads, so a driver that was replaced can neither write nor act, because actions require a written record.

@@ -471,7 +471,7 @@ class Driver:
             await self._written(self._journal.rest())
 
     async def _written(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Wait until the journal is written.
+        """Wait until all recorded entries are written to the journal.
 
         A second stop request ends the wait, in case the journal's storage does not respond.
         """

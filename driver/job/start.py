@@ -30,7 +30,7 @@ from elastic.protocol.report_values import Report
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a job.
+    """Exit code, reason and results of a finished job.
 
     Args:
         code: exit code of the job.

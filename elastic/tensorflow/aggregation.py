@@ -142,7 +142,7 @@ class GradientAggregation:
 
 
 class LocalGradientAggregationHelper(GradientAggregation):
-    """`GradientAggregation` with Horovod's arguments.
+    """Variant of `GradientAggregation` with Horovod's arguments.
 
     ``rank`` and ``optimizer_type`` are ignored. So are ``process_set`` and ``scale_local_gradients``, because
     ``allreduce_func`` implements them.

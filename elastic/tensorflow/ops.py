@@ -84,7 +84,7 @@ def allreduce(
         A new tensor of the same shape and dtype, or IndexedSlices.
 
     Raises:
-        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the module.
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the description of this module.
 
     Example::
 
@@ -112,7 +112,7 @@ def grouped_allreduce(
 ) -> list[tf.Tensor]:
     """Reduce several tensors at once; small ones of one dtype share a buffer. Differentiable. See `allreduce`.
 
-    Raises ValueError for IndexedSlices, in addition to the errors of the module.
+    Raises ValueError for IndexedSlices, in addition to the errors that all functions of this module raise.
     """
     if not tensors:
         return []
@@ -505,7 +505,7 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this rank. See `size_op`."""
+    """Return this worker's rank. See `size_op`."""
     return bridge.asked(basics.rank, name or "rank")
 
 

@@ -49,7 +49,7 @@ class TensorFlowState(HandledState):
         **kwargs: values of the state, available as attributes.
 
     Raises:
-        Invalid: there are no variables, or one of them is not a variable.
+        Invalid: no variables exist, or a value in ``variables`` is not a variable.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ def allgather_into(
 def allreduce(
     group: Collectives, tensors: Sequence[torch.Tensor], reduction: Reduction
 ) -> CollectiveCall:
-    """Reduce tensors in place."""
+    """Reduce tensors over all ranks of the group, in place."""
     begun = CollectiveCall()
     if isinstance(group, GathersAndScatters) and all(_summed(each, reduction) for each in tensors):
         rows = [

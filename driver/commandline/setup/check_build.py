@@ -66,7 +66,7 @@ def other_horovod() -> str | None:
 
 
 def other_elastic() -> str | None:
-    """Return a warning if the unrelated package ``elastic`` (elastic constants of crystals) is installed too.
+    """Return a warning if the unrelated package ``elastic`` (elastic constants of crystals) is installed.
 
     Otherwise return None.
     """

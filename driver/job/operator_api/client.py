@@ -40,7 +40,7 @@ _from_desk: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 class JobUnreachable(ElasticError):
     """Error raised when the driver of a job cannot be reached.
 
-    The driver has exited, another driver has taken over, or the key belongs to another job.
+    Possible causes: the driver has exited, another driver has taken over, or the key belongs to another job.
     """
 
 

@@ -316,7 +316,7 @@ class Snapshot:
         self.bank.take(TensorSignature(tensors), extra, self._stage, trust=trust)
 
     def complete(self) -> None:
-        """Wait for copies in flight.
+        """Wait until all copies in flight are complete.
 
         Raises:
             DeviceLost: the copies did not complete within the time limit.

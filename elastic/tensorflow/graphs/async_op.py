@@ -204,7 +204,7 @@ class AsyncCall:
         return found
 
     def succeed(self, results: list[torch.Tensor]) -> None:
-        """Pass the results to TensorFlow.
+        """Complete the operation with these results.
 
         ``results`` must be CPU tensors of the expected dtypes, otherwise the operation fails. The list is emptied
         before the operation completes, so that subsequent operations can reuse the memory of the results.
