@@ -45,12 +45,14 @@ class LiveWorker:
     # whether the worker was notified that all members' functions have returned
     finished: bool = False
     dismissed: bool = False  # whether the driver does not consider the worker a member
-    running: bool = False  # whether the worker was inside elastic.run at its last Ready
+    # whether the worker was inside elastic.run when it sent its last Ready message
+    running: bool = False
     ready: bool = False  # whether the worker has reported Ready since its last world began
     # whether the worker is allowed to stop at an earlier commit than the other members
     own_pace: bool = False
-    commit: Commit | None = None  # commit in the worker's last Ready
-    kept: list[Commit] = field(default_factory=list)  # older commits in the worker's last Ready
+    commit: Commit | None = None  # commit in the worker's last Ready message
+    # older commits in the worker's last Ready message
+    kept: list[Commit] = field(default_factory=list)
     # generation of the first world of elastic.run of which the worker was a member
     trained_in: int = 0
     holds: Commit | None = None  # oldest commit that the worker may hold

@@ -25,17 +25,17 @@ class Agent(Protocol):
 
 
 class SimulatedJob(Protocol):
-    """Interface of one simulated job. For attributes of type `Any`, a comment names the module of the class."""
+    """Interface of one simulated job. For attributes of type `Any`, a comment names the class."""
 
     clock: Clock
     network: SimulatedNetwork
     settings: Settings
-    weather: Any  # class of `simulated_faults`
-    training: Any  # class of `simulated_training`
-    driver: Any  # class of `simulated_driver`
-    agents: dict[str, Any]  # agents by host; class of `simulated_agent`
+    weather: Any  # `simulated_faults.FaultConditions`
+    training: Any  # `simulated_training.Training`
+    driver: Any  # `simulated_driver.SimulatedDriver`
+    agents: dict[str, Any]  # `simulated_agent.SimulatedAgent` of each host
     workers: int
-    processes: dict[Worker, Any]  # live processes; class of `simulated_worker`
+    processes: dict[Worker, Any]  # `simulated_worker.SimulatedWorker` of each live process
     hosts: dict[str, int]  # number of slots of each host
     listed: dict[str, int]  # number of slots of each host in the current host list
     fixed_hosts: bool  # whether the list of hosts is fixed; see `HostsChanged`
@@ -44,11 +44,11 @@ class SimulatedJob(Protocol):
     step_s: float
     mild: bool  # whether the faults spare the last worker that holds the state
     calmed: bool  # whether the phase with faults has ended
-    aimed: int  # number of workers that will be killed at their next commits
+    aimed: int  # number of kills to schedule at the next commits
     going_on: bool
     keep_journal: bool
     reports_samples: bool
-    sharded: Any  # object of `simulated_shards`; None without shards
+    sharded: Any  # `simulated_shards.ShardedJob`; None without shards
     seed: int
     verify: float  # fraction of a step's shards that are verified by a second worker
     named: set[Worker]  # workers that the driver reported as computing wrong results

@@ -176,7 +176,7 @@ class Simulation:
         self.faults: list[str] = []  # descriptions of the injected faults
         self.places: Counter[str] = Counter()
         self.calmed = False  # whether the phase with faults has ended
-        self.aimed = 0  # number of workers that will be killed at their next commits
+        self.aimed = 0  # number of kills to schedule at the next commits
         self.going_on = True
         at = self.clock.at
         for agent in self.agents.values():

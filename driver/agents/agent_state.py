@@ -34,7 +34,7 @@ class AttachOutcome:
 class AgentState:
     """State of one agent. `HostAgent` may read the fields, but only this class modifies them."""
 
-    job: str = ""  # job that the agent serves; empty if none
+    job: str = ""  # ID of the job that the agent serves; empty if none
     term: int = 0  # greatest term served in the last job
     generation: int = 0  # greatest generation of a world sent to this host's workers
     exits: OrderedDict[Worker, WorkerExited] = field(default_factory=OrderedDict)
@@ -42,8 +42,8 @@ class AgentState:
     away_since: float | None = None
     _away_s: float = 0.0
     _lease_s: float = 0.0
-    _last: str = ""  # the last job served
-    _over: str = ""  # the last job that has ended
+    _last: str = ""  # ID of the last job served
+    _over: str = ""  # ID of the last job that has ended
 
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
         """Handle a driver's `Attach` message.

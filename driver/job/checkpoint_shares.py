@@ -48,7 +48,7 @@ class CheckpointCompleted:
 
     commit: Commit
     place: str
-    size: int  # bytes
+    size: int  # bytes of the whole checkpoint
     took_s: float
     step: int | None = None  # step counter of the state at the commit
 

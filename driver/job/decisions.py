@@ -70,8 +70,8 @@ class JobDecisions:
         self.raised = False  # whether membership raised an exception and is no longer called
         self._membership = membership
         self._leave_s = leave_s
-        self._idle_s = idle_s  # see the argument of `Shutdown`
-        self._failed: dict[Worker, Reason] = {}  # see the argument of `Shutdown`
+        self._idle_s = idle_s  # see the argument `idle_s` of `Shutdown`
+        self._failed: dict[Worker, Reason] = {}  # see the argument `failed` of `Shutdown`
         # released workers whose exit has not been handled yet
         self._let_go: set[Worker] = set()
 

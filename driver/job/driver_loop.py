@@ -214,7 +214,7 @@ class Driver:
         self._tracing = tracing or Tracing(log, JobView())
         self._reports = Reports(reported, log)
         self._checkpoints = CheckpointShares()
-        self._slots = 0  # number of listed slots
+        self._slots = 0  # number of slots in the current list of hosts
         # measurements of the job's start; None once training has begun, or if an earlier driver began the job
         self._starts: JobStart | None = None
         self._held: bool | None = None  # whether a member of the newest world held a commit
@@ -225,7 +225,7 @@ class Driver:
         self._mailbox: asyncio.Queue[tuple[float, events.Event]] = asyncio.Queue()
         self._alarm: asyncio.TimerHandle | None = None
         self._address = Address("", 0)
-        self._layouts: dict[str, str] = {}  # layout text by digest
+        self._layouts: dict[str, str] = {}  # text of each layout of the state, by digest
         self._step_input = b""  # newest description of the step's input, for joining workers
         self._exit_barrier = ExitBarrier(server, self._post)
         self._stop_code: int | None = None  # exit code of the first stop request

@@ -306,10 +306,10 @@ class ChildProcesses:
         if release != __version__:
             raise StartFailed(await explain(process, release))
         if process.outlives:
-            if process in self._all:  # may have moved to the background already
+            if process in self._all:  # the process may have moved to the background already
                 self._left.add(process)
                 process.hang_up()
-        elif process.ended.is_set():  # exited immediately after it was ready
+        elif process.ended.is_set():  # the process exited immediately after it was ready
             self._lost(host, process)
         else:
             self._serving[host] = process

@@ -23,7 +23,8 @@ _ddp: Any = DistributedDataParallel
 _build: Any = _ddp._ddp_init_helper
 # Generation in which the reducer was built, or 0 before elastic.run.
 _built: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.WeakKeyDictionary()
-_followed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # models in the state
+# models whose reducers a state rebuilds
+_followed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def replace() -> None:

@@ -27,7 +27,7 @@ class PointToPointMessages:
     def __init__(self, purpose: str, ranks: tuple[int, ...] | None) -> None:
         self._purpose = purpose
         self._ranks = ranks
-        self._known: tuple[int, Messenger] | None = None  # generation and messenger
+        self._known: tuple[int, Messenger] | None = None  # (generation, messenger)
 
     def move(self, ranks: tuple[int, ...]) -> None:
         """Set the ranks of the process group in a new world."""

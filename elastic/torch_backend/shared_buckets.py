@@ -22,7 +22,7 @@ from elastic.torch_backend.following_group import FollowingGroup
 
 _torch: Any = distributed  # torch's stubs lack the names used here
 _TorchReducer: Any = _torch.Reducer
-_Mode: Any = TorchDispatchMode  # torch's stubs lack its types
+_Mode: Any = TorchDispatchMode  # untyped, because torch's stubs lack its types
 # Below this size in bytes, copying a bucket is as fast as reducing it in place.
 _LEAST_BYTES = 4096
 

@@ -104,7 +104,7 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
         self._timeout_s = timeout_s
         self._futures = futures
         self.read_later = read_later
-        self.generation = owner.generation()  # generation in which it began
+        self.generation = owner.generation()  # generation in which the collective began
         self._lock = threading.RLock()
         self._error: CollectiveFailed | TensorMismatch | None = None
         self._future: ElasticFuture | None = None
@@ -126,7 +126,8 @@ class ElasticWork(_TorchWork):  # type: ignore[misc]
             CollectiveFailed: a rank was lost or the timeout expired, in a job of fixed size. A RuntimeError.
             TensorMismatch: the message does not fit the tensor.
         """
-        asked_s = timeout.total_seconds() if timeout is not None else 0.0  # C++ code passes 0
+        # calls from C++ pass a timeout of 0
+        asked_s = timeout.total_seconds() if timeout is not None else 0.0
         limit_s = asked_s or self._timeout_s
         # A work of an earlier world: its outcome must not affect the current world, so the guard is not used.
         if self.generation != self._owner.generation():

@@ -29,7 +29,7 @@ class WorldStore(_TorchStore):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._known: tuple[int, Any] | None = None  # generation and store
+        self._known: tuple[int, Any] | None = None  # (generation, store)
         self._limit = timedelta(seconds=1800)
 
     @property

@@ -42,7 +42,8 @@ QUEUE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 IMAGE = re.compile(
     r"[A-Za-z0-9][\w./-]*(:\d+/[\w./-]+)?(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?", re.ASCII
 )
-VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}  # number of words that follow each command
+# number of positional arguments of each command
+VERBS = {"status": 1, "logs": 1, "stop": 1, "scale": 2}
 
 
 @dataclass
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     own, words = made.split(rest)
     if verb != RUN:
         count = VERBS[verb]
-        more, after = made.split(words[count:])  # Flags may also follow the name.
+        more, after = made.split(words[count:])  # flags may also follow the job's name
         own, words = [*own, *more], [*words[:count], *after]
     made.parse_args(own, namespace=options)
     try:

@@ -104,7 +104,7 @@ def _read(path: Path) -> JobRecord | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return None  # removed in the meantime
+        return None  # another process has removed the record
     with os.fdopen(fd, "rb") as file:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

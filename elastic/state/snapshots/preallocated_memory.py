@@ -19,7 +19,7 @@ from elastic.collectives.shared_memory import memfd
 
 # Minimum size of a tensor in bytes. Smaller tensors use memory that the process already has.
 LEAST_BYTES = 1 << 20
-_ALIGNMENT = 64  # bytes, as with torch's allocator
+_ALIGNMENT = 64  # bytes; the alignment of torch's allocator
 
 
 class PreallocatedMemory:
@@ -37,7 +37,7 @@ class PreallocatedMemory:
         try:
             # This call releases the GIL, which the link thread needs.
             memfd.populate(zeros.data_ptr(), size)
-        except OSError:  # kernels before 5.14 lack this
+        except OSError:  # Linux before 5.14 does not support this call
             zeros.zero_()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -113,7 +113,7 @@ class StateStructure:
         return tuple(
             path
             for path, module in zip(self._paths, self.modules, strict=True)
-            if not getattr(module, "training", True)  # frozen scripted modules have no mode
+            if not getattr(module, "training", True)  # frozen scripted modules lack this attribute
         )
 
     def _look(self) -> tuple[list[Any], list[Any]]:
