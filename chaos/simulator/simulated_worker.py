@@ -325,11 +325,11 @@ class SimulatedWorker:
         """Enter elastic.run, as a script does."""
 
     def held_shards(self) -> ShardsHeld | None:
-        """Return a report of the shards that the worker holds. None for a state without shards."""
+        """Return a report of the shards that the worker holds, or None for a state without shards."""
         return None
 
     def placed_shards(self) -> ShardsPlaced | None:
-        """Return a report of the worker's part of a sharded state in this world. None for a state without shards."""
+        """Return a report of the worker's part of a sharded state in this world, or None for another state."""
         return None
 
     def bring(self) -> Thread:

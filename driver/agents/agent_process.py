@@ -155,7 +155,10 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file, which the agent's starter may rewrite. Empty without a readable file."""
+    """Return the addresses in a file, which the agent's starter may rewrite.
+
+    Return no addresses if the file cannot be read.
+    """
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(file).read_text().split() if file else []
     return []

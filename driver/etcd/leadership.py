@@ -109,7 +109,9 @@ class Leadership:
             raise self._leadership_lost()
 
     async def resign(self) -> None:
-        """Release the leadership, or stop waiting for it. Has a time limit."""
+        """Release the leadership, or stop waiting for it. This takes a limited time even without a response from
+        etcd.
+        """
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:

@@ -46,7 +46,7 @@ class Provider(Protocol):
         """Return the starter of agents, or None if the engine starts them. Called once."""
 
     def archive(self) -> Archive | None:
-        """Return the archive of the journal for replacement drivers. None means no driver failover."""
+        """Return the archive of the journal for replacement drivers, or None without driver failover."""
 
     def environ_of(self, host: str) -> Mapping[str, str]:
         """Return additional environment variables for the workers of a host."""

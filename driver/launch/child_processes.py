@@ -343,7 +343,7 @@ class ChildProcesses:
         self._left.discard(process)
 
     async def close(self, *, spare: bool) -> None:
-        """End all processes. Has a time limit.
+        """End all processes. Processes that do not exit in time are killed.
 
         Args:
             spare: whether to leave processes running that are agents and may outlive this process.

@@ -284,7 +284,9 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """Return the layout of the state as lines, which must be equal on all workers. Empty if nothing is compared."""
+        """Return the layout of the state as lines, which must be equal on all workers. No lines disable the
+        comparison.
+        """
         return ""
 
     def _options(self) -> list[str]:

@@ -133,7 +133,10 @@ def finished_before(same: SameCommand, options: Options) -> Manifest | None:
 
 
 def rerun_reason(same: SameCommand, options: Options) -> RerunReason | None:
-    """Return the reason why a finished job runs again. None if no job has finished, or with --fresh or --from."""
+    """Return the reason why a finished job runs again.
+
+    Return None if no job has finished, or with --fresh or --from.
+    """
     if options.fresh or options.begin_from is not None:
         return None
     return _unless_silent(same.rerun_reason)

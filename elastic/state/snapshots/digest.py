@@ -20,7 +20,10 @@ ROW = 1024
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order. 0 without tensors."""
+    """Return a 63-bit digest of names, dtypes, shapes and bits, independent of the order.
+
+    Return 0 if there are no tensors.
+    """
     lines = sorted(_fold(name, tensor) for name, tensor in tensors)
     if not lines:
         return 0
