@@ -109,9 +109,7 @@ class Leadership:
             raise self._leadership_lost()
 
     async def resign(self) -> None:
-        """Release the leadership, or stop waiting for it. This takes a limited time even without a response from
-        etcd.
-        """
+        """Release the leadership, or stop waiting for it. Returns soon even if etcd does not respond."""
         self._resigned = True
         self._guard_condition = None
         for task in self._tasks:

@@ -284,8 +284,9 @@ class State:
                 tensors, gradients = {}, {}
 
     def layout(self) -> str:
-        """Return the layout of the state as lines, which must be equal on all workers. No lines disable the
-        comparison.
+        """Return the layout of the state as lines, which must be equal on all workers.
+
+        If there are no lines, the workers' layouts are not compared.
         """
         return ""
 
