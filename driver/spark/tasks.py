@@ -114,7 +114,7 @@ class SparkTasks:
             if self._closing.is_set():
                 return
             if self._barrier:
-                # otherwise, the agents were told to exit, because the training job has ended
+                # otherwise, the training job has ended, and its agents received an exit request
                 if why:
                     self._failed(f"the barrier stage of Spark failed: {why}")
                 return

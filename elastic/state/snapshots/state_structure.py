@@ -27,7 +27,7 @@ class ModelTensors:
     transient: dict[str, torch.Tensor] = field(default_factory=dict)
     # names of buffers registered with the value None
     absent: list[str] = field(default_factory=list)
-    # names of the buffers in the state dict, including buffers that are None
+    # names of the buffers in the state dict, including None buffers
     persistent: list[str] = field(default_factory=list)
     # first name of each tied parameter, keyed by its other names
     aliases: dict[str, str] = field(default_factory=dict)

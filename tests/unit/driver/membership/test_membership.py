@@ -64,7 +64,7 @@ def test_reports_when_others_are_queued_then_the_last_forms_the_world():
     assert talk.m.handle(ready("h:0", 0), 1.1, more=True) == []
     assert talk.m.handle(ready("h:1", 0), 1.2, more=True) == []
     world = the(PublishWorld, talk.m.handle(ready("h:1", 0), 1.2))
-    assert order(world) == ["h:0", "h:1"]
+    assert order(world) == ["h:0#1", "h:1#1"]
 
 
 def test_first_world_is_formed_when_all_started_workers_are_ready():
