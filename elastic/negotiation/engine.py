@@ -1,4 +1,6 @@
-"""Engine that negotiates a script's collectives and starts them in the decided order."""
+"""Negotiation engine: agrees with the other ranks on the order of the script's collectives, and starts them in that
+order.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,23 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-# After this time in seconds, a collective may be waiting for ranks that are blocked in other collectives.
+# After this many seconds without a decision, log which ranks a collective is waiting for: they may be blocked in
+# others.
 BLOCKED_S = 0.3
 LEAVE_S = 0.3  # timeout in seconds for sending the leave message to rank 0
-_MOST_CYCLES = 5  # maximum number of cycles to wait for a growing batch
-DRAIN_S = 0.2  # timeout in seconds for a woken thread to execute the decisions that it has received
-# seconds between two checks of a thread that waits while another thread receives decisions
+_MOST_CYCLES = 5  # maximum number of cycles to wait while more collectives are being submitted
+# maximum time in seconds to wait for another thread to execute decisions that it has received
+DRAIN_S = 0.2
+# interval in seconds at which a thread rechecks its condition while another thread drives the engine
 _SLICE_S = 0.05
 
 
 class Engine:
-    """Engine that negotiates and starts the named collectives of one generation.
+    """Negotiates the named collectives of one generation with the other ranks, and starts them.
 
     Args:
-        group_for: called with purpose, device and members. Returns the data group.
-        broken: called with the reason if the world failed.
+        group_for: called with a purpose, a device and the members; returns the process group that transfers the data.
+        broken: called with the reason when the world fails.
     """
 
     def __init__(
@@ -73,12 +77,12 @@ class Engine:
             groups=env.group_fusion,
         )
         self._caches: dict[Members, ResponseCache[Pending]] = {}
-        self._fresh: set[Members] = set()  # process sets with requests that were not sent yet
+        self._fresh: set[Members] = set()  # process sets with unsent requests
         self._unnamed: dict[tuple[Members, str], int] = {}
-        self._joins = 0  # number of completed joins
+        self._joins = 0  # number of completed ``join()`` calls of all ranks
         self._undecided = 0
         self._listener: Callable[[Request], None] | None = None
-        self._unheard: list[Request] = []  # notifications that the listener has not received yet
+        self._unheard: list[Request] = []  # notifications not yet passed to the listener
         self._submitters: set[int] = set()  # IDs of the threads that have submitted collectives
         self._lock = threading.Lock()  # guards the nine fields above
         self._hearing = threading.Lock()
@@ -92,7 +96,7 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        # whether a thread has removed work from one queue and has not yet added it to the next
+        # whether a batch of decisions is being processed, so that an interruption would lose some of them
         self._midway = False
         self._thread: threading.Thread | None = None
 
@@ -103,11 +107,11 @@ class Engine:
     # ---- submission ------------------------------------------------------------------------------------------------
 
     def submit(self, pending: Pending, soon: bool) -> None:
-        """Queue a collective.
+        """Queue a collective for negotiation.
 
         Args:
             pending: the collective.
-            soon: whether the caller is about to wait for it.
+            soon: whether the caller is about to wait for the collective.
 
         Raises:
             CollectiveFailed: the world has ended.
@@ -134,11 +138,12 @@ class Engine:
             self._nudge()
 
     def listen(self, listener: Callable[[Request], None]) -> None:
-        """Register a listener for notifications, which are also received while no thread of the script waits.
+        """Register a listener for notifications. From then on they are received even while no thread of the script
+        waits.
 
         Args:
-            listener: called with each notification, including earlier ones, in the coordinator's order. It must not
-                block or raise, and may submit collectives. It replaces the previous listener.
+            listener: called with each notification, including earlier ones, in the coordinator's order. It must neither
+                block nor raise; it may submit collectives. It replaces the previous listener.
 
         Raises:
             CollectiveFailed: the world has ended.
@@ -147,13 +152,14 @@ class Engine:
             if self._failure:
                 raise self._failure.again()
             if self._listener is None:
-                self._undecided += 1  # The engine's thread receives decisions from now on.
+                self._undecided += 1  # From now on the engine's own thread receives decisions.
             self._listener = listener
         self._hear()
         self._nudge()
 
     def _hear(self) -> None:
-        with self._hearing:  # lock that preserves the coordinator's order
+        # held while the listener runs, so that notifications arrive in the coordinator's order
+        with self._hearing:
             while True:
                 with self._lock:
                     listener = self._listener
@@ -180,14 +186,16 @@ class Engine:
             line.wake()
 
     def reach(self) -> None:
-        """Connect to rank 0 before anything is submitted. Blocks. A failure is reported by the first collective."""
+        """Connect to rank 0 before the first submission. Blocks. A connection error is raised by the first
+        collective.
+        """
         with contextlib.suppress(CollectiveFailed), self._driving:
             if self._line is None and not (self._failure or self._resting):
                 self._connect()
         self._tell()
 
     def leave(self) -> None:
-        """Notify the other ranks that this rank leaves, at ``shutdown()`` or the end of the process."""
+        """Notify the other ranks that this rank is leaving, in ``shutdown()`` or at process exit."""
         if self._failure or self._left:
             return
         self._left = True
@@ -207,7 +215,7 @@ class Engine:
     def complete(self, pending: Pending) -> None:
         """Wait until the coordinator has decided on the collective.
 
-        Raises CollectiveFailed if a rank of the engine was lost.
+        Raises CollectiveFailed if a rank of the world was lost.
         """
         self.drive(lambda: pending.decided, time.monotonic() + BLOCKED_S)
         if not pending.decided:
@@ -227,7 +235,9 @@ class Engine:
             raise self.fail(error) from error
 
     def offer(self) -> None:
-        """Send queued requests while another thread drives the engine, and make that thread recheck its condition."""
+        """Send queued requests while another thread drives the engine, and make that thread recheck its exit
+        condition.
+        """
         self._send_fresh()
         line = self._line
         if line is not None and self._driving.locked():
@@ -265,7 +275,7 @@ class Engine:
                 except CollectiveFailed as error:
                     self.fail(error)
                     raise
-                # any exception, including KeyboardInterrupt and those of signal handlers
+                # BaseException, because KeyboardInterrupt and signal handlers can interrupt the turn
                 except BaseException as error:
                     if self._midway:
                         self._give_up(f"interrupted by {type(error).__name__}")
@@ -340,7 +350,7 @@ class Engine:
     def _send_fresh(self) -> None:
         line = self._line
         if line is None:
-            return  # Another thread is connecting and will send all offers.
+            return  # The connecting thread will send all queued requests.
         with self._sending:
             with self._lock:
                 made = [self._caches[members].offer() for members in self._fresh]
@@ -357,7 +367,7 @@ class Engine:
         self._limits = rules.limits
         line = ControllerClient(rules, place.rank, self.generation, secret, silence_s(self._env))
         self._line = line
-        if self._failure:  # The engine was aborted in the meantime.
+        if self._failure:  # The engine was aborted while this thread was connecting.
             line.abort()
         return line
 
@@ -374,8 +384,8 @@ class Engine:
             return self._line
 
     def rules(self) -> list[bytes]:
-        """Return the settings that rank 0 publishes for connecting ranks. Thread-safe. Works before rank 0 has
-        submitted anything.
+        """Return the settings that rank 0 publishes for connecting ranks. Thread-safe. Rank 0 need not have submitted
+        anything.
         """
         return [encode_rules(self._local_controller().rules)]
 
@@ -388,7 +398,8 @@ class Engine:
                 cache = self._caches[decision.members] = ResponseCache(decision.members)
             found = list(cache.take(decision))
             if decision.last_joined >= 0:
-                # All ranks restart their count of calls, because a joined rank has made fewer calls than the others.
+                # A joined rank has made fewer calls than the others, so all ranks restart the numbering of unnamed
+                # collectives.
                 self._joins += 1
                 self._unnamed.clear()
                 joined = cache.in_flight.pop(JOIN, None)
@@ -411,7 +422,7 @@ class Engine:
                     pending.settled(error=error)
                 if isinstance(error, CollectiveFailed) or not isinstance(error, Exception):
                     raise
-                # The other ranks have started the collective and wait for this rank.
+                # The other ranks have started the collective and wait for this one, so the world can't continue.
                 raise CollectiveFailed(
                     f"{asked[0].name if asked else 'a collective'}: {error}"
                 ) from error
@@ -422,16 +433,17 @@ class Engine:
     # ---- abort and close -------------------------------------------------------------------------------------------
 
     def _give_up(self, reason: str) -> None:
-        """Report that the world has failed, and fail all waits.
+        """Report that the world has failed, and make all waits raise an error.
 
-        Called in the engine's own threads, which have no caller to do so.
+        Called in the engine's own threads, where an exception would reach no caller.
         """
         self.fail(reason)
         if not self._resting:
             self._broken(reason)
 
     def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
-        """Make current and future waits raise CollectiveFailed, and return this error. Only the first failure counts.
+        """Make current and future waits raise CollectiveFailed, and return that error. Only the first call has an
+        effect.
 
         Do not call this method in the link thread.
         """
@@ -452,9 +464,9 @@ class Engine:
             self._line.abort()
 
     def rest(self, timeout_s: float) -> bool:
-        """Stop executing decisions at process exit, without reporting that the world has failed.
+        """Stop executing decisions at process exit, without reporting a failure of the world.
 
-        Waits for at most ``timeout_s`` seconds. Returns whether the last decision in progress has ended.
+        Waits up to ``timeout_s`` seconds for the decision in progress, and returns whether it has completed.
         """
         self._resting = True
         if not self._carrying.acquire(timeout=timeout_s):
@@ -463,28 +475,28 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Free sockets and threads. Call `abort` first."""
+        """Close sockets and stop threads. Call `abort` first."""
         self.abort()
         self._tell()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         if self._line is not None:
             self._line.close()
-        # The engine is part of a reference cycle and remains until the next garbage collection, so tensors and groups
-        # are released explicitly.
+        # The engine is part of a reference cycle, so release its tensors and groups now instead of at the next garbage
+        # collection.
         with self._lock:
             for cache in self._caches.values():
                 cache.drop()
             self._listener = None
 
     def close_in_forked_child(self) -> None:
-        """Close the sockets inherited by a forked child."""
+        """In a forked child, close the sockets inherited from the parent."""
         if self._line is not None:
             self._line.close_sockets()
 
 
 def _left_of(until: float | None, most_s: float | None = None) -> float | None:
-    """Return the seconds until the deadline, at most ``most_s``, or None for no limit."""
+    """Return the seconds until the deadline, limited to ``most_s``, or None for no limit."""
     if until is None:
         return most_s
     left_s = max(0.0, until - time.monotonic())

@@ -1,4 +1,4 @@
-"""Start of negotiated collectives, with fused tensors, and with zeros for joined ranks.
+"""Start of negotiated collectives. Fuses tensors, and contributes zeros if this rank has joined.
 
 `coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
 results.
@@ -35,7 +35,7 @@ def start(
 ) -> None:
     """Start a batch of decided collectives.
 
-    The batch is the same on every rank. Raises the exception of a collective that cannot be started.
+    The batch is the same on every rank. If a collective cannot be started, its exception is raised.
     """
     response, pending = batch[0]
     request = response.request
@@ -72,7 +72,7 @@ def start(
 
 
 def error_of(response: Response) -> BaseException | None:
-    """Return the error in a response, which the submitting ranks raise, or None if the collective can run."""
+    """Return the error that the submitting ranks raise for a response, or None if the collective can run."""
     if not response.error:
         return None
     if response.refused:

@@ -1,6 +1,6 @@
-"""Tensor fusion: which reductions share a buffer. Pure: the same responses give the same batches on every rank.
+"""Tensor fusion: decides which reductions share a buffer. Pure: the same responses give the same batches on every rank.
 
-Small tensors that become ready together are fused, because the overhead per message exceeds the cost of their bytes.
+Small tensors that become ready together are fused, because for them the overhead per message exceeds the transfer time.
 Large tensors are reduced separately and in place: copying them to a buffer and back would cost more than it saves.
 """
 
@@ -17,11 +17,11 @@ FUSION_BYTES = 128 << 20  # same default as Horovod's
 
 @dataclass(frozen=True)
 class FusionLimits:
-    """Limits of fusion. All ranks use the limits of rank 0."""
+    """Size limits for fusion. Every rank uses the limits of rank 0."""
 
     fusion_bytes: int = FUSION_BYTES  # maximum size of a fusion buffer in bytes; 0 disables fusion
-    alone_bytes: int = ALONE_BYTES  # minimum size in bytes of a tensor that is not fused
-    groups: bool = True  # whether tensors of a group may share a buffer with other tensors
+    alone_bytes: int = ALONE_BYTES  # minimum size in bytes of a tensor that is reduced separately
+    groups: bool = True  # whether tensors of a group may share a buffer with tensors outside it
 
 
 def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[int]]:
@@ -31,7 +31,7 @@ def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[in
     responses of other kinds are in between.
     """
     made: list[list[int]] = []
-    # the open batch and its size in bytes, by kind
+    # open batch of each kind, with its size in bytes
     open_at: dict[tuple[object, ...], tuple[int, int]] = {}
     for index, each in enumerate(responses):
         kind = _kind(each, limits)

@@ -1,4 +1,4 @@
-"""Handles: integers that identify collectives in flight, from submission to `synchronize`."""
+"""Handles: integers that identify in-flight collectives, from submission to `synchronize`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from elastic.negotiation.pending import Pending
 
 
 class HandleEntry:
-    """Entry of a handle in use.
+    """In-flight collective that a handle identifies.
 
-    The object is small and has no closures, because thousands may be in flight and each costs garbage collection time.
+    Thousands may be in flight, so the object is small and has no closures, which keeps garbage collection cheap.
     """
 
     __slots__ = ("generation", "pending", "pick", "runtime", "shown")
@@ -27,8 +27,8 @@ class HandleEntry:
         self.runtime = rt
         self.generation = rt.generation
         self.pending = pending
-        self.pick = pick  # function that creates the result for the user
-        # name without the number that this process has assigned, so that it is equal on all ranks
+        self.pick = pick  # converts the raw result to the result that the user receives
+        # name without the counter that this process appends to unnamed collectives, so that it is equal on all ranks
         self.shown = shown
 
     def stale(self, rt: Context) -> bool:
@@ -36,9 +36,9 @@ class HandleEntry:
 
 
 class Handles:
-    """Handles of this process. Thread-safe.
+    """Table of this process's handles. Thread-safe.
 
-    Handles of a failed world are dropped when the next world claims a handle.
+    Handles of a failed world become invalid when the first handle is claimed in the next world.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,15 @@ class Handles:
         self._numbers = itertools.count()
         self._claimed: dict[int, HandleEntry] = {}
         self._names: dict[tuple[Members, str], int] = {}
-        self._lost: set[int] = set()  # handles of earlier worlds
-        self._world: tuple[Context, int] | None = None  # world of the handles in `_claimed`
+        self._lost: set[int] = set()  # handles claimed in earlier worlds
+        # world in which the handles in `_claimed` were claimed
+        self._world: tuple[Context, int] | None = None
 
     def claim(self, rt: Context, pending: Pending, pick: Callable[[Any], Any] | None) -> int:
         """Return a handle for a collective that is about to be submitted.
 
         Raises:
-            DuplicateName: a collective of this name is in flight.
+            DuplicateName: a collective with this name is already in flight.
         """
         name = pending.name
         with self._lock:
@@ -74,23 +75,23 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """Return the name of a handle's collective for messages, such as ``allreduce.loss``, or ``allreduce`` if
+        """Return the name of a handle's collective for messages: ``allreduce.loss``, for example, or ``allreduce`` if
         unnamed.
 
-        Empty if the collective is not in flight.
+        Return an empty string if the collective is not in flight.
         """
         claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""
 
     def release(self, handle: int) -> None:
-        """Free a handle and its name, after its result was taken or if it was not submitted."""
+        """Free a handle and its name, after its result was taken or if the collective was not submitted."""
         with self._lock:
             claimed = self._claimed.pop(handle, None)
             if claimed is not None:
                 self._unname(handle, claimed)
 
     def _unname(self, handle: int, claimed: HandleEntry) -> None:
-        # Use the claimed name, because the engine may have assigned another name.
+        # Use the name that was claimed: the engine may since have assigned another one to the collective.
         full = claimed.pending.members, claimed.shown
         if self._names.get(full) == handle:
             del self._names[full]
@@ -110,7 +111,7 @@ class Handles:
         return claimed is None or claimed.stale(rt) or claimed.pending.done()
 
     def find(self, handle: int, rt: Context) -> HandleEntry | None:
-        """Return the collective in flight under this handle, or None. Call `release` when its result was taken.
+        """Return the in-flight collective of this handle, or None. Call `release` after taking its result.
 
         Raises PeerLost if the handle belongs to an earlier world.
         """
@@ -125,7 +126,7 @@ class Handles:
         return claimed
 
     def peek(self, handle: int) -> HandleEntry | None:
-        """Return the collective of a handle from any world, or None, without releasing anything."""
+        """Return the collective of a handle from any world, or None. Releases nothing."""
         return self._claimed.get(handle)
 
     def _drop_stale(self, rt: Context) -> None:

@@ -1,4 +1,4 @@
-"""Rank 0's end of the negotiation: connects the other ranks to the coordinator, which runs in rank 0's process.
+"""Rank 0's end of the negotiation. Connects the other ranks to the coordinator, which runs in rank 0's process.
 
 `coordinator` makes the decisions.
 """
@@ -26,8 +26,8 @@ from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rendezvous.store import StoreListener
 from elastic.rpc.server import SealedCaller, SealedServer
 
-LOOK_S = 1.0  # interval in seconds between two checks for stalled collectives
-BEAT_S = 5.0  # seconds between two heartbeats
+LOOK_S = 1.0  # interval in seconds between checks for stalled collectives
+BEAT_S = 5.0  # interval in seconds between heartbeats
 SILENT_BEATS = 6
 _HELLO_LIMIT = 256  # maximum number of bytes received from a peer before it is authenticated
 _HELLO_S = 10.0
@@ -38,7 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def last_resort_s(env: Environment) -> float:
-    """Return the maximum time in seconds that a collective waits for a rank, or 0 for no limit.
+    """Return the stall timeout of a collective in seconds, or 0 for no limit.
 
     With a driver there is no limit, because the driver detects stuck workers and fences them.
     """
@@ -47,9 +47,9 @@ def last_resort_s(env: Environment) -> float:
 
 
 def silence_s(env: Environment) -> float:
-    """Return the time in seconds without messages after which rank 0 counts as lost, or 0 for no limit.
+    """Return after how many seconds without messages rank 0 counts as lost, or 0 for no limit.
 
-    Stalls are reported earlier.
+    Stall warnings are logged earlier.
     """
     last_s = last_resort_s(env)
     return last_s + SILENT_BEATS * BEAT_S if last_s else 0.0
@@ -58,7 +58,7 @@ def silence_s(env: Environment) -> float:
 class LocalController:
     """Rank 0's end of the negotiation. Requests are processed immediately, in the thread that makes or receives them.
 
-    ``died(why)`` is called in the server's thread when the server fails.
+    ``died(why)`` is called in the server thread if the server fails.
     """
 
     def __init__(
@@ -71,21 +71,21 @@ class LocalController:
         died: Callable[[str], None],
     ) -> None:
         self.rules = rules
-        # Mailbox of rank 0 with decisions and wake-ups. None marks the end.
+        # Rank 0's queue of decisions and wake-ups. None marks the end.
         self.own: queue.SimpleQueue[ResponseList | str | None] = queue.SimpleQueue()
         self._size = size
         self._coordinator = Coordinator(size, env.cache_capacity)
-        # Guards the coordinator and the two fields below, and ensures the order of published decisions.
+        # Guards the coordinator and the two fields below, and keeps decisions in order while they are published.
         self._deciding = threading.Lock()
         self._connected: dict[int, SealedCaller] = {}
-        # message bodies for ranks that have not connected yet
+        # encoded messages for ranks that have not connected yet
         self._early: dict[int, list[bytes]] = {}
         self._warn_s = env.stall_warning_s
         self._end_s = last_resort_s(env)
         self._look_at = time.monotonic() + LOOK_S
         self._beat_at = time.monotonic() + BEAT_S
-        # Must hold all ranks, because they connect at about the same time and are unauthenticated until their first
-        # message.
+        # The limit must admit all ranks, because they connect at about the same time, and each is unauthenticated until
+        # its first message.
         self._server = SealedServer(
             listener.socket,
             f"elastic-controller-{generation}",
@@ -110,7 +110,7 @@ class LocalController:
         self._offered(0, offer)
 
     def publish(self, decision: ResponseList) -> None:
-        """Send a decision to all its members, except ranks that have left. The caller holds ``_deciding``."""
+        """Send a decision to all its members, except ranks that have left. The caller must hold ``_deciding``."""
         body = _encoder.encode(decision)
         members = decision.members or range(self._size)
         for rank in members:
@@ -119,10 +119,11 @@ class LocalController:
             elif rank != 0:
                 self._early.setdefault(rank, []).append(body)
         if 0 in members:
-            # Rank 0 is notified last, because its process may then exit before the other ranks are notified.
+            # Notify rank 0 last: its process may exit as soon as it has the decision, before the other ranks have been
+            # notified.
             self.own.put(decision)
 
-    # ---- calls in the server's thread ------------------------------------------------------------------------------
+    # ---- calls in the server thread --------------------------------------------------------------------------------
 
     def _received(self, caller: SealedCaller, message: Any) -> None:
         if caller.identity is not None:
@@ -176,8 +177,8 @@ class LocalController:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake-up arrives, for at most ``within_s`` seconds.
 
-        Raises CollectiveFailed after `abort`, but first returns earlier decisions, which the other ranks have received
-        too.
+        Raises CollectiveFailed after `abort`, but only once the decisions made before it, which other ranks have
+        received, are returned.
         """
         try:
             received = [self.own.get(timeout=within_s), *self._waiting()]
@@ -185,10 +186,10 @@ class LocalController:
             return []
         decisions = [each for each in received if isinstance(each, ResponseList)]
         if None in received:
-            # Decisions that were already sent to other ranks must also be returned here.
+            # The other ranks have received these decisions, so this rank must return them as well.
             with self._deciding:
                 rest = self._waiting()
-            self.own.put(None)  # This also wakes the next caller.
+            self.own.put(None)  # Put the end marker back, for the next caller.
             decisions += [each for each in rest if isinstance(each, ResponseList)]
             if not decisions:
                 raise CollectiveFailed("aborted", aborted=True)
@@ -204,7 +205,7 @@ class LocalController:
         self.own.put("wake")
 
     def abort(self) -> None:
-        """Wake the thread that waits for a decision, and the server's thread. Never blocks."""
+        """Wake the thread that waits for a decision, and the server thread. Never blocks."""
         self._server.abort()
         self.own.put(None)
 

@@ -1,4 +1,4 @@
-"""Table of the requests of one set's ranks, by name and by cache number. Pure: no I/O, no clock.
+"""Pending requests of the ranks of one process set, by name and by cache number. Pure: no I/O, no clock.
 
 `coordinator` decides when a collective runs.
 """
@@ -15,46 +15,49 @@ from elastic.negotiation.messages import ALLREDUCE, Members, Request, Response
 class MessageTable:
     """The pending collectives of one set of ranks."""
 
-    members: Members  # all ranks of the process set
-    named_as: Members  # members as in messages: empty for the whole world
-    offered: dict[int, int]  # bit mask of the numbers that each rank has offered
+    members: Members  # world ranks of all members
+    named_as: Members  # members as given in messages, which is empty for the whole world
+    offered: dict[int, int]  # bit mask of the cache numbers that each rank has offered
     # requests, by name and rank
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)  # number of each name
-    entries: list[Response] = field(default_factory=list)  # responses by number
-    seen: set[str] = field(default_factory=set)  # names that were requested at least once
-    # bit mask of the numbers of collectives to which joined ranks can contribute zeros
+    numbers: dict[str, int] = field(default_factory=dict)  # cache number of each name
+    entries: list[Response] = field(default_factory=list)  # responses, indexed by cache number
+    # names that were requested at least once; a name is cached from its second request on
+    seen: set[str] = field(default_factory=set)
+    # bit mask of the cache numbers of allreduces, to which joined ranks can contribute zeros
     reducible: int = 0
-    # bit mask of the numbers whose collective a rank has requested by a full request
+    # bit mask of the cache numbers whose collective some rank has requested in full, without the number
     by_request: int = 0
-    watched: int = 0  # bit mask of the names that were pending at the last stall check
+    watched: int = 0  # bit mask of the cache numbers that were pending at the last stall check
     epoch: int = 0
-    before: list[Response] = field(default_factory=list)  # the entries of the previous epoch
-    unaware: set[int] = field(default_factory=set)  # ranks that have not seen the current epoch yet
-    lacking: int = -1  # the rank that was missing last, which is checked first
+    before: list[Response] = field(default_factory=list)  # `entries` of the previous epoch
+    # ranks that have not yet sent a message in the current epoch
+    unaware: set[int] = field(default_factory=set)
+    # rank that was found missing last; checked first, because it is probably still missing
+    lacking: int = -1
 
     def name_of(self, number: int) -> str:
         return self.entries[number].request.name
 
     def with_known_numbers(self, rank: int, known: int) -> list[Request]:
-        """Return the requests that these bits of the previous epoch stand for."""
+        """Return the requests for which the bits in ``known``, numbers of the previous epoch, stand."""
         position = self.members.index(rank)
         return [self.before[number].asked_by(position) for number in bits(known)]
 
     def asked(self, number: int, rank: int) -> Request:
-        """Return the request that a number represents for a rank."""
+        """Return the request that a cache number represents for a rank."""
         return self.entries[number].asked_by(self.members.index(rank))
 
     def ask(self, rank: int, request: Request) -> None:
         """Record a full request.
 
-        If ranks have offered the same name by number, their offers are converted to full requests.
+        Offers of the same name by cache number are converted to full requests.
         """
         asked = self.waiting.get(request.name)
         if asked is None:
             asked = self.waiting[request.name] = {}
             number = self.numbers.get(request.name)
-            # Expand the bits of the other ranks to requests.
+            # Convert the other ranks' bits to full requests.
             if number is not None:
                 bit = 1 << number
                 self.by_request |= bit
@@ -73,7 +76,9 @@ class MessageTable:
         return ranks
 
     def asked_by_all(self, name: str) -> dict[int, Request]:
-        """Return the request of each rank that has offered this name, converted to full requests."""
+        """Return the requests of all ranks that have offered this name. Offers by cache number are converted to full
+        requests.
+        """
         number = self.numbers.get(name)
         if name not in self.waiting and number is not None:
             for rank, offered in self.offered.items():
@@ -82,18 +87,18 @@ class MessageTable:
         return self.waiting[name]
 
     def take(self, name: str) -> None:
-        """Remove a name whose collective was decided."""
+        """Remove a name after its collective was decided."""
         del self.waiting[name]
         number = self.numbers.get(name)
         if number is not None:
             self.by_request &= ~(1 << number)
 
     def numbered(self, found: Response, capacity: int) -> Response:
-        """Return the response, with a number if the name was seen before and a number is free."""
+        """Return the response, with a cache number if the name was requested before and a number is free."""
         request = found.request
         if found.error:
             return found
-        # The request has changed, so its name gets a new number.
+        # The requests no longer match the cached response, so the name needs a new number.
         self.numbers.pop(request.name, None)
         if not request.lasting or capacity == 0:
             return found
@@ -115,8 +120,8 @@ class MessageTable:
         return found
 
     def forget_numbers(self) -> None:
-        """Start a new epoch, in which all numbers are void."""
-        # The offers of the previous epoch are repeated as full requests, because their numbers are void.
+        """Start a new epoch, which invalidates all cache numbers."""
+        # Convert pending offers to full requests, because their numbers become invalid.
         for rank, offered in self.offered.items():
             for number in bits(offered):
                 request = self.asked(number, rank)
@@ -128,14 +133,14 @@ class MessageTable:
         self.unaware = set(self.members)
 
     def watch(self, name: str) -> None:
-        """Mark the number of this name until the next stall check, which thereby detects whether the collective has run
+        """Mark this name's cache number. If it is still marked at the next stall check, the collective has not run
         since.
         """
         if name in self.numbers:
             self.watched |= 1 << self.numbers[name]
 
     def names(self) -> Iterator[tuple[str, set[int]]]:
-        """Yield each name that was offered by some ranks, with these ranks."""
+        """Yield each name that at least one rank has offered, with the set of those ranks."""
         for name, asked in self.waiting.items():
             yield name, set(asked)
         union = 0
@@ -147,7 +152,7 @@ class MessageTable:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Yield the indices of the set bits, in ascending order."""
+    """Yield the indices of the set bits of an integer, in ascending order."""
     for index, byte in enumerate(mask.to_bytes((mask.bit_length() + 7) // 8, "little")):
         while byte:
             low = byte & -byte

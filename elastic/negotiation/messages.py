@@ -1,4 +1,4 @@
-"""Messages with which ranks negotiate a collective before it runs, and the comparison of their requests.
+"""Messages with which ranks negotiate a collective before it runs, and the comparison of requests from several ranks.
 
 Pure: no I/O, no clock.
 
@@ -23,12 +23,12 @@ ALL: Members = ()
 ALLREDUCE, REDUCESCATTER = "allreduce", "reducescatter"
 ALLGATHER, BROADCAST, ALLTOALL = "allgather", "broadcast", "alltoall"
 BARRIER, AGREE, JOIN, LEAVE = "barrier", "agree", "join", "leave"
-# operation that reports that this rank's only submitting thread is blocked in the named collective
+# operation that reports that a rank's only submitting thread is blocked in the named collective
 WAIT = "wait"
-# operation that notifies all members and runs as soon as one of them requests it
+# operation that notifies all members; it runs as soon as one of them requests it
 NOTIFY = "notify"
 
-_FEW = 4  # maximum number of tensors of a group that a sentence lists
+_FEW = 4  # maximum number of a group's tensors that an error message lists
 _OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 _ELEMENT_BYTES = {
     "bool": 1,
@@ -43,34 +43,35 @@ _ELEMENT_BYTES = {
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """Call of a collective by one rank."""
+    """Request of one rank to run a collective."""
 
     kind: str
-    name: str  # name with the kind of the collective, such as allreduce.loss
+    name: str  # name, prefixed with the kind of the collective, such as allreduce.loss
     tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # dtype and shape of each tensor
     device: str = "cpu"
     op: int = 0
     root: int = 0
     scales: tuple[float, float] = (1.0, 1.0)
-    splits: tuple[int, ...] = ()  # number of rows for each member, for alltoall only
+    # for alltoall only: number of rows that this rank sends to each member
+    splits: tuple[int, ...] = ()
     payload: str = ""  # value of AGREE or NOTIFY, or script line of WAIT
-    # whether the script has named the request, so that it is expected to recur
+    # whether the script has chosen the name, so that the request is likely to recur and worth caching
     lasting: bool = False
 
     def called_by(self, rank: int, line: str = "") -> Called:
-        """Return a readable description of this rank's call."""
+        """Return a readable description of this rank's call, for error messages."""
         tensors = [f"{dtype} {list(shape)}" for dtype, shape in self.tensors]
         more = [f"{len(tensors) - _FEW} more"] if len(tensors) > _FEW else []
         return Called(rank, self.name, line, ", ".join([*tensors[:_FEW], *more]))
 
     @property
     def size_bytes(self) -> int:
-        """Return the approximate size of all tensors together, in bytes."""
+        """Return the approximate total size of the tensors in bytes."""
         return sum(math.prod(shape) * _ELEMENT_BYTES.get(dtype, 8) for dtype, shape in self.tensors)
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """Decision on a collective that all members requested: the collective, or the reason why it cannot run.
+    """Decision on a collective that all members requested: the collective to run, or the reason why it cannot run.
 
     Args:
         rows: one tuple per member, in order: its number of rows of each tensor (allgather), or the number of rows that
@@ -80,15 +81,15 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     request: Request  # request of the first member
     rows: tuple[tuple[int, ...], ...] = ()
     payloads: tuple[str, ...] = ()
-    number: int = -1  # cache number from now on, or -1 without one
+    number: int = -1  # cache number from now on, or -1 for none
     error: str = ""
-    refused: bool = False  # whether the error is due to a rank that has left, and not to the script
-    calls: Calls = ()  # calls of the ranks, if the error is due to different calls
-    # ranks that have left or never submitted the request, if the request is refused
+    refused: bool = False  # whether a rank that has left caused the error, rather than the script
+    calls: Calls = ()  # descriptions of the ranks' calls, if the calls differ
+    # ranks that have left or never submitted the request, if it is refused
     missing: tuple[int, ...] = ()
 
     def asked_by(self, position: int) -> Request:
-        """Return the request of the member at this position."""
+        """Return the request of the member with this index."""
         request = self.request
         if request.kind == ALLGATHER:
             tensors = tuple(
@@ -102,27 +103,29 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, array_like=True):
-    """Message of a rank to the coordinator: the collectives that this rank is ready to run."""
+    """Message from a rank to the coordinator: the collectives that the rank is ready to run."""
 
     members: Members
-    epoch: int  # epoch of the numbers in ``known``
-    known: bytes = b""  # one bit for each offered number, lowest first
+    epoch: int  # epoch of the cache numbers in ``known``
+    known: bytes = b""  # bit mask of the offered cache numbers, least significant first
     requests: tuple[Request, ...] = ()
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Message of the coordinator: the collectives that all members must run, those given by number first."""
+    """Message from the coordinator: the collectives that all members must run next. Those given by cache number come
+    first.
+    """
 
     members: Members
-    epoch: int  # epoch; an increase invalidates all earlier numbers
+    epoch: int  # epoch of the cache numbers; an increase invalidates all earlier numbers
     known: bytes = b""
     responses: tuple[Response, ...] = ()
-    last_joined: int = -1  # the last rank to join, once every rank of the world has joined
-    joined: int = -1  # rank whose join was recorded, so that later joins come after it
+    last_joined: int = -1  # last rank to join, set once every rank of the world has joined
+    joined: int = -1  # rank of a join that has just been recorded; later joins are ordered after it
 
 
 def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
-    """Merge the requests of the members, by rank, into a response.
+    """Merge the members' requests, a mapping from rank to request, into a response.
 
     Members without a request have joined and contribute zeros.
     """
@@ -146,7 +149,9 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """Return a sentence that describes how the ranks' requests under one name differ. Empty if they match."""
+    """Return a sentence that describes how the ranks' requests of the same name differ, or an empty string if they
+    match.
+    """
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):
         return ""

@@ -22,7 +22,7 @@ _dtype_names: dict[torch.dtype, str] = {}
 
 
 class Driver(Protocol):
-    """Methods of an engine that `Pending` uses. See `engine`."""
+    """Engine methods that `Pending` calls. Implemented by `engine.Engine`."""
 
     @property
     def failed(self) -> bool: ...
@@ -37,7 +37,7 @@ class Driver(Protocol):
 
 
 class FusedBatch:
-    """Collectives that were started together. Any member may wait, and the first waiter finishes the batch."""
+    """Collectives that were started together. Any waiter may finish the batch; the first one does."""
 
     def __init__(self, started: Started, rows: Sequence[str], backend: str, began_ns: int) -> None:
         self._works: list[Work]
@@ -45,7 +45,7 @@ class FusedBatch:
         self._lock = threading.Lock()
         self._results: Any = None
         self._finished = False
-        self._rows = rows  # names of the rows in the timeline
+        self._rows = rows  # row names in the timeline
         self._backend = backend
         self._began_ns = began_ns
 
@@ -57,7 +57,7 @@ class FusedBatch:
             work.wait()
 
     def results(self) -> Any:
-        """Return the results of all members. Call `wait` first."""
+        """Return the results of all collectives of the batch. Call `wait` first."""
         with self._lock:
             if not self._finished:
                 waited_ns = timeline.now_ns() if timeline.on else 0
@@ -76,8 +76,7 @@ class FusedBatch:
 class Pending:
     """Collective that this rank has submitted. Any thread may wait for it.
 
-    The object has plain fields and no closures, because thousands may be in flight and each costs garbage collection
-    time.
+    Thousands may be in flight, so the object has plain fields and no closures, which keeps garbage collection cheap.
     """
 
     __slots__ = (
@@ -120,7 +119,7 @@ class Pending:
         into: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.kind = kind
-        self.name = name  # name; if empty, the engine assigns a number
+        self.name = name  # name; if empty, the engine generates one from a counter
         self.members = members
         self.tensors = tensors
         self.device = device
@@ -132,21 +131,23 @@ class Pending:
         self.into = into
         self.lasting = bool(name) and bool(tensors)
         self.key: Hashable = None
-        self.decided = False  # whether the collective has started or failed
-        self.noted = False  # whether the coordinator has recorded a join
+        # whether the coordinator's decision was received, so that the collective has started or failed
+        self.decided = False
+        self.noted = False  # for a join: whether the coordinator has recorded it
         self.error: BaseException | None = None
         self._engine: Driver | None = None
         self._batch: FusedBatch | None = None
-        self._part: tuple[int, int] | None = None  # range of this collective's results in its batch
+        # slice of the batch's results that belongs to this collective
+        self._part: tuple[int, int] | None = None
         self._value: Any = None
         self._ready: Any = None
-        # Recorded here, because another thread may start the collective on a different stream.
+        # current CUDA stream at submission, because another thread may start the collective on a different one
         if device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record()
 
     def make_key(self) -> Hashable:
-        """Return a key for comparing requests: two keys are equal if and only if the requests are equal."""
+        """Return a cache key. Two keys are equal if and only if their requests are equal."""
         tensors = self.tensors
         if len(tensors) == 1:
             described: Hashable = (tensors[0].dtype, tensors[0].shape)
@@ -169,11 +170,11 @@ class Pending:
         )
 
     def row(self) -> str:
-        """Return the row of the collective in the timeline."""
+        """Return the name of the collective's row in the timeline."""
         return row(self.name, self.members)
 
     def begin(self, group: Collectives, response: Response) -> Started:
-        """Begin the collective without fusion. Not for allreduce, which may share a buffer."""
+        """Start the collective without fusion. Not for allreduce, which may share a buffer."""
         match self.kind:
             case "allgather":
                 return exchanges.allgather(group, self.tensors, response.rows)
@@ -196,22 +197,22 @@ class Pending:
             return self._engine is not None and self._engine.failed
         if self.error is not None or self._batch is None or self._batch.done():
             return True
-        # If the engine has failed, the wait ends immediately.
+        # After a failure of the engine, a wait raises an error immediately.
         return self._engine is not None and self._engine.failed
 
     def over(self, error: BaseException) -> bool:
-        """Return whether an error ended the collective itself."""
+        """Return whether an error raised by a wait ended the collective, rather than only interrupting the wait."""
         if error is self.error or isinstance(error, CollectiveFailed | PeerLost):
             return True
         return self._engine is None or self._engine.failed
 
     def wait(self) -> None:
-        """Wait until the collective has run.
+        """Wait until the collective has completed.
 
         Raises:
             CollectiveFailed: a rank was lost, or the engine was aborted.
             TensorMismatch: the ranks submitted different tensors under this name.
-            Exception: the backend raised it when it started the collective.
+            Exception: the backend failed to start the collective; its exception is raised unchanged.
         """
         if not self.decided:
             assert self._engine is not None
@@ -222,9 +223,9 @@ class Pending:
             self._batch.wait()
 
     def offer(self) -> None:
-        """Send the request now.
+        """Send the queued request now.
 
-        A submitter that is about to wait need not call this method, because waiting also sends the request.
+        Not needed before a wait, which sends the request itself.
         """
         if self._engine is not None:
             self._engine.offer()
@@ -244,7 +245,7 @@ class Pending:
     # ---- interface for the engine ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Receive a decision that was made before the world ended."""
+        """After the end of the world, receive a decision that was made before it."""
         if self._engine is not None and not self.decided:
             self._engine.drain(self)
 
@@ -260,17 +261,17 @@ class Pending:
         self.decided = True
 
     def targets(self) -> Sequence[torch.Tensor | None]:
-        """Return the destination of each tensor's allreduce result. See `reductions.allreduce`."""
+        """Return the tensor that receives each allreduce result. See `reductions.allreduce`."""
         return [None] * len(self.tensors) if self.into is None else self.into
 
     def await_tensors(self) -> None:
-        """On a GPU, make the current stream wait for the work that was queued before the submission."""
+        """On a GPU, make the current stream wait for the work that was queued before the collective was submitted."""
         if self._ready is not None:
             self._ready.wait()
 
 
 def run_alone(pending: Pending, group: Collectives) -> None:
-    """Complete a collective in a world or set of one rank, without negotiation."""
+    """Complete a collective without negotiation, in a world or process set of one rank."""
     match pending.kind:
         case "agree":
             pending.settled((pending.payload,))
@@ -293,7 +294,7 @@ def run_alone(pending: Pending, group: Collectives) -> None:
 
 
 def row(name: str, members: Members) -> str:
-    """Return the row in the timeline. Each process set that uses the name has a separate row."""
+    """Return the name of a collective's row in the timeline. Each process set has its own row for the name."""
     return f"{name} of {list(members)}" if members else name
 
 

@@ -56,15 +56,15 @@ def checked_ranks(values: object) -> Ranks:
 
 
 def present(ranks: Ranks, size: int) -> Ranks:
-    """Return those of the given ranks that exist in a world of ``size`` ranks."""
+    """Return the given ranks that exist in a world of ``size`` ranks."""
     return ranks if not ranks or ranks[-1] < size else tuple(rank for rank in ranks if rank < size)
 
 
 @dataclass(eq=False)
 class SetEntry:
-    """Entry of the table for one process set.
+    """Table entry of one process set.
 
-    The object is updated when the set is registered (``number`` is not 0), renumbered or removed.
+    The same object is updated when the set is registered, renumbered or removed.
     """
 
     ranks: Ranks
@@ -74,11 +74,11 @@ class SetEntry:
 
 
 class TableProposal(msgspec.Struct, frozen=True):
-    """Request of one rank, and the relevant contents of its table."""
+    """One rank's request to change the table, with the parts of its table that affect the result."""
 
     do: str  # ADD or REMOVE
     sets: list[Ranks]
-    numbers: list[int]  # number of each set in this rank's table; 0 means not registered
+    numbers: list[int]  # ID of each set in this rank's table; 0 means not registered
     fresh: list[bool]  # whether each set was added in the current generation
     next_number: int
     largest: int  # size of the largest world that this rank has seen; 0 means none yet
@@ -98,11 +98,11 @@ class _Table(msgspec.Struct):
 
 
 class ProcessSetTable:
-    """Process sets that one worker knows, without the global set. The ID of the global set is 0."""
+    """Table of the process sets that one worker knows, except the global set, which always has ID 0."""
 
     def __init__(self) -> None:
         self._entries: dict[int, SetEntry] = {}
-        # number of the next set; numbers are never reused, so an old number never refers to another set
+        # ID of the next new set. IDs are never reused, so that an old ID cannot refer to a new set.
         self._next_number = 1
         self.largest = 0  # size of the largest world so far; 0 means none yet
         self.joined = False  # whether this table has been part of a world
@@ -113,7 +113,7 @@ class ProcessSetTable:
         self.largest = max(self.largest, size)
 
     def entries(self) -> list[SetEntry]:
-        """Return all sets, ordered by number."""
+        """Return the entries of all registered sets, ordered by ID."""
         return [self._entries[number] for number in sorted(self._entries)]
 
     def find(self, ranks: Ranks) -> SetEntry | None:
@@ -137,13 +137,13 @@ class ProcessSetTable:
     ) -> list[SetEntry]:
         """Register the requested sets.
 
-        Raises Invalid if the requests differ, a rank has never existed, or a set is already registered. The table is
-        then unchanged.
+        Raises Invalid, and leaves the table unchanged, if the requests differ, a rank has never existed, or a set is
+        already registered.
 
         Args:
             wishes: the requests of all ranks, in rank order.
             generation: the current generation.
-            fixed_size: size of the world if it never changes, otherwise 0.
+            fixed_size: size of the world if it cannot change, otherwise 0.
         """
         _same(wishes)
         sets = wishes[0].sets
@@ -174,7 +174,9 @@ class ProcessSetTable:
         return added
 
     def remove(self, wishes: Sequence[TableProposal]) -> bool:
-        """Remove the requested set. Return whether any rank had it. Raises Invalid if the requests differ."""
+        """Remove the requested set. Return whether it was registered on any rank. Raises Invalid if the requests
+        differ.
+        """
         _same(wishes)
         for ranks in wishes[0].sets:
             self._drop(self.find(ranks))
@@ -203,17 +205,17 @@ class ProcessSetTable:
     # ---- adoption of another worker's table ------------------------------------------------------
 
     def text(self) -> str:
-        """Serialize the contents that `adopt` needs."""
+        """Serialize the table for `adopt`."""
         sets = [(entry.number, entry.ranks) for entry in self.entries()]
         return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
 
     def adopt(self, text: str) -> list[str]:
-        """Make this table equal to another worker's `text`.
+        """Replace the contents of this table by those of another worker's table, serialized with `text`.
 
-        Return one sentence for each change that users should know about.
+        Return a log message for each change that users should know about.
 
-        A new worker may have a set that the world lacks, because it ran the same statement of the script with another
-        world size. This set then becomes the world's set of that number.
+        A new worker ran the script with a provisional world size, so it may have registered a set with other ranks than
+        the world's set of the same ID. That set then takes the ranks of the world's set.
         """
         world = msgspec.json.decode(text, type=_Table)
         own = {entry.ranks: entry for entry in self.entries()}
@@ -256,7 +258,7 @@ def _common(wishes: Sequence[TableProposal], index: int) -> int:
 
 
 def _same(wishes: Sequence[TableProposal]) -> None:
-    """Raise Invalid unless the requests of all ranks are equal. The message lists the request of each rank."""
+    """Raise Invalid unless the requests of all ranks are equal. The error message lists each rank's request."""
     asked: dict[str, list[int]] = {}
     for rank, wish in enumerate(wishes):
         sets = ", ".join(str(list(ranks)) for ranks in wish.sets)

@@ -31,7 +31,7 @@ from elastic.negotiation.process_set_table import (
 )
 from elastic.protocol.messages import COPY
 
-_PACKET_BYTES = 1024  # A table of up to this size in bytes is sent in a single broadcast.
+_PACKET_BYTES = 1024  # maximum size in bytes of a table that is sent in a single broadcast
 _HEAD_BYTES = 8
 
 _table = ProcessSetTable()
@@ -39,14 +39,14 @@ _dynamic = False
 
 
 class ProcessSet:
-    """Set of ranks that run collectives among themselves.
+    """Subset of the ranks that run collectives among themselves.
 
     Register it with ``init(process_sets=[...])`` or `add_process_set`, then pass it to collectives.
 
     ``ranks_or_comm`` is a list of ranks in any order.
 
     Raises:
-        Invalid: (a ValueError) ``ranks_or_comm`` is not a list of ranks. MPI communicators are not supported.
+        Invalid: (a ValueError) ``ranks_or_comm`` is not a list of ranks. An MPI communicator is not accepted.
     """
 
     mpi_comm = None
@@ -56,12 +56,12 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """ID of the set, equal on all ranks. The value is None while the set is not registered."""
+        """ID of the set, equal on all ranks, or None while the set is not registered."""
         return self._entry.number or None
 
     @property
     def ranks(self) -> list[int]:
-        """All given ranks in ascending order, including ranks that do not exist in the current world."""
+        """The given ranks in ascending order, including ranks that do not exist in the current world."""
         return list(self._entry.ranks)
 
     def size(self) -> int | None:
@@ -105,7 +105,7 @@ class GlobalProcessSet(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        """All ranks of the current world. Raises NotInitialized before ``init()``, like the methods."""
+        """All ranks of the current world. Raises NotInitialized before ``init()``."""
         return list(range(self.size()))
 
     def size(self) -> int:
@@ -115,12 +115,12 @@ class GlobalProcessSet(ProcessSet):
         return context.current().place.rank
 
     def included(self) -> bool:
-        """Always True: every worker is part of the world."""
+        """Return True, because every worker is part of the world."""
         context.current()
         return True
 
     def __reduce__(self) -> str:
-        return "global_process_set"  # Copying and unpickling return the singleton.
+        return "global_process_set"  # Copying or unpickling this object returns the singleton.
 
     def __repr__(self) -> str:
         return "global_process_set"
@@ -128,7 +128,7 @@ class GlobalProcessSet(ProcessSet):
 
 global_process_set = GlobalProcessSet()
 
-# first ProcessSet object of each registered set, by number
+# first ProcessSet object of each registered table entry
 _objects: dict[SetEntry, ProcessSet] = {}
 
 
@@ -139,7 +139,7 @@ def resolve(process_set: ProcessSet | None) -> Ranks | None:
     """Return the ranks that take part, in ascending order, or None for all ranks of the world.
 
     Raises Invalid (a ValueError) if the set is not registered, was removed, has no rank in the current world, or does
-    not include this one.
+    not include this rank.
     """
     if process_set is None or process_set is global_process_set:
         return None
@@ -147,7 +147,7 @@ def resolve(process_set: ProcessSet | None) -> Ranks | None:
 
 
 def resolve_or_alone(process_set: ProcessSet) -> Ranks | None:
-    """Return the ranks of a set, as `resolve` does. For a rank that is not in the set, return this rank alone."""
+    """Return the ranks of a set as `resolve` does, or only this rank if it is not in the set."""
     if process_set is not global_process_set and not process_set.included():
         return (context.current().place.rank,)
     return resolve(process_set)
@@ -191,7 +191,7 @@ def _called(entry: SetEntry) -> str:
 
 
 def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
-    """Return the sets of ``init(process_sets=...)``, and whether more may be added later.
+    """Validate the ``process_sets`` argument of ``init()``. Return its sets, and whether more can be registered later.
 
     Raises:
         Invalid: the argument is not "dynamic", None or a list of ProcessSet objects.
@@ -219,7 +219,7 @@ def checked(process_sets: object) -> tuple[list[ProcessSet], bool]:
 
 
 def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
-    """Register the sets of ``init()`` that are not registered yet, on all ranks.
+    """Register the sets passed to ``init()`` that are not registered yet. Collective over all ranks.
 
     Raises:
         Invalid: a set contains a rank outside the world, or the ranks passed different sets.
@@ -237,8 +237,8 @@ def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set, or a list of ranks, and return the set. Collective over all ranks of the world.
 
-    After a change of the world, a set that was registered before the change is returned unchanged, because training
-    functions restart and new workers run them for the first time.
+    A set that was registered before the last change of the world is returned unchanged: training functions restart
+    after a change, and survivors then repeat the call that a new worker makes for the first time.
 
     Raises:
         Invalid: (a ValueError) dynamic process sets are not enabled (``init(process_sets="dynamic")``), a rank does not
@@ -255,10 +255,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set, which can then no longer be used. Collective over all ranks of the world.
+    """Remove a process set, which then can't be used any more. Collective over all ranks of the world.
 
     Returns:
-        Whether the set was registered, or False for ``global_process_set``, which cannot be removed.
+        True if the set was registered. False if it was not, and for ``global_process_set``, which cannot be removed.
 
     Raises:
         Invalid: (a ValueError) dynamic process sets are not enabled (see `add_process_set`). Raised on every rank if
@@ -283,12 +283,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_sets() -> list[ProcessSet]:
-    """Return all registered sets, ordered by number. The first is ``global_process_set``."""
+    """Return all registered sets, ordered by ID. The first is ``global_process_set``."""
     return [global_process_set, *(_object(entry) for entry in _table.entries())]
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """Return the registered set with this number. Raises Invalid (a ValueError) if it does not exist."""
+    """Return the registered set with this ID. Raises Invalid (a ValueError) if it does not exist."""
     for each in process_sets():
         if each.process_set_id == process_set_id:
             return each
@@ -298,7 +298,7 @@ def process_set_by_id(process_set_id: int) -> ProcessSet:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Return the ranks of every registered set, by number; 0 is the whole world."""
+    """Return the ranks of every registered process set, as a dictionary keyed by ID. ID 0 is the whole world."""
     ranks = {entry.number: list(entry.ranks) for entry in _table.entries()}
     return {0: global_process_set.ranks} | ranks
 
@@ -314,7 +314,7 @@ def _need_dynamic(done: str) -> None:
 def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
     _look_around(rt)
     wish = _table.wish(ADD, [each._entry.ranks for each in sets], rt.generation)
-    # A list of all current ranks is not the global set, because the world of an elastic job may grow.
+    # In an elastic job the world may grow, so a list of all current ranks is not the global set.
     fixed_size = 0 if rt.elastic else rt.place.size
     entries = _table.add(_agree(rt, wish), rt.generation, fixed_size)
     for each, entry in zip(sets, entries, strict=True):
@@ -325,13 +325,13 @@ def _add(rt: Context, sets: Sequence[ProcessSet]) -> None:
 def _agree(rt: Context, wish: TableProposal) -> list[TableProposal]:
     if rt.provisional:
         return [wish]  # A new worker does not negotiate before it joins the world.
-    # All changes share one name, so that ranks with different requests are compared.
+    # All changes are exchanged under one name, so that different requests from the ranks are detected.
     texts = submission.agree("process sets", "change", wish.text())
     return [TableProposal.parse(text) for text in texts]
 
 
 def _look_around(rt: Context) -> None:
-    """Record the size of the world, unless it is the provisional size of a worker that has not joined."""
+    """Record the current world size in the table, unless this worker has not joined and the size is provisional."""
     if rt.alone or not rt.provisional:
         _table.in_world(rt.place.size)
 
@@ -353,10 +353,9 @@ def _found(ranks: Ranks) -> ProcessSet:
 
 
 def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
-    """Send rank 0's sets to workers that lack the newest commit, before any message that refers to a set.
+    """Send rank 0's table of process sets to workers without the newest commit, before any message refers to a set.
 
-    Collective among rank 0 and ``lacking``. Returns immediately on other ranks. The result is a list of sentences for
-    the log.
+    Collective over rank 0 and the ranks in ``lacking``; other ranks return immediately. Returns messages to log.
     """
     rank = rt.place.rank
     news: list[str] = []
@@ -371,7 +370,7 @@ def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
 
 
 def _broadcast(group: Collectives, text: bytes) -> bytes:
-    """Broadcast rank 0's text. The text of other ranks is ignored."""
+    """Broadcast rank 0's ``text``. On other ranks the argument is ignored."""
     head = len(text).to_bytes(_HEAD_BYTES, "big")
     room = _PACKET_BYTES - _HEAD_BYTES
     packet = torch.frombuffer(bytearray(head + text[:room].ljust(room, b"\0")), dtype=torch.uint8)
@@ -388,7 +387,7 @@ def _broadcast(group: Collectives, text: bytes) -> bytes:
 
 
 def unregister_all() -> None:
-    """Unregister all sets, after ``shutdown()``."""
+    """Unregister all sets. Called after ``shutdown()``."""
     global _dynamic
     _table.clear()
     _objects.clear()

@@ -1,9 +1,9 @@
-"""One rank's side of the negotiation in one set of ranks: pending requests and processing of decisions.
+"""One rank's part in the negotiation within one process set: tracks pending requests and processes decisions.
 
 Pure: no I/O, no clock.
 
-The numbers assigned by the coordinator are the same on every member, because all receive the same decisions in the same
-order.
+Every member receives the same decisions in the same order, so the coordinator's cache numbers are the same on all of
+them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 
 
 class PendingRequest(Protocol):
-    """Collective that this rank has submitted. Two keys are equal if and only if the requests are equal."""
+    """Interface of a collective that this rank has submitted."""
 
-    key: Hashable  # key of the request, kept until the request has a number
+    key: Hashable  # cache key of the request, computed when it is first needed
 
     @property
     def name(self) -> str: ...
 
     @property
     def lasting(self) -> bool:
-        """Return whether the request may be assigned a number."""
+        """Return whether the request may be cached under a number."""
 
     def make_key(self) -> Hashable: ...
 
@@ -36,28 +36,28 @@ A = TypeVar("A", bound=PendingRequest)
 
 
 class ResponseCache(Generic[A]):
-    """Response cache of one set of ranks. The submitter ensures that names in flight are unique."""
+    """Cached responses of one process set. The caller ensures that the names of in-flight requests are unique."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.in_flight: dict[str, A] = {}  # undecided requests, offered or not
-        self._new: list[A] = []  # requests that were not offered yet
+        self.in_flight: dict[str, A] = {}  # requests without a decision, offered or not
+        self._new: list[A] = []  # requests not yet offered to the coordinator
         self._epoch = 0
-        self._numbers: dict[Hashable, int] = {}  # number of each key
-        self._keys: dict[str, Hashable] = {}  # keys of the names that have a number
-        self._entries: list[Response] = []  # responses, by number
+        self._numbers: dict[Hashable, int] = {}  # cache number of each key
+        self._keys: dict[str, Hashable] = {}  # cache key of each name that has a number
+        self._entries: list[Response] = []  # responses, indexed by cache number
 
     def submit(self, asked: A) -> None:
         self.in_flight[asked.name] = asked
         self._new.append(asked)
 
     def drop(self) -> None:
-        """Drop requests in flight, because their world has ended."""
+        """Drop in-flight requests after their world has ended."""
         self.in_flight.clear()
         self._new.clear()
 
     def offer(self) -> RequestList | None:
-        """Return all requests submitted since the last offer as a message, or None if there are none."""
+        """Return a message with all requests submitted since the last offer, or None if there are none."""
         new, self._new = self._new, []
         if not new:
             return None
@@ -74,9 +74,10 @@ class ResponseCache(Generic[A]):
         return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
     def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
-        """Yield the collectives to run now, in order, with this rank's submission, or None if this rank has joined.
+        """Yield the collectives to run now, in order, each with this rank's submission, or with None if this rank has
+        joined.
 
-        Exhaust the iterator before submitting anything else.
+        Exhaust the iterator before the next submission.
         """
         if decision.epoch != self._epoch:
             self._epoch = decision.epoch
@@ -102,7 +103,8 @@ class ResponseCache(Generic[A]):
         assert response.number == len(self._entries), "numbers are given in order"
         self._entries.append(response)
         if asked is not None:
-            # Another rank sent a different request while this rank offered the request under its old number.
+            # The key is unset if this rank offered the request by number, while another rank's full request invalidated
+            # that number.
             asked.key = asked.key or asked.make_key()
             self._keys[name] = asked.key
             self._numbers[asked.key] = response.number

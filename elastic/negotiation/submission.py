@@ -1,10 +1,10 @@
-"""Submission of collectives and waiting for them: checks arguments, claims a handle and calls the engine.
+"""Submission of collectives, and waiting for their results. Checks arguments, claims a handle and calls the engine.
 
 All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
 
-In all ``start_*`` functions, ``pick`` creates the user's result from the computed one, and ``soon`` is True if the
-caller waits immediately.
+In all ``start_*`` functions, ``pick`` converts the raw result to the one that the user receives, and ``soon`` states
+whether the caller waits immediately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ _callers: Members = None
 
 @contextlib.contextmanager
 def among(callers: Members) -> Iterator[None]:
-    """Context manager that restricts collectives over the whole world to ``callers``, which all run the same code."""
+    """Restrict collectives over the whole world to the ranks in ``callers``, within a context. All of them run the same
+    code.
+    """
     global _callers
     _callers = callers
     try:
@@ -131,7 +133,7 @@ def start_allgather(
 ) -> int:
     """Start an allgather.
 
-    Its result consists of the gathered tensors, and the index of this rank's first row in each.
+    The result consists of the gathered tensors, and the index of this rank's first row in each of them.
     """
     _need_rows(ALLGATHER, tensors)
 
@@ -147,7 +149,7 @@ def start_broadcast(
     in_place: bool,
     soon: bool = False,
 ) -> int:
-    """Start a broadcast. ``root_rank`` is a rank of the world, also within a process set."""
+    """Start a broadcast. ``root_rank`` is a rank of the world, even if a process set is given."""
     _need_tensors(BROADCAST, [tensor])
     size = context.current().place.size
     if not isinstance(root_rank, int) or isinstance(root_rank, bool) or not 0 <= root_rank < size:
@@ -207,21 +209,21 @@ def barrier(members: Members = None) -> None:
 def start_join() -> int:
     """Start a join: this rank contributes zeros until all ranks have joined. Returns a handle.
 
-    The result of the handle is the last rank to join.
+    `synchronize` returns the last rank that joined.
     """
     return _submit(JOIN, JOIN, (), None, None, soon=False)
 
 
 def join_noted(handle: int) -> bool:
-    """Return whether the coordinator has recorded this join, so that it precedes all joins submitted later on
-    any rank.
+    """Return whether the coordinator has recorded this join. If so, it precedes any join that is submitted later on any
+    rank.
     """
     found = _handles.find(handle, context.current())
     return found is None or found.pending.noted or found.pending.done()
 
 
 def agree(kind: str, name: str, payload: str) -> list[str]:
-    """Exchange a ``payload`` under a kind and a name. Return the payloads of all ranks in rank order."""
+    """Exchange ``payload`` with all ranks under a kind and a name. Return the payloads of all ranks in rank order."""
     handle = _submit(AGREE, f"{kind}.{name}", (), list, None, soon=True, payload=payload)
     answers: list[str] = synchronize(handle)
     return answers
@@ -282,14 +284,14 @@ def _submit(
 
 
 def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
-    # Check the device before the negotiation, because afterwards an error would affect other ranks.
+    # Check the device before the negotiation: a later error would end the collective on the other ranks.
     group_factory.check_device(pending.device.type)
     own_gpu.meet(pending.device)
     rt.engine().submit(pending, soon)
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
-    """Return the number of rows for each rank, or None. The caller checks the number of entries.
+    """Validate the number of rows for each rank, and return it, or None. The caller checks the number of entries.
 
     Raises:
         ValueError: an entry is negative, or the sum exceeds ``rows``.
@@ -328,7 +330,7 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for a collective and return its result. Return None for a handle that was already synchronized.
+    """Wait for a collective and return its result. Return None if the handle was already synchronized.
 
     Args:
         handle: handle that an ``_async`` function returned.
@@ -345,15 +347,14 @@ def synchronize(handle: int) -> Any:
         if rt.broken:
             found.pending.drain()
         if isinstance(found.pending.error, TensorMismatch):
-            # Every rank receives this error, so raise it even if the world has failed because of it.
+            # Every rank receives this error. Raise it unchanged, even if it has also ended the world.
             raise found.pending.error
         with rt.guard(found.shown):
             found.pending.wait()
             result = found.pending.result()
             result = result if found.pick is None else found.pick(result)
     except BaseException as error:
-        # After an interruption (Ctrl-C, a signal handler), the collective is still in flight, so its handle remains
-        # valid.
+        # After an interruption (Ctrl-C, a signal handler), the collective is still in flight, so keep its handle valid.
         if found.pending.over(error):
             _handles.release(handle)
         raise
@@ -374,7 +375,7 @@ def over(handle: int) -> bool:
 
 
 def offer(handle: int) -> None:
-    """Send a request that was submitted with ``soon``, even while another thread waits for other collectives.
+    """Send a request that was submitted with ``soon=True``, even while another thread is waiting for other collectives.
 
     A failure here is raised again by `synchronize`.
     """
@@ -387,9 +388,9 @@ def offer(handle: int) -> None:
 def wait_for_any(
     handles: Sequence[int], enough: Callable[[], bool], until: float | None = None
 ) -> list[int]:
-    """Wait until some of these handles are complete, and return them.
+    """Wait until at least one of these handles is complete, and return the complete ones.
 
-    Return an empty list if ``enough()`` becomes true first, or at time ``until`` of `time.monotonic`. If none is
+    Return an empty list if ``enough()`` becomes true first, or at time ``until`` of `time.monotonic`. If no handle is
     complete but one was decided, return that one, because all its ranks are about to transfer data. A failure here is
     raised again by `synchronize`.
     """

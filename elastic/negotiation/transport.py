@@ -1,9 +1,9 @@
 """Connections over which ranks negotiate collectives: one from every rank to rank 0, for one generation.
 
-This module implements the connecting rank's end, and `local_transport` rank 0's end. The address of rank 0 is in the
-generation's store. Frames have the format of `elastic.protocol.framing`: they are authenticated, validated against a
-schema and never pickled. A rank's first frame proves that the rank has the job's secret. `abort`, called from any
-thread, ends blocking calls.
+This module implements the end of a connecting rank; `local_transport` implements rank 0's end. Rank 0 publishes its
+address in the generation's store. Frames have the format of `elastic.protocol.framing`: they are authenticated,
+validated against a schema and never pickled. A rank's first frame proves that the rank has the job's secret. `abort`,
+called from any thread, ends blocking calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FRAME_LIMIT = 256 << 20  # maximum size of a frame, in bytes
 _CONNECT_S = 10.0
 _READ_BYTES = 1 << 16
 KEY = "negotiation"  # key of the rendezvous store under which rank 0 publishes its settings
-_LISTENS = 30  # consecutive receive timeouts before rank 0 counts as lost
+_LISTENS = 30  # consecutive receive timeouts after which rank 0 counts as lost
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -47,7 +47,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankHello(msgspec.Struct, frozen=True, array_like=True):
-    """First message of a rank to rank 0."""
+    """First message from a rank to rank 0."""
 
     rank: int
 
@@ -56,7 +56,7 @@ _decisions: msgspec.msgpack.Decoder[ResponseList] = msgspec.msgpack.Decoder(Resp
 
 
 def rules_of(listener: StoreListener, limits: FusionLimits) -> ControllerSettings:
-    """Return rank 0's settings."""
+    """Return the settings that rank 0 publishes, given its address and limits."""
     where = listener.address
     nonce = os.urandom(NONCE_BYTES)
     return ControllerSettings(
@@ -90,7 +90,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 class ControllerClient:
     """Client end of a rank's connection to rank 0. Only one thread may receive at a time; another may send.
 
-    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. 0 means never.
+    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. With 0, it never does.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ControllerClient:
         )
         self._aborted = False
         self._silence_s = silence_s
-        self._in_vain = 0  # number of receive timeouts since the last message of rank 0
+        self._in_vain = 0  # receive timeouts since the last message from rank 0
         try:
             self._socket = socket.create_connection((rules.host, rules.port), _CONNECT_S)
         except OSError as error:
@@ -141,7 +141,8 @@ class ControllerClient:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake-up arrives, for at most ``within_s`` seconds.
 
-        Empty after a wake-up or timeout. Raises CollectiveFailed if rank 0 is lost, or `abort` was called.
+        Returns an empty list after a wake-up or timeout. Raises CollectiveFailed if rank 0 is lost, or `abort` was
+        called.
         """
         while True:
             try:
@@ -157,8 +158,8 @@ class ControllerClient:
             if not ready and short:
                 return []
             if not ready:
-                # Timeouts are counted instead of measuring time, so that suspending all processes together does not
-                # look like a lost rank 0.
+                # Count timeouts instead of measuring time, so that rank 0 does not seem lost after all processes were
+                # suspended together.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
                     raise self._failure(f"rank 0 sent no message for {self._silence_s:g} s")
