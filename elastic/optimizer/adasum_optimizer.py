@@ -1,14 +1,13 @@
 """`DistributedOptimizer` with ``op=Adasum``: each rank steps with its local gradients, and Adasum combines the steps.
 
 The user's optimizer takes an ordinary step with this rank's local gradients. The resulting change of each parameter,
-its *delta*, is reduced with Adasum over all ranks, and the result is added to the previous value of the parameter.
-Learning rates therefore need not be scaled with the number of ranks, and any optimizer can be used. Its state (moments,
-step counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling Distributed Training
-with Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
+its *delta*, is reduced with Adasum over all ranks, and the result is added to the previous value of the parameter. The
+learning rate therefore need not be scaled with the number of ranks, and any optimizer can be used. The optimizer's
+state (moments, step counters) follows the local gradients and differs between ranks. From Maleki et al., "Scaling
+Distributed Training with Adaptive Summation", MLSys 2021, arXiv 2006.02924, section 4.
 
-Deltas are reduced in ``step()``, not during the backward pass. An optimizer that steps all parameters at once keeps its
-fused kernels, step hooks and closure, unlike one that is stepped separately for each parameter. All communication uses
-`elastic.api.ops`.
+Deltas are reduced in ``step()``, not during the backward pass. The optimizer therefore steps all parameters at once,
+and its fused kernels, step hooks and closure keep working. All communication uses `elastic.api.ops`.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from elastic.runtime import lifecycle
 
 
 class AdasumDistributed(WrappedOptimizer):
-    """Methods that ``op=Adasum`` adds to an optimizer's class.
+    """Methods that ``op=Adasum`` adds to the class of an optimizer.
 
-    They precede this class in the method resolution order.
+    They precede the optimizer's own methods in the method resolution order.
     """
 
     _compression: Compressor
     _sparse_as_dense: bool
 
     def synchronize(self) -> None:
-        """Do nothing. Gradients remain local, and `step` reduces the changes of the parameters."""
+        """Do nothing: gradients stay local, and `step` reduces the parameter deltas instead."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError, because parameters of the ranks would diverge without the reduction of deltas."""
+        """Raise AssertionError: if `step` did not reduce the deltas, the ranks' parameters would diverge."""
         raise AssertionError(
             "skip_synchronize() can't be used with op=Adasum, because step() itself reduces the changes: call"
             " optimizer.step() without skip_synchronize()"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, then replace the step by the Adasum of all ranks' steps. Collective.
+        """Step with this rank's gradients, then replace its deltas by the Adasum of all ranks' deltas. Collective.
 
-        All ranks must call it the same number of times. A parameter without a gradient on this rank receives the steps
-        of other ranks. If it raises an exception, the parameters keep their previous values.
+        All ranks must call it the same number of times. A parameter without a gradient on this rank receives the deltas
+        of other ranks. On an exception, the parameters keep their previous values.
 
         Raises:
             PeerLost: a rank was lost.
@@ -75,8 +74,7 @@ class AdasumDistributed(WrappedOptimizer):
                 result = self._step_alone(closure)
                 deltas = torch._foreach_sub(parameters, before)
             finally:
-                # Restored immediately, so that the parameters have their previous values if an exception is raised
-                # below.
+                # Restore the parameters now, so that they have their previous values if an exception is raised below.
                 torch._foreach_copy_(parameters, before)
             del before
             self._reduce(parameters, list(deltas))
@@ -96,7 +94,7 @@ class AdasumDistributed(WrappedOptimizer):
         self._reducer.discard()
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
-        """Call ``step`` of the wrapped optimizer. With a GradScaler, the step may be skipped."""
+        """Call ``step`` of the wrapped optimizer. If a GradScaler has found non-finite gradients, skip it."""
         if closure is not None:
             closure = self._forgetting(closure)
         if self._sparse_as_dense:
@@ -108,7 +106,8 @@ class AdasumDistributed(WrappedOptimizer):
         if found_inf is None or self._takes_scaler:
             return own_step() if closure is None else own_step(closure)
         scale = self.__dict__.get("grad_scale")
-        # The optimizer's step would interpret these attributes. GradScaler deletes them afterwards.
+        # Hide these attributes of GradScaler from the optimizer's step, which would interpret them. GradScaler deletes
+        # them afterwards.
         self.__dict__.update(found_inf=None, grad_scale=None)
         try:
             if float(found_inf):
@@ -127,9 +126,9 @@ class AdasumDistributed(WrappedOptimizer):
                     yield parameter, parameter.grad
 
     def _forgetting(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap a closure so that each call resets the counts of backward passes.
+        """Wrap a closure so that each call starts with zero counted backward passes.
 
-        An optimizer may call its closure, which runs a backward pass, several times.
+        An optimizer may call its closure several times in a step, and each call runs a backward pass.
         """
 
         def forgetting() -> Any:
@@ -146,13 +145,13 @@ class AdasumDistributed(WrappedOptimizer):
 
         Raises:
             PeerLost: a rank was lost.
-            Exception: `elastic.api.ops` raised it.
+            Exception: any other error of `elastic.api.ops`, unchanged.
         """
         by_device: dict[torch.device, list[int]] = {}
         for index, delta in enumerate(deltas):
             by_device.setdefault(delta.device, []).append(index)
         for indices in by_device.values():
-            # The deltas are made contiguous, because the memory format of a parameter may differ between ranks.
+            # Make the deltas contiguous: the memory format of a parameter may differ between ranks.
             whole = [_real(deltas[index]).contiguous() for index in indices]
             packed = [self._compression.compress(each) for each in whole]
             name = f"adasum.{self._name(parameters[indices[0]])}"
@@ -165,13 +164,14 @@ class AdasumDistributed(WrappedOptimizer):
 
     @property
     def _takes_scaler(self) -> bool:
-        """Whether the wrapped optimizer unscales the gradients of a GradScaler, as fused optimizers do."""
+        """Whether the wrapped optimizer itself unscales the gradients of a GradScaler, as fused optimizers do."""
         return bool(self.__dict__.get("_step_supports_amp_scaling", False))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # Read by GradScaler.step(). If False, it would skip step() on a rank with infinite gradients, and all other
-        # ranks would wait. If True, it always calls step(): such a rank contributes zeros and lowers its own scale.
+        # GradScaler.step() reads this attribute. If False, it skips step() on a rank with non-finite gradients, and the
+        # other ranks wait forever. If True, it always calls step(): such a rank contributes zeros and lowers its own
+        # scale.
         world = lifecycle.active()
         return self._takes_scaler or (world is not None and world.place.size > 1)
 
@@ -181,20 +181,20 @@ class AdasumDistributed(WrappedOptimizer):
 
 
 def prepare(wrapped: WrappedOptimizer, compression: Compressor, sparse_as_dense: bool) -> None:
-    """Configure the reduction of the deltas of an `AdasumDistributed`."""
+    """Set up the reduction of the deltas of an `AdasumDistributed`."""
     assert isinstance(wrapped, AdasumDistributed)
     wrapped._compression = compression
     wrapped._sparse_as_dense = sparse_as_dense
 
 
 class BackwardPasses:
-    """Counter of the backward passes of a step, in worlds with more than one rank.
+    """Counter of a step's backward passes, in worlds with more than one rank.
 
-    Gradients accumulate in the parameters, so a step may follow fewer passes than ``backward_passes_per_step``. More
-    passes are an error in the script, which ``backward()`` raises.
+    Gradients accumulate in the parameters, so a step may follow fewer passes than ``backward_passes_per_step``. If
+    there are more, ``backward()`` raises AssertionError.
     """
 
-    pending = False  # no gradients in flight, because they are not reduced
+    pending = False  # always False, because Adasum never reduces gradients
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], passes: int
@@ -204,7 +204,7 @@ class BackwardPasses:
         self._names = names
         self._passes = passes
         self._counts: dict[int, int] = {}  # number of backward passes, by the ID of the parameter
-        self._generation: int | None = None  # generation of the counts
+        self._generation: int | None = None  # generation in which the passes were counted
         self._hooks = GradientHooks(self)
 
     @property
@@ -216,27 +216,27 @@ class BackwardPasses:
         self.discard()
 
     def install_hooks(self) -> None:
-        """Install hooks on all parameters that require a gradient. Idempotent."""
+        """Install gradient hooks on all parameters that require a gradient. Idempotent."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         self._hooks.install(parameter for group in groups for parameter in group["params"])
 
     def discard(self) -> None:
-        """Abandon the current step."""
+        """Reset the counts of backward passes, to abandon the current step."""
         self._counts.clear()
 
     def finish(self) -> None:
-        """Do nothing, because no gradient is in flight."""
+        """Do nothing, because no reduction is in flight."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Count a gradient that one backward pass has added to ``parameter.grad``."""
+        """Count one backward pass of a parameter. Called after the pass has added to ``parameter.grad``."""
         try:
             world = lifecycle.current()
         except NotInitialized:
             return
         if world.place.size == 1:
             return
-        # Counts of an interrupted step are discarded, because the step is restarted.
+        # The world has changed and the interrupted step is restarted, so discard its counts.
         if self._generation != world.generation:
             self.discard()
             self._generation = world.generation

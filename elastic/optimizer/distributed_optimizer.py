@@ -50,35 +50,35 @@ def DistributedOptimizer(
     shards: Shards | None = None,
     zero: int = 0,
 ) -> Any:
-    """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Needs ``init()``.
+    """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Call ``init()`` first.
 
     The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
     ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as before; it adds
     the methods of `WrappedOptimizer`. Create schedulers after wrapping.
 
-    - ``named_parameters``: ``model.named_parameters()``; names all parameters, each name once.
+    - ``named_parameters``: for example ``model.named_parameters()``. It must cover all parameters, with unique names.
     - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
       context)`` and ``decompress(tensor, context) -> tensor``.
-    - ``backward_passes_per_step``: number of passes whose gradients are summed locally (not averaged) before a
+    - ``backward_passes_per_step``: number of backward passes whose gradients are summed locally (not averaged) before a
       reduction.
     - ``op``: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps with its own gradients and the
       steps are combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores
       ``groups``.
     - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
-    - ``groups``: a number of groups to split the parameters into, or lists of parameters; a group is reduced in one
-      piece for each dtype. Other parameters are grouped by size.
-    - ``process_set``: the ranks that average among themselves. Other ranks step with their local gradients, as without
-      the wrapper.
+    - ``groups``: number of groups to split the parameters into, or lists of parameters. The gradients of a group are
+      reduced together, in one buffer per dtype. Parameters outside all groups are grouped by size.
+    - ``process_set``: ranks that average among themselves. Other ranks step with their local gradients, as without the
+      wrapper.
     - ``sparse_as_dense``: if True, sparse gradients (of embeddings) are reduced as dense tensors and converted back;
       otherwise indices and values are gathered.
 
-    - ``shards``: `elastic.exact.shards.Shards`, which divide the global batch into a fixed number of micro-batches in
-      any world. Gradients are the mean over the shards, or with Sum their sum. ``backward_passes_per_step`` then counts
-      the passes of one shard, and ``compression`` rounds each shard's gradient and each partial sum.
+    - ``shards``: an `elastic.exact.shards.Shards`, which divides the global batch into the same number of micro-batches
+      in any world. Gradients are the mean over the shards, or with Sum their sum. ``backward_passes_per_step`` then
+      counts the passes of one shard, and ``compression`` rounds each shard's gradient and each partial sum.
 
-    - ``zero``: 1 keeps only this rank's part of the optimizer state on each rank (ZeRO-1): each rank steps its elements
-      of every parameter and receives the others. Requires a torch optimizer that updates each element independently,
-      and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
+    - ``zero``: 1 divides the optimizer state among the ranks (ZeRO-1): each rank steps its elements of every parameter
+      and receives the other elements from the other ranks. Requires a torch optimizer that updates each element
+      independently, and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
 
     The reduction is complete when the last backward pass of a step returns, so clip gradients after that. See
     docs/migration.md. With ``shards`` it is complete when the loop over them ends.
@@ -131,7 +131,7 @@ def DistributedOptimizer(
     if zero:
         _check_zero(optimizer, reduction, shards, sparse_as_dense, process_set)
     world = lifecycle.current()
-    # In an elastic job the size may change, so it is checked at every step.
+    # Check the world size at every step, because it may change in an elastic job.
     if reduction is Op.ADASUM and not world.elastic:
         adasum.check(world.place.size)
 
@@ -193,7 +193,8 @@ def _subclass(
     optimizer_class: type[torch.optim.Optimizer], added: type[WrappedOptimizer]
 ) -> type[WrappedOptimizer]:
     attributes = {
-        # same name as in Horovod, because frameworks recognize a wrapped optimizer by str(type(optimizer))
+        # the class has the same name as in Horovod, because frameworks recognize a wrapped optimizer by
+        # str(type(optimizer))
         "__module__": "horovod.torch.optimizer",
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
@@ -216,7 +217,7 @@ def _check_process_set(process_set: ProcessSet, reduction: Op) -> None:
     if reduction is Op.ADASUM:
         require_global(process_set)
     if process_set.included():
-        resolve(process_set)  # This call raises an error for an unregistered set.
+        resolve(process_set)  # called only for its check: raises an error for an unregistered set
 
 
 def _check_shards(
@@ -227,13 +228,13 @@ def _check_shards(
     groups: object,
     process_set: ProcessSet,
 ) -> None:
-    """Raise Invalid for options that would make gradients depend on the assignment of shards to ranks."""
+    """Raise Invalid for options with which gradients would depend on the assignment of shards to ranks."""
     if not isinstance(shards, Shards):
         raise Invalid(f"shards is {shards!r}: pass an elastic.Shards")
     shards.check_workers(lifecycle.current().env.workers_min)
     refused = {
         f"op={reduction.name.title()}": reduction not in (Op.AVERAGE, Op.SUM),
-        # fp16 and bf16 are allowed: they round each shard's gradient separately.
+        # Compressions to fp16 and bf16 are allowed: they round each shard's gradient separately.
         "a compression other than Compression.fp16 and bf16": compression
         not in (Compression.none, Compression.fp16, Compression.bf16),
         "gradient_predivide_factor": predivide_factor != 1.0,
@@ -256,9 +257,9 @@ def _check_zero(
 ) -> None:
     """Raise Invalid for arguments that ``zero=1`` does not support."""
     refused = {
-        "op=Adasum": reduction is Op.ADASUM,  # Each rank steps with its local gradients.
+        "op=Adasum": reduction is Op.ADASUM,  # no gradients are reduced with Adasum
         "shards": shards is not None,
-        "sparse_as_dense": sparse_as_dense,  # Only dense gradients are divided.
+        "sparse_as_dense": sparse_as_dense,  # only dense gradients can be divided
         "process_set": process_set is not global_process_set,
     }
     for name, given in refused.items():

@@ -21,7 +21,7 @@ from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.runtime import lifecycle
 from elastic.sharding.rows import owners, rows_of
 
-# optimizers that update each element independently of the others
+# names of torch optimizers that update each element independently of the others
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
@@ -30,12 +30,12 @@ NUMBERS = (
     "eta",
     "mu",
     "mu_product",
-)  # entries that are kept for each parameter, and not for each element
-GATHERED_BYTES = 4 << 20  # maximum number of bytes per rank in one gather
+)  # state entries that belong to a whole parameter rather than to its elements
+GATHERED_BYTES = 4 << 20  # maximum number of bytes that a rank contributes to one gather
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Invalid unless the optimizer can step some elements of a parameter without the others."""
+    """Raise Invalid unless the optimizer updates each element of a parameter independently of the others."""
     kind = type(optimizer)
     if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
         raise Invalid(
@@ -52,9 +52,9 @@ def check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of all groups.
+    """Return the whole parameters of all parameter groups.
 
-    During a step of a `DividedOptimizer`, its groups contain only this rank's parts.
+    During a step of a `DividedOptimizer`, ``param_groups`` contains only this rank's parts.
     """
     if isinstance(optimizer, DividedOptimizer) and optimizer.stepped:
         return list(optimizer.stepped)
@@ -62,29 +62,29 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class DividedOptimizer(WrappedOptimizer):
-    """Optimizer of `DistributedOptimizer` with ``zero=1``.
+    """Optimizer that `DistributedOptimizer` returns with ``zero=1``.
 
     Args:
-        zero_order: for each shard, the rank that holds it.
+        zero_order: rank that holds each shard, in shard order.
     """
 
     zero_order: tuple[int, ...]
-    # the whole parameters of all groups; set only during a step
+    # whole parameters of all groups; set only during a step
     stepped: Sequence[torch.Tensor] = ()
-    _gather_memory: dict[
-        tuple[Any, ...], torch.Tensor
-    ]  # buffers for gathers, by the layout for which they were allocated
+    _gather_memory: dict[tuple[Any, ...], torch.Tensor]  # buffers for gathers, keyed by layout
 
     def divide(self, order: Sequence[int]) -> None:
         """Divide the parameters among the ranks of a new world.
 
-        The state entries remain those of the previous shard.
+        Does not change the state entries, which still belong to this rank's previous shard.
         """
         self.zero_order = tuple(order)
         self._gather_memory = {}
 
     def take_own_entries(self) -> None:
-        """Reduce entries of whole parameters, as in a plain optimizer's ``state_dict()``, to this rank's elements."""
+        """Cut the state entries of whole parameters, as in a plain optimizer's ``state_dict()``, to this rank's
+        elements.
+        """
         for parameter, entries in self.state.items():
             own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
             for key, entry in entries.items():
@@ -96,7 +96,7 @@ class DividedOptimizer(WrappedOptimizer):
                     entries[key] = entry.reshape(-1)[own.begin : own.end].clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise Invalid always, because each rank has only a part of the state."""
+        """Raise Invalid, because each rank has only a part of the state."""
         raise Invalid(
             "state_dict() is not available with zero=1, because each rank holds only a part of the optimizer's"
             " state: pass the optimizer to elastic.TorchState, which commits all parts"
@@ -170,7 +170,7 @@ class DividedOptimizer(WrappedOptimizer):
         return part
 
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        """Gather the elements that other ranks have updated. Collective.
+        """Gather the elements that other ranks have updated into the parameters. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -203,7 +203,9 @@ class DividedOptimizer(WrappedOptimizer):
         def views(
             shard: int, received: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """Return pairs of views of the parameters and of the data received from a shard's rank."""
+            """Return pairs of tensors: a view of a parameter, and a view of the data for it received from a shard's
+            rank.
+            """
             ours, theirs = [], []
             for each, room in zip(slices, received.split(sizes), strict=True):
                 rows = each.of(shard, len(flats[each.parameter]), shards)

@@ -1,4 +1,6 @@
-"""Options of gradient tapes and optimizers of frameworks other than torch. Only validates; does not communicate."""
+"""Options of gradient tapes and optimizers of frameworks other than torch. Only validates them; does not
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from elastic.optimizer.gradients.gradient_options import check_compression, chec
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """Validated options. `checked` creates them.
+    """Validated options. Create them with `checked`.
 
     Attributes:
         op: Average, Sum or Adasum.
         compression: a class with ``compress`` and ``decompress`` for the framework's tensors.
         sparse_as_dense: whether sparse gradients are reduced as dense tensors. Otherwise values and indices are
             gathered.
-        predivide_factor: factor by which Average divides gradients before the sum, and multiplies them afterwards.
+        predivide_factor: factor by which Average divides gradients before the sum and multiplies the result afterwards.
         process_set: the ranks that reduce their gradients together. Other ranks keep their own gradients.
         scale_local_gradients: whether gradients of variables that are not reduced are divided by the number of ranks.
     """
@@ -43,9 +45,10 @@ def checked(
     process_set: ProcessSet,
     scale_local_gradients: bool,
 ) -> GradientOptions:
-    """Validate the options.
+    """Validate the options of a tape or optimizer, and return them.
 
-    ``groups``, a number or lists of variables, is only checked: all gradients of a step are reduced together.
+    ``groups``, a number or lists of variables, is validated but has no effect, because all gradients of a step are
+    reduced together.
 
     Raises:
         Invalid: an option has an invalid value.

@@ -1,4 +1,4 @@
-"""Plan of the gathers that send each rank's updated elements to all ranks. Pure: no I/O, no clock.
+"""Plan of the gathers that send the elements updated by each rank to all ranks. Pure: no I/O, no clock.
 
 The elements of each parameter are cut into slices, so that a buffer of fixed size suffices for models of any size.
 """
@@ -19,7 +19,7 @@ class Slice(NamedTuple):
     end: int
 
     def of(self, shard: int, elements: int, shards: int) -> Rows:
-        """Return the elements of the flattened parameter that the slice covers in a shard.
+        """Return the range of a flattened parameter's elements that the slice covers in a shard.
 
         The last shards have fewer elements.
         """
@@ -29,7 +29,7 @@ class Slice(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def gathers(elements: tuple[int, ...], shards: int, limit: int) -> list[list[Slice]]:
-    """Divide all elements of all parameters, in order, into gathers.
+    """Assign all elements of all parameters, in order, to gathers.
 
     Args:
         elements: number of elements of each parameter.
@@ -37,7 +37,7 @@ def gathers(elements: tuple[int, ...], shards: int, limit: int) -> list[list[Sli
         limit: maximum number of elements per shard and gather.
 
     Returns:
-        The slices of each gather. Every element is in exactly one slice.
+        The slices of each gather. Together they contain every element exactly once.
     """
     found: list[list[Slice]] = [[]]
     room = limit

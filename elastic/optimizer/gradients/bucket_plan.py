@@ -1,9 +1,9 @@
 """Assignment of gradients to buckets, and the order in which buckets are reduced. Pure: uses only sizes, no tensors.
 
-Buckets follow the order in which the backward pass computes gradients, so the first buckets are already reduced while
-it computes the remaining gradients. The order is observed in the first step. Until then it is assumed to be the reverse
-of the order in which parameters were declared. The plan depends only on the items and the order, not on ranks or
-timing. It is therefore equal on all ranks and remains valid when the world changes.
+Buckets follow the order in which the backward pass computes gradients, so that the first buckets are reduced while it
+is still computing the remaining gradients. The order is observed in the first step. Until then it is assumed to be the
+reverse of the order in which parameters were declared. The plan depends only on the items and the order, not on ranks
+or timing. It is therefore equal on all ranks and remains valid when the world changes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FIRST_BYTES = 1 << 20
-# in bytes; measured with Gloo, see the docstring of benchmarks/step.py
+# sizes in bytes, measured with Gloo: see the docstring of benchmarks/step.py
 FULL_BYTES = 8 << 20
-# For GPUs, not measured: DistributedDataParallel's value within a host, and twice that over a network, where NCCL needs
-# larger messages for full bandwidth.
+# The sizes for GPUs were not measured. They are the default of DistributedDataParallel within a host, and twice that
+# over a network, where NCCL needs larger messages for full bandwidth.
 GPU_FULL_BYTES = 25 << 20
 GPU_FULL_BYTES_APART = 50 << 20
-ALIGNMENT = 64  # bytes; each gradient starts at a cache line, for aligned vector loads
+ALIGNMENT = 64  # bytes; each gradient starts at a cache line, which allows aligned vector loads
 
 
 class Gradient(NamedTuple):
@@ -31,7 +31,7 @@ class Gradient(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Layout of one flat buffer. ``offsets`` and ``elements`` count elements. ``members`` are indices into the items.
+    """Layout of one flat buffer. ``offsets`` and ``elements`` are in elements; ``members`` are indices of the items.
 
     The smallest members come first and are adjacent, so that they can be processed together.
     """
@@ -59,9 +59,9 @@ def plan(
         items: the gradients.
         order: indices of the items in the order in which they become ready. None means reverse order of
             declaration.
-        groups: items to keep together regardless of their size, if they are of the same kind.
-        first_bytes: size of the first bucket of a kind. Small, so that communication starts early.
-        full_bytes: size of all other buckets.
+        groups: indices of items that share a bucket regardless of its size, if they are of the same kind.
+        first_bytes: maximum size of the first bucket of a kind, in bytes. Small, so that communication starts early.
+        full_bytes: maximum size of all other buckets, in bytes.
     """
     group_of = {item: number for number, group in enumerate(groups) for item in group}
     grouped: dict[tuple[int, str], list[int]] = {}
@@ -84,7 +84,7 @@ def plan(
             del filled_bytes[kind]
     closed += filling.values()
     closed += grouped.values()
-    # The last member of a bucket determines when it is complete, and therefore the launch order.
+    # A bucket is complete when its last member is ready, which therefore determines the launch order.
     turn = {index: number for number, index in enumerate(order)}
     closed.sort(key=lambda members: max(turn[index] for index in members))
     return [_laid_out(items, members) for members in closed]
@@ -98,8 +98,8 @@ def expected_order(count: int) -> tuple[int, ...]:
 def seen_order(seen: Sequence[int], count: int) -> tuple[int, ...] | None:
     """Return the order in which ``count`` gradients became ready in one step, or None if none became ready.
 
-    Gradients that did not become ready come last, in the order of declaration. They may be missing again, and no
-    collective waits for them before the end.
+    Gradients that did not become ready come last, in the order of declaration. They may be missing in later steps as
+    well, and in this order no earlier bucket waits for them.
     """
     if not seen:
         return None

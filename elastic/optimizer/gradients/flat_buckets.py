@@ -1,11 +1,11 @@
-"""Buckets of gradients in flat buffers: filling, reducing and unpacking.
+"""Buckets of gradients in flat buffers: how they are filled, reduced and unpacked.
 
-`gradient_reducer` decides when these steps take place.
+`gradient_reducer` decides when each of these steps runs.
 
 A `FlatBucket` owns one buffer and a view of it per parameter. A gradient that is not a view yet is copied into the
-buffer, and the view becomes the parameter's ``grad``, so nothing is copied back after the reduction. The buffer is in
-memory in which the other ranks of the host can reduce it in place. A `CompressedGradient` contains a single gradient
-with a user-defined compression class. The first bucket of a plan also contains the step flag (see
+buffer, and the view becomes the parameter's ``grad``, so nothing is copied back after the reduction. Other ranks of the
+host can access the buffer's memory and reduce it in place. A `CompressedGradient` contains a single gradient and uses a
+user-defined compression class. The first bucket of a plan also contains the step flag (see
 `elastic.optimizer.gradients.plan_agreement`). If there is no flat bucket, a `FlagBucket` contains it.
 
 A bucket also detects whether a gradient was modified after it was copied. The reduction uses the gradient as the
@@ -26,12 +26,14 @@ from elastic.optimizer.gradients.host_step_flag import HostStepFlag
 from elastic.optimizer.gradients.not_finite import SAMPLE
 from elastic.optimizer.gradients.plan_agreement import BucketSpec, StepFlag, mark_value
 
-SMALL_BYTES = 32 << 10  # smaller gradients are cheaper to copy together
-# The same limit on a GPU (an estimate): copying gradients together takes two kernel launches in total (copy and scale),
-# and separate copies take one launch each. About this many bytes can be read and written in the time of one launch.
+# size in bytes below which gradients are copied together, which is cheaper for small ones
+SMALL_BYTES = 32 << 10
+# The same limit for GPUs (an estimate): a joint copy takes two kernel launches (copy and scale), and separate copies
+# take one launch per gradient. About this many bytes can be read and written in the time of one launch.
 GPU_SMALL_BYTES = 4 << 20
-# Larger gradients are copied with non-temporal stores, since they would be evicted from the caches before their bucket
-# is reduced. Reduces the time of a step by 5 % with layers of 20 MB (benchmarks/step.py --models mlp --ranks 2).
+# Gradients of at least this size in bytes are copied with non-temporal stores: they would be evicted from the caches
+# before their bucket is reduced. This reduces the time of a step by 5 % with layers of 20 MB (benchmarks/step.py
+# --models mlp --ranks 2).
 LARGE_BYTES = 1 << 20
 
 
@@ -46,21 +48,21 @@ class Compressor(Protocol):
 class Scales(NamedTuple):
     """Factors by which gradients are multiplied at each stage of a reduction."""
 
-    filling: float = 1.0  # factor applied while gradients are copied into the bucket
-    reducing: float = 1.0  # factor applied by the group during the reduction
-    reducing_over: int = 1  # divisor applied by the group during the reduction
-    finishing: float = 1.0  # factor applied after the reduction
+    filling: float = 1.0  # multiplier for gradients while they are copied into the bucket
+    reducing: float = 1.0  # multiplier that the group applies during the reduction
+    reducing_over: int = 1  # divisor that the group applies during the reduction
+    finishing: float = 1.0  # multiplier for the result of the reduction
     finishing_over: int = 1
 
 
 UNSCALED = Scales()
 
-# position of a gradient, the gradient, and its version counter
+# position of a gradient, the gradient, and its version counter when it was copied
 _Watched = tuple[int, torch.Tensor, int]
 
 
 class GradientBucket(Protocol):
-    """Gradients of one dtype and device that are reduced together."""
+    """Gradients of one dtype and device that are reduced in one operation."""
 
     parameters: Sequence[torch.Tensor]
     missing: int  # number of gradients that are not ready yet
@@ -68,7 +70,7 @@ class GradientBucket(Protocol):
     scales: Scales
 
     def wire(self) -> BucketSpec:
-        """Return the description of the buffer that is reduced."""
+        """Description of the buffer that is sent."""
 
     def fill(self, position: int, *, watch: bool) -> None:
         """Copy the gradient of ``parameters[position]`` into the bucket, or zeros if it has none.
@@ -77,7 +79,7 @@ class GradientBucket(Protocol):
 
         Args:
             position: position of the parameter.
-            watch: whether the script may run before `finish`, so that changes of the gradient must be detected.
+            watch: whether the script may run, and change the gradient, before `finish`. Such a change is then detected.
         """
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
@@ -85,31 +87,33 @@ class GradientBucket(Protocol):
 
         Args:
             group: group of the ranks that reduce.
-            op: operation.
-            mark: the step flag to send if the bucket contains one.
+            op: reduction operation.
+            mark: step flag to send, if the bucket contains one.
 
         Raises:
             CollectiveFailed: a rank was lost.
         """
 
     def heard(self, op: Op) -> StepFlag:
-        """Return the reduced step flag of a bucket that contains it. Call `finish` first. Waits for the device."""
+        """Return the reduced step flag of a bucket that contains one. Call `finish` first. Synchronizes with the
+        device.
+        """
 
     def finish(self) -> int | None:
-        """Wait for the reduction, and set the parameters' gradients to the results.
+        """Wait for the reduction, and set the parameters' gradients to its results.
 
         Returns:
-            The position of a watched gradient that was changed, or None.
+            Position of a watched gradient that the script has changed, or None.
 
         Raises:
             CollectiveFailed: a rank was lost.
         """
 
     def discard(self, position: int) -> None:
-        """Remove a filled gradient from its parameter, because the gradient may be partially reduced."""
+        """Remove the gradients of filled positions from their parameters, because they may be partially reduced."""
 
     def drop(self) -> list[Work]:
-        """Abandon the reduction. Return the works that may still be running."""
+        """Abandon the reduction. Return its works that may still be running."""
 
 
 class FlatBucket:
@@ -135,12 +139,12 @@ class FlatBucket:
         dtype, device = parameters[0].dtype, parameters[0].device
         self.device = device
         length = elements + marked
-        # Zeroed, because the gaps between gradients are also sent.
+        # Zeroed, because the padding between gradients is also sent.
         self._wire = zeros(length, wire_dtype, device)
         self._wires = _views(self._wire, parameters, offsets)
         # buffer to send, in which complex numbers are viewed as pairs of real numbers
         self._sent = _real(self._wire)
-        # first of the reduced gradients, set by `finish`
+        # leading elements of the reduced buffer, to check for infinite values
         self.sample = self._sent[: min(elements, SAMPLE)]
         self._flat, self._views = self._wire, self._wires
         self._in_place = wire_dtype == dtype
@@ -155,8 +159,8 @@ class FlatBucket:
         self._mark = self._sent[-1] if marked else None
         self._heard = HostStepFlag(self._sent[-1]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
-        # The tensors that become ``parameter.grad``. They are separate from the views, because Module.to() and some
-        # scripts replace the memory of a gradient, and because each gradient needs its own version counter.
+        # Tensors that become ``parameter.grad``. They are separate from the views, because Module.to() and some scripts
+        # replace a gradient's memory, and because each gradient needs its own version counter.
         self._given = [view.data for view in self._views]
         small = GPU_SMALL_BYTES if device.type == "cuda" else SMALL_BYTES
         self._small = [
@@ -164,12 +168,13 @@ class FlatBucket:
         ]
         large = [offset for offset, small in zip(offsets, self._small, strict=True) if not small]
         self._smalls = self._wire[: min(large, default=elements)]
-        # Positions of sparse gradients that are reduced as dense ones, and their numbers of sparse dimensions. They are
-        # converted back for optimizers that require sparse gradients.
+        # Number of sparse dimensions of each sparse gradient that is reduced as a dense one, by position. The results
+        # are converted back for optimizers that require sparse gradients.
         self._sparse: dict[int, int] = {}
-        # Small gradients to copy together: position, and the gradient and its version if it is watched.
+        # Small gradients to copy together: position, gradient and version. The last two are set only for watched
+        # gradients.
         self._waiting: list[tuple[int, torch.Tensor | None, int]] = []
-        # position of a gradient that was changed before its copy, or None
+        # position of a gradient that the script changed before it was copied, or None
         self._changed: int | None = None
         self._watched: list[_Watched] = []
         self._work: Work | None = None
@@ -240,19 +245,20 @@ class FlatBucket:
         if self._waiting:
             self._fill_small()
         if self._mark is not None:
-            self._mark.fill_(mark_value(op, mark))  # Replaces the result of the previous step.
+            # overwrites the reduced flag of the previous step
+            self._mark.fill_(mark_value(op, mark))
         self._work = _reduce(group, self._sent, op, self.scales)
 
     def finish(self) -> int | None:
         assert self._work is not None, "waiting for a bucket that was never launched"
-        # Host work comes first, because the GPU is idle between the end of the last reduction and the next launch.
+        # Do the host's work before the wait: after the wait, the GPU would be idle until the next launch.
         changed, self._changed = self._changed, None
         for position, gradient, version in self._watched:
             if _changed(self.parameters[position], gradient, version):
                 changed = position
         self._watched.clear()
         for position in range(len(self.parameters)):
-            # Set again, because model.zero_grad() after the backward pass removes the gradient.
+            # Set the gradient again: model.zero_grad() after the backward pass may have removed it.
             self._give(position)
         self._work.wait()
         self._work = None
@@ -304,7 +310,7 @@ class FlatBucket:
 class CompressedGradient:
     """Bucket of one gradient with a user-defined compression.
 
-    Compressed tensors must have equal shapes on all ranks.
+    The compressed tensors must have equal shapes on all ranks.
     """
 
     def __init__(self, parameter: torch.Tensor, compression: Compressor) -> None:
@@ -315,9 +321,10 @@ class CompressedGradient:
         self._compression = compression
         self._wire: torch.Tensor | None = None
         self._context: Any = None
-        self._sparse: int | None = None  # number of sparse dimensions, as in a FlatBucket, or None
-        self._waits: _Watched | None = None  # the gradient until the launch, or None
-        self._changed = False  # whether the gradient was changed before the launch
+        # number of sparse dimensions of the gradient, or None, as in FlatBucket
+        self._sparse: int | None = None
+        self._waits: _Watched | None = None  # the gradient until it is launched, then None
+        self._changed = False  # whether the script changed the gradient before the launch
         self._watched: _Watched | None = None
         self._work: Work | None = None
 
@@ -341,14 +348,15 @@ class CompressedGradient:
         elif parameter.grad.is_sparse:
             self._sparse = parameter.grad.sparse_dim()
             parameter.grad = parameter.grad.to_dense()
-        # Scale before compression, because sums in a smaller dtype may overflow.
+        # Scale before the compression, because sums in a smaller dtype may overflow.
         scale = self.scales.filling
         gradient = parameter.grad if scale == 1.0 else parameter.grad * scale
         wire, self._context = self._compression.compress(gradient)
-        # With .data, an in-place reduction of an uncompressed gradient does not count as a change by the script.
+        # Use .data, so that an in-place reduction of an uncompressed gradient does not increase its version counter,
+        # which would look like a change by the script.
         self._wire = wire.contiguous().data
         if watch:
-            # Not compressed earlier, because a compression with error feedback may modify the gradient.
+            # Compress only now, at the launch, because a compression with error feedback may modify the gradient.
             self._watched = (0, parameter.grad, parameter.grad._version)
         self._work = _reduce(group, _real(self._wire), op, self.scales)
 
@@ -385,7 +393,7 @@ class CompressedGradient:
 
 
 class FlagBucket:
-    """Bucket that contains only the step flag."""
+    """Bucket that contains only the step flag, for plans without a flat bucket."""
 
     def __init__(self, device: torch.device) -> None:
         self.parameters: Sequence[torch.Tensor] = ()
@@ -426,14 +434,14 @@ class FlagBucket:
 
 
 def zeros(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Create a flat zero tensor for reductions. On the CPU, the other ranks of the host can access its memory."""
+    """Create a flat tensor of zeros for reductions. On the CPU, other ranks of the host can access its memory."""
     if device.type == "cpu":
         return arena.zeros(elements, dtype)
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
 def wire_of(tensor: torch.Tensor) -> BucketSpec:
-    """Return the description of a buffer that is sent to joined ranks.
+    """Return the description of a buffer, which is sent to joined ranks.
 
     See `elastic.optimizer.gradients.plan_agreement`.
     """
@@ -448,7 +456,9 @@ def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _real(wire: torch.Tensor) -> torch.Tensor:
-    """Return contiguous complex numbers as a flat view of pairs of real ones, which backends can reduce."""
+    """Return a flat view of a contiguous tensor. Complex numbers become pairs of real ones, which all backends can
+    reduce.
+    """
     return torch.view_as_real(wire).view(-1) if wire.is_complex() else wire
 
 
@@ -457,7 +467,7 @@ def _reduce(group: Collectives, wire: torch.Tensor, op: Op, scales: Scales) -> W
 
 
 def _changed(parameter: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
-    """Return whether the gradient was changed or replaced.
+    """Return whether the script has changed or replaced the gradient.
 
     A gradient that was removed, for example by ``model.zero_grad()``, does not count as changed.
     """

@@ -1,6 +1,6 @@
-"""Hooks that run in a backward pass: for each gradient of an optimizer's parameters, and at the end of the pass.
+"""Autograd hooks that run for each gradient of an optimizer's parameters, and at the end of each backward pass.
 
-The listeners make all decisions.
+The hooks only notify listeners, which make all decisions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class OptimizerParameters:
-    """Parameters of one optimizer with their names."""
+    """Parameters of one optimizer, and their names."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-        # A weak reference, so that a dropped optimizer releases its hooks without waiting for the garbage collector.
+        # A weak reference, so that the hooks of a dropped optimizer are removed before the next garbage collection.
         self._optimizer = weakref.ref(optimizer)
         self._names = names
 
@@ -39,7 +39,7 @@ class OptimizerParameters:
 
 
 class GradientListener(Protocol):
-    """Interface of an object that receives gradients from hooks."""
+    """Interface of objects that are notified of new gradients."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Handle a gradient that a backward pass has added to ``parameter.grad``."""
@@ -51,7 +51,7 @@ class BackwardEndListener(Protocol):
     The methods are called in the thread that ends the pass. backward() raises their exceptions.
     """
 
-    number: int  # Sort key of the calls, equal on all ranks.
+    number: int  # sort key for the order of the calls, equal on all ranks
 
     def backward_ended(self, inner: bool) -> None:
         """Handle the end of a backward pass. May communicate with other ranks, but must not wait for their gradients.
@@ -61,11 +61,11 @@ class BackwardEndListener(Protocol):
         """
 
     def wait_after_backward(self) -> None:
-        """Wait for results, after `backward_ended` of all waiters of the pass has returned."""
+        """Wait for results. Called after `backward_ended` of all listeners of the pass has returned."""
 
 
 class _Pass:
-    """One run of autograd's engine, with the listeners to notify at its end."""
+    """One backward pass, with the listeners to notify at its end."""
 
     def __init__(self) -> None:
         self.waiters: weakref.WeakSet[BackwardEndListener] = weakref.WeakSet()
@@ -73,20 +73,20 @@ class _Pass:
     def ended(self) -> None:
         waiters = sorted(self.waiters, key=lambda waiter: waiter.number)
         inner = torch._C._current_autograd_node() is not None
-        # All waiters start their work before any of them blocks, since other ranks may wait in another order.
+        # Let all listeners start their work before any of them blocks: other ranks may wait in a different order.
         for waiter in waiters:
             waiter.backward_ended(inner)
         for waiter in waiters:
             waiter.wait_after_backward()
 
 
-# Passes by the engine's ID. Only the engine references them, and it drops passes that fail.
+# passes by the ID of autograd's graph task; only autograd references them, and it drops passes that fail
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
-_lock = threading.Lock()  # needed because autograd uses one backward thread per device
+_lock = threading.Lock()  # needed because autograd runs one backward thread per device
 
 
 def notify_end(waiter: BackwardEndListener) -> None:
-    """Register the waiter for the end of the current backward pass. Idempotent. Call this in gradient hooks."""
+    """Register a listener for the end of the current backward pass. Idempotent. Call this in a gradient hook."""
     number = torch._C._current_graph_task_id()
     with _lock:
         current = _passes.get(number)
@@ -97,7 +97,7 @@ def notify_end(waiter: BackwardEndListener) -> None:
 
 
 class GradientHooks:
-    """Gradient hooks of one listener. The listener is referenced weakly, and the hooks are removed together with it."""
+    """Gradient hooks of one listener. They hold a weak reference to it, and are removed together with it."""
 
     def __init__(self, follower: GradientListener) -> None:
         self._call = functools.partial(_call, weakref.ref(follower))
@@ -106,7 +106,7 @@ class GradientHooks:
         weakref.finalize(follower, _remove, self._hooks).atexit = False
 
     def install(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Install hooks on exactly the parameters that require a gradient. Idempotent."""
+        """Install hooks on exactly those of the given parameters that require a gradient. Idempotent."""
         wanted = {id(parameter): parameter for parameter in parameters}
         for key, parameter in wanted.items():
             if parameter.requires_grad and key not in self._hooks:

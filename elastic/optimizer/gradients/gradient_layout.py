@@ -1,4 +1,4 @@
-"""Description of an optimizer's gradient reduction as text lines. Does not communicate.
+"""Description of an optimizer's gradient reduction, as lines of text. Does not communicate.
 
 The lines are part of a state's layout, which the driver compares before a worker joins. A worker that would reduce
 differently is rejected with a message that shows the difference, and the world is not interrupted. ``requires_grad`` is
@@ -21,9 +21,9 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 @dataclass(frozen=True)
 class OptimizerArguments:
-    """Arguments of `elastic.optimizer.distributed_optimizer.DistributedOptimizer`.
+    """Arguments with which `elastic.optimizer.distributed_optimizer.DistributedOptimizer` was called.
 
-    ``passes`` can be changed later, on all ranks.
+    Later, ``passes`` can be changed on all ranks together.
     """
 
     options: Options
@@ -42,7 +42,7 @@ def lines(
     parameters: Iterable[torch.Tensor],
     names: Mapping[torch.Tensor, str],
 ) -> list[str]:
-    """Return lines such as ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
+    """Return the description, with lines such as ``optimizer.parameter.3 layer.bias float32 [20] strides [1]``."""
     if not made.whole_world:
         return [f"{name}.process_set some of the ranks"]
     named = [(names.get(parameter, "without a name"), parameter) for parameter in parameters]
@@ -58,13 +58,13 @@ def lines(
 
 
 def outside_state(handled: Collection[object]) -> str:
-    """Return the lines of all of this process's optimizers except those in ``handled``.
+    """Return the lines of all optimizers of this process, except those in ``handled``.
 
     The lines have the same order in all processes.
     """
     if not _outside(handled):
         return ""
-    gc.collect()  # Collect garbage, because unreachable optimizers must not count.
+    gc.collect()  # Collect garbage first, so that unreachable optimizers are not counted.
     texts = sorted(each.gradient_layout("") for each in _outside(handled))
     alone = len(texts) == 1
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Options of the gradient reduction of an optimizer, and values derived from them. Does not communicate."""
+"""Options of an optimizer's gradient reduction, and values derived from them. Does not communicate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Options:
 
     @property
     def wire_op(self) -> Op:
-        """Return the reduction that the group performs. For an average, this is SUM."""
+        """Return the reduction operation of the group, which is SUM for an average."""
         return Op.SUM if self.op is Op.AVERAGE else self.op
 
     @property
@@ -39,24 +39,24 @@ class Options:
         return self.compression in (Compression.none, Compression.fp16, Compression.bf16)
 
     def wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which gradients of this parameter are sent if the compression casts."""
+        """Return the dtype in which this parameter's gradient is sent, if the compression only changes the dtype."""
         return self.compression.compress(parameter.new_empty(0))[0].dtype
 
     def scales(self, size: int, inside: bool, wire: torch.dtype) -> Scales:
-        """Return the factors that are applied to gradients at each stage of a reduction.
+        """Return the factors for each stage of a gradient reduction.
 
-        With every kind of group, an average is the sum over all ranks divided by their number, so that results are
-        bitwise identical.
+        An average is always computed as the sum over all ranks divided by their number, so that it is bitwise identical
+        with every kind of group.
 
         Args:
             size: number of ranks.
-            inside: whether the group applies factors during the reduction, in float32 if ``wire`` is a half-precision
-                dtype.
-            wire: the dtype that is sent.
+            inside: whether the group itself applies the factors, which it does in float32 if ``wire`` is a
+                half-precision dtype.
+            wire: dtype that is sent.
         """
         if self.op is not Op.AVERAGE:
             return Scales()
-        # A user-defined compression may produce integers, which are divided after decompression.
+        # A user-defined compression may produce integers, so divide after the decompression.
         inside = inside and self.casts
         if self.predivide_factor != 1.0:
             before, after = 1.0 / self.predivide_factor, self.predivide_factor / size
@@ -65,13 +65,13 @@ class Options:
             return Scales(filling=before, finishing=after)
         if inside:
             return Scales(reducing_over=size)
-        # In these dtypes, the sum may overflow, so gradients are scaled before it.
+        # In a half-precision dtype the sum may overflow, so scale before it.
         if self.casts and wire in (torch.float16, torch.bfloat16):
             return Scales(filling=1.0 / size)
         return Scales(finishing_over=size)
 
     def grouped(self, parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Return the groups that the user has defined, as indices into ``parameters``."""
+        """Return the user-defined groups, each as a list of indices into ``parameters``."""
         if not self.groups:
             return []
         if isinstance(self.groups, int):
@@ -85,10 +85,10 @@ class Options:
     def lines(
         self, named: Sequence[tuple[str, torch.Tensor]], fusion_bytes: int | None
     ) -> list[str]:
-        """Return all settings that must be equal on all ranks, as lines that consist of a name and a value.
+        """Return all settings that must be equal on all ranks, one line of name and value for each.
 
         Examples are ``compression fp16`` and ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes`` is
-        None unless the user set it. The bucket sizes then depend on the world, which a joining worker does not know.
+        None unless the user has set it: the default depends on the world, which a joining worker does not know.
         """
         groups = self.groups or 0
         if not isinstance(groups, int):
@@ -131,7 +131,7 @@ def check_compression(compression: object) -> None:
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """Return a digest of lines, a number of 62 bits."""
+    """Return a 62-bit integer digest of lines."""
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 

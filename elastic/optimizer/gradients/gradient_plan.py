@@ -1,4 +1,4 @@
-"""Buckets of an optimizer's gradients, and the slot of each parameter.
+"""Buckets of an optimizer's gradients, and the slots that assign parameters to them.
 
 `bucket_plan` assigns gradients to buckets by size, and the ranks agree on its input (see `plan_agreement`). This module
 creates the buffers and assigns a slot to each parameter.
@@ -23,7 +23,7 @@ from elastic.optimizer.gradients.gradient_options import Options
 
 
 class Slot:
-    """Slot of one trainable parameter in the plan, with the progress of its gradient in the current step."""
+    """Place of one trainable parameter in the plan, with the progress of its gradient in the current step."""
 
     __slots__ = ("bucket", "filled", "name", "number", "parameter", "passes_left", "position")
 
@@ -32,14 +32,14 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.passes_left = 0
-        self.filled = False  # whether the gradient is in the bucket
-        # None for sparse gradients, or before the buckets are arranged
+        self.filled = False  # whether the gradient was copied into the bucket
+        # None for a sparse gradient, or until the buckets are arranged
         self.bucket: GradientBucket | None = None
         self.position = 0  # index of the slot in the bucket
 
 
 class GradientPlan:
-    """Plan for a fixed list of named parameters: the slots of trained parameters and, once arranged, the buckets.
+    """Plan for a fixed list of named parameters: a slot for each trained parameter and, once arranged, the buckets.
 
     Initially, the trained parameters are those that require a gradient on this rank. Later, they are those that require
     a gradient on any rank.
@@ -53,13 +53,13 @@ class GradientPlan:
     ) -> None:
         self._options = options
         self._fusion_bytes = fusion_bytes
-        self._full_at = (0, 0)  # sizes in bytes at which the first bucket, and any other, is closed
+        self._full_at = (0, 0)  # maximum sizes in bytes of the first bucket and of any other
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
-        self.sparse: dict[int, int] = {}  # for each slot, the number of sparse dimensions
-        # slots in the agreed order in which their gradients become ready
+        self.sparse: dict[int, int] = {}  # number of sparse dimensions, by slot number
+        # slot numbers in the agreed order in which gradients become ready; None until agreed
         self.order: tuple[int, ...] | None = None
-        self.buckets: list[GradientBucket] = []  # buckets, empty until they are arranged
+        self.buckets: list[GradientBucket] = []  # empty until `arrange` is called
         self.rows: list[str] = []  # name of each bucket in the timeline
 
     @property
@@ -67,11 +67,13 @@ class GradientPlan:
         return self.named[0][1].device
 
     def lines(self) -> list[str]:
-        """Return the settings that must be equal on all ranks before buckets are arranged, one per line."""
+        """Return the settings that must be equal on all ranks before buckets are arranged, as one line each."""
         return self._options.lines(self.named, self._fusion_bytes)
 
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the order that this rank proposes: the agreed order, or else the order observed in this step."""
+        """Return the order of gradients that this rank proposes: the agreed order, or else that observed in this
+        step.
+        """
         count = len(self.slots)
         numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
         return (
@@ -81,7 +83,7 @@ class GradientPlan:
         )
 
     def train(self, trained: tuple[int, ...]) -> None:
-        """Set which parameters are trained: 1 for each trained parameter, 0 for others. If this changes, discard the
+        """Set which parameters are trained: 1 for trained, 0 for others, by parameter. If this changes, discard the
         buckets.
         """
         if trained != self.trained:
@@ -97,12 +99,12 @@ class GradientPlan:
     def arrange(
         self, sparse: dict[int, int], order: tuple[int, ...], full_at: tuple[int, int]
     ) -> None:
-        """Create the buckets for these arguments, which are equal on all ranks. Unchanged buckets are kept.
+        """Create the buckets for these arguments, which are equal on all ranks. Buckets that would not change are kept.
 
         Args:
-            sparse: number of sparse dimensions, by slot.
-            order: slots in the order in which they become ready.
-            full_at: sizes in bytes at which the first bucket, and any other, is closed.
+            sparse: number of sparse dimensions, by slot number.
+            order: slot numbers, in the order in which their gradients become ready.
+            full_at: maximum sizes in bytes of the first bucket and of any other.
         """
         wanted = sparse, order, full_at
         if not self.buckets or wanted != (self.sparse, self.order, self._full_at):
@@ -110,16 +112,14 @@ class GradientPlan:
             self._build()
 
     def renew(self) -> None:
-        """Allocate the same buckets in new memory, because collectives in flight may still write to the current
-        memory.
-        """
+        """Reallocate the buckets, because abandoned collectives may still write to their current memory."""
         scales = [bucket.scales for bucket in self.buckets]
         self._build()
         for bucket, scale in zip(self.buckets, scales, strict=True):
             bucket.scales = scale
 
     def layout(self, digest: int, size: int) -> plan_agreement.StepPlan:
-        """Return the description of the plan that a joined rank needs to take part in steps of ``size`` ranks."""
+        """Return the description of the plan from which a joined rank can take part in steps of ``size`` ranks."""
         assert self.order is not None
         sparse = []
         for number, dims in sorted(self.sparse.items()):
@@ -141,7 +141,7 @@ class GradientPlan:
         )
 
     def begin_step(self, passes: int) -> None:
-        """Reset the slots and buckets for a step with ``passes`` gradients of every parameter."""
+        """Reset the slots and buckets for a step in which every parameter receives ``passes`` gradients."""
         for slot in self.slots:
             slot.passes_left = passes
             slot.filled = False
@@ -166,7 +166,7 @@ class GradientPlan:
             self._add(self._bucket(each, [slot.parameter for slot in slots]), slots)
 
     def _planned(self, dense: Sequence[Slot]) -> list[bucket_plan.Bucket]:
-        """Return the buckets for dense slots. Their members are indices into ``dense``.
+        """Return the buckets for dense slots. Their ``members`` are indices into ``dense``.
 
         With a user-defined compression, each gradient has its own bucket.
         """

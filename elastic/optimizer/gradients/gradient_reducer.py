@@ -1,15 +1,15 @@
 """Scheduling of gradient reductions: counts backward passes, launches full buckets, and waits for them.
 
-The plan is a function of the parameters and of the order in which their gradients became ready in one rank's first
-step. It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has
-been launched. Before the first use of a plan in a generation, the ranks compare it once, in one or two small messages.
-No bucket is launched earlier. Each reducer has its own group, so two optimizers may launch in any order, and joined
-ranks can follow each of them: see `elastic.optimizer.gradients.plan_agreement`.
+The plan depends only on the parameters and on the order in which their gradients became ready in one rank's first step.
+It is equal on all ranks, so a step needs no negotiation: bucket k is launched when it is full and bucket k-1 has been
+launched. The ranks compare a plan once in each generation, in one or two small messages, before they launch its first
+bucket. Each reducer has its own group, so two optimizers may launch in any order, and joined ranks can follow each of
+them: see `elastic.optimizer.gradients.plan_agreement`.
 
-The reduction is complete when the last backward pass of a step returns, so any later change of gradients by the script
-applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides which pass is the last. If none is
-recognized as the last, or if ranks run the passes of two optimizers in different orders, `GradientReducer.finish`
-completes the step.
+The reduction is complete when the last backward pass of a step returns, so any later change that the script makes to
+gradients, such as clipping, applies to the reduced ones. `elastic.optimizer.gradients.step_progress` decides which pass
+is the last. If no pass is recognized as the last, or if ranks run the passes of two optimizers in different orders,
+`GradientReducer.finish` completes the step.
 
 Gradient hooks run in the middle of the backward pass and therefore never raise an interruption. If a hook cannot launch
 a bucket, it marks the generation as failed and returns. `finish` then raises the error. Errors while waiting at the end
@@ -66,12 +66,12 @@ FULL_BYTES = bucket_plan.FULL_BYTES
 
 _POINT_OF = {PassEnd.COMPARE_LAST: ComparisonPoint.LAST_PASS, PassEnd.COMPARE: ComparisonPoint.PASS}
 
-# All reducers of this process. Guarded by a lock, because backward passes read the set while another thread may create
-# an optimizer.
+# All reducers of this process. Access is guarded by a lock, because backward passes read the set while another thread
+# may create an optimizer.
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _registering = threading.Lock()
 _numbers = itertools.count()
-# Number of reducers, by the shapes of their parameters. Plans do not distinguish reducers with equal shapes.
+# number of reducers for each list of parameter shapes; plans alone do not distinguish reducers with equal shapes
 _made: collections.Counter[int] = collections.Counter()
 
 
@@ -110,38 +110,39 @@ class GradientReducer:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
-        self._lock = threading.Lock()  # Each device has its own backward thread.
+        self._lock = threading.Lock()  # needed because each device has its own backward thread
 
         self._hooks = GradientHooks(self)
 
-        # Signature of the plan's parameters. This field and the following ones belong to the plan.
+        # The fields from here to `_version` belong to the plan. This one identifies the plan's parameters.
         self._signature: list[tuple[Any, ...]] | None = None
         self._own: tuple[
             int, ...
-        ] = ()  # 1 for each parameter that requires a gradient on this rank
-        self._told: tuple[int, ...] = ()  # order of gradients on which the ranks have agreed
-        self._changing = False  # whether the order of readiness differs from the agreed one
-        # new plan that replaces the agreed plan in this step
+        ] = ()  # 1 for each parameter that requires a gradient on this rank, 0 for others
+        # the same for any rank, as agreed: 1 if the parameter is trained
+        self._told: tuple[int, ...] = ()
+        self._changing = False  # whether this rank trains other parameters than agreed
+        # plan with which this step replaces the agreed plan, or None
         self._next: GradientPlan | None = None
         self._plan = GradientPlan(self._options, [])
-        self._agreed: int | None = None  # generation in which the ranks compared this plan
-        # number of the plan in that generation, or None
+        self._agreed: int | None = None  # last generation in which the ranks compared this plan
+        # the plan as agreed in that generation, or None
         self._number: plan_agreement.AgreedPlan | None = None
-        self._version = -1  # version of the plan with that number
+        self._version = -1  # version of the agreed plan
 
-        # Generation of the current step. This field and the following ones belong to the step.
+        # The remaining fields belong to the current step. This one is the step's generation.
         self._generation: int | None = None
         self._progress = StepProgress()
-        self._size = 1  # number of ranks over which the step averages
-        # ranks that take part, or None for the whole world
+        self._size = 1  # number of ranks that average their gradients
+        # these ranks, or None for the whole world
         self._members: tuple[int, ...] | None = None
-        # Parameters in the order in which their gradients became ready. Recorded until the plan is agreed, and when it
-        # is about to change.
+        # Parameters in the order in which their gradients became ready. Recorded until a plan is agreed, and before it
+        # changes.
         self._ready: list[torch.Tensor] = []
-        self._launched = 0  # number of launched buckets
-        # ID of autograd's graph task that produces gradients of a step with an agreed plan.
+        self._launched = 0  # number of buckets launched in this step
+        # ID of the autograd graph task that computes the gradients of a step with an agreed plan
         self._known_pass = -1
-        # generation in which `finish`, and not a backward pass, completes each step
+        # generation in which `finish` completes every step, because backward passes can't, or None
         self._never: int | None = None
         self._absent: list[torch.Tensor] = []  # parameters without a gradient in this step
         self._stale: list[
@@ -172,7 +173,7 @@ class GradientReducer:
         return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of backward passes per step. Discards the counts of the current step."""
+        """Set the number of backward passes per step. Resets the counts of the current step."""
         self._passes = passes
         self.discard()
 
@@ -181,7 +182,9 @@ class GradientReducer:
         self._hooks.install(self._parameters.all())
 
     def discard(self) -> None:
-        """Abandon the current step with its counters, works in flight, and possibly corrupted gradients."""
+        """Abandon the current step: reset its counters, drop works in flight, and remove possibly corrupted
+        gradients.
+        """
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
                 slot.bucket.discard(slot.position)
@@ -189,7 +192,7 @@ class GradientReducer:
             self._stale += bucket.drop()
         self._clear()
 
-    # Excluded from tracing. A compiled caller continues to be compiled after this call.
+    # Exclude the method from tracing, so that torch.compile can continue to compile its caller after the call.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def finish(self) -> None:
         """Set every parameter's ``grad`` to the reduced gradient. Collective.
@@ -225,8 +228,7 @@ class GradientReducer:
                     changed = self._wait(world)
                     self._heed_change(world)
             elif world.elastic and included:
-                # Same result as in a larger world, so that the optimizer's step does not depend on the size of the
-                # world.
+                # Same result as in a larger world, so that the optimizer's step does not depend on the world size.
                 for parameter in self._parameters.all():
                     if parameter.requires_grad and parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
@@ -238,7 +240,7 @@ class GradientReducer:
     # ---- the step --------------------------------------------------------------------------------------------------
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Handle a gradient that one backward pass has added to ``parameter.grad``."""
+        """Process a gradient that one backward pass has added to ``parameter.grad``."""
         with self._lock:
             slot = self._plan.slot_of.get(id(parameter))
             if (
@@ -248,7 +250,7 @@ class GradientReducer:
                 and self._known_pass == torch._C._current_graph_task_id()
                 and ((gradient := parameter.grad) is None or not gradient.requires_grad)
             ):
-                # Fast path for nearly all calls, because models have thousands of parameters.
+                # Models have thousands of parameters, so return early in nearly all calls.
                 slot.passes_left = 0
                 self._progress.complete += 1
                 self._fill(slot, watch=True)
@@ -258,10 +260,11 @@ class GradientReducer:
                 self._receive(parameter)
 
     def _receive(self, parameter: torch.Tensor) -> None:
-        """Begin a step, or count a gradient in the current step.
+        """Begin a step, or count a gradient of the current step.
 
         Raises:
-            AssertionError: the script uses gradients incorrectly.
+            AssertionError: the parameter has more gradients than backward passes per step, or its gradient requires a
+                gradient.
         """
         try:
             world = lifecycle.current()
@@ -274,14 +277,14 @@ class GradientReducer:
         if not self._receiving:
             try:
                 self._locate(world)
-            except Invalid:  # The process set was removed, and finish() reports the error.
+            except Invalid:  # The process set was removed, which finish() reports.
                 return
             if self._size == 1:
                 return
             self._begin(world.generation)
         slot = None if self._next else self._plan.slot_of.get(id(parameter))
         if slot is None:
-            self._ready.append(parameter)  # The next plan may contain the parameter.
+            self._ready.append(parameter)  # A new plan may include the parameter.
             if self._next is not None:
                 notify_end(self)
             return
@@ -316,8 +319,8 @@ class GradientReducer:
         """
         world, slots = lifecycle.current(), self._plan.slots
         if self._generation != world.generation or world.broken:
-            return  # finish() raises the error, if the reason is one.
-        # Parameters that are trained only on other ranks receive no gradient here.
+            return  # If the world has failed, finish() raises the error.
+        # Parameters that only other ranks train receive no gradient on this rank.
         complete = self._progress.complete == len(slots) or self._progress.complete == sum(
             slot.parameter.requires_grad for slot in slots
         )
@@ -340,7 +343,7 @@ class GradientReducer:
                     self._agree_again(world)
             self._launch_rest(world)
             if not complete:
-                # Gradients of later passes do not belong to this step.
+                # Gradients of further passes do not belong to this step.
                 end_counts(self._plan.slots)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -368,7 +371,7 @@ class GradientReducer:
         return PlanState.AGREED if self._agreed == world.generation else PlanState.UNCOMPARED
 
     def follows(self, parameter: torch.Tensor) -> bool:
-        """Return whether this optimizer also trains the parameter."""
+        """Return whether this optimizer also trains the given parameter."""
         return any(each is parameter for each in self._parameters.all())
 
     def _locate(self, world: Context) -> bool:
@@ -383,9 +386,9 @@ class GradientReducer:
         return True
 
     def members(self, world: Context) -> tuple[int, ...] | None:
-        """Return the ranks over which gradients are averaged.
+        """Return the ranks over which gradients are averaged, in ascending order.
 
-        None means all ranks. Empty if this rank is not a member.
+        None means all ranks. The result is empty if this rank is not a member.
         """
         try:
             return self._members if self._locate(world) else ()
@@ -402,7 +405,8 @@ class GradientReducer:
             self._changing = own != self._told
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
-                # The new parameters may receive gradients in separate backward passes.
+                # New parameters may receive gradients in separate backward passes, so the usual number of passes is
+                # unknown.
                 self._progress.usual = 0
             self._signature = signature
             named = [
@@ -412,7 +416,8 @@ class GradientReducer:
             plan = GradientPlan(self._options, named, lifecycle.current().env.fusion_bytes)
             plan.begin_step(self._passes)
             if self._agreed == generation and self._size > 1:
-                self._next = plan  # The flag of the current plan notifies the other ranks.
+                # The step flag of the current plan notifies the other ranks of the change.
+                self._next = plan
             else:
                 self._plan = plan
                 self._agreed = None
@@ -426,7 +431,7 @@ class GradientReducer:
         self._progress.begin()
 
     def _fill(self, slot: Slot, *, watch: bool) -> None:
-        if slot.bucket is None:  # Sparse gradients are not in buckets.
+        if slot.bucket is None:  # A sparse gradient is not in any bucket.
             return
         slot.bucket.fill(slot.position, watch=watch)
         slot.filled = True
@@ -499,7 +504,7 @@ class GradientReducer:
         self._progress.clear()
         self._ready.clear()
         if self._next is not None:
-            # The step was abandoned. The next step begins with the changed parameters.
+            # The step with the new plan was abandoned. Detect the changed parameters again in the next step.
             self._next = self._signature = None
 
     # ---- the plan --------------------------------------------------------------------------------------------------
@@ -508,7 +513,7 @@ class GradientReducer:
         try:
             return self._compare(world, moment, anew)
         except Exception:
-            self._clear()  # Discard the step without a wait, because no work is in flight.
+            self._clear()  # No work is in flight, so the step can be discarded without a wait.
             raise
 
     def _compare(self, world: Context, moment: ComparisonPoint, anew: bool) -> bool:
@@ -532,7 +537,8 @@ class GradientReducer:
             wire = getattr(torch, bucket.wire().dtype)
             bucket.scales = self._options.scales(self._size, inside, wire)
         self._agreed = world.generation
-        self._progress.usual = 0  # equal on all ranks, because all of them reset it here
+        # All ranks reset the count at this point, so it stays equal on all ranks.
+        self._progress.usual = 0
         return last
 
     def _negotiate(
@@ -544,7 +550,7 @@ class GradientReducer:
         anew: bool,
     ) -> tuple[plan_agreement.AgreedPlan | None, bool]:
         plan = self._plan
-        dims: dict[int, int] = {  # The dictionary is keyed by ID, because the numbers may change.
+        dims: dict[int, int] = {  # keyed by the parameter's ID, because slot numbers may change
             id(plan.slots[number].parameter): count for number, count in plan.sparse.items()
         }
         for slot in plan.slots:
@@ -576,8 +582,8 @@ class GradientReducer:
         sent = plan_agreement.vector(proposal, known.taken())
         verdict = joined_rank.compare(group, device, sent)
         while verdict.again:
-            # Ranks run the backward passes of the optimizers in different orders. The order of step() calls is the
-            # same.
+            # The ranks run the optimizers' backward passes in different orders, but call step() in the same order.
+            # Compare plans in step() instead.
             self._never = world.generation
             if moment is not ComparisonPoint.STEP:
                 return None, False
@@ -616,9 +622,9 @@ class GradientReducer:
         return known.record(number, layout, self), verdict.last
 
     def _agree_again(self, world: Context) -> None:
-        """Agree on a new plan after the parameters have changed.
+        """Agree on a new plan, because this rank's parameters have changed.
 
-        This rank contributes zeros to the last step of the old plan.
+        The other ranks take their last step with the old plan, and this rank contributes zeros to it.
 
         Raises:
             StateMismatch: ranks have different parameters.
@@ -634,11 +640,11 @@ class GradientReducer:
         self._progress.usual = usual
 
     def _heed_change(self, world: Context) -> None:
-        """Agree on a new plan if the step flag shows that the set of parameters that require a gradient changed on some
-        rank.
+        """If the reduced step flag is CHANGE, agree on a new plan: a rank has changed which parameters require a
+        gradient.
 
-        The step was taken without those parameters. The new plan contains all parameters that are trained on any rank,
-        and the gradients of the new ones are reduced here.
+        The step has reduced the parameters of the old plan. The new plan contains all parameters that any rank trains,
+        and this method reduces the gradients of the added ones.
 
         Raises:
             StateMismatch: ranks have different parameters.
@@ -655,11 +661,11 @@ class GradientReducer:
         self._agreed, self._ready = None, ready
         self._agree(world, ComparisonPoint.STEP)
         self._ready.clear()
-        # The number of backward passes stays the same in later steps.
+        # Keep the number of backward passes, because it stays the same in later steps.
         self._progress.usual, self._progress.ended = usual, ended
         for parameter in absent:
             if id(parameter) not in self._plan.slot_of:
-                # The parameter is now frozen on every rank, so the optimizer must skip it.
+                # No rank trains the parameter any more. Without a gradient, the optimizer skips it.
                 parameter.grad = None
         if self._plan.slot_of.keys() <= reduced.keys():
             return
@@ -682,8 +688,8 @@ class GradientReducer:
         self._known_pass = -1
 
     def _twins(self) -> tuple[int, int]:
-        """Return the number of reducers with equal parameter shapes that were created before this one, and their total
-        number.
+        """Return how many reducers with equal parameter shapes were created before this one, and how many exist in
+        total.
         """
         return self._twin, sum(other._kind == self._kind for other in reducers())
 
@@ -700,10 +706,10 @@ def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
-    """Return the sizes in bytes at which the first bucket, and any other bucket, is full.
+    """Return the maximum sizes in bytes of the first bucket and of any other bucket.
 
-    These are HOROVOD_FUSION_THRESHOLD or a default, and equal on all ranks of a world, even if hosts have different
-    numbers of ranks.
+    They are HOROVOD_FUSION_THRESHOLD or a default. They are equal on all ranks, even if hosts have different numbers of
+    ranks.
     """
     full = world.env.fusion_bytes
     if full is None and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Copy of the step flag (see `elastic.optimizer.gradients.plan_agreement`) from the reduced bucket to the host."""
+"""Copy of the reduced step flag (see `elastic.optimizer.gradients.plan_agreement`) on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.state.snapshots.pinned import PinnedCopy
 
 
 class HostStepFlag:
-    """Element of a bucket that contains the step flag, and its copy on the host.
+    """The element of a bucket that contains the step flag, with a copy on the host.
 
     On a GPU, the copy overlaps with the wait for later buckets.
     """
@@ -22,13 +22,13 @@ class HostStepFlag:
             self._seen = torch.empty_like(mark, device="cpu", pin_memory=True)
 
     def fetch(self) -> None:
-        """Start the copy of the flag after a successful reduction."""
+        """Start the copy to the host, after the reduction has succeeded."""
         if self._copy is not None:
             self._seen.copy_(self._mark, non_blocking=True)
             self._copy.follow(self._mark.device, self._mark.nbytes)
 
     def read(self, op: Op) -> StepFlag:
-        """Return the flag. Call `fetch` before.
+        """Return the flag. Call `fetch` first.
 
         Raises:
             DeviceLost: the copy did not complete.

@@ -1,7 +1,8 @@
-"""Participation of a joined rank in the other ranks' steps: it contributes zeros, and its state does not change.
+"""Takes part in the other ranks' steps on a joined rank, which contributes zeros and keeps its state unchanged.
 
-This module also contains the exchanges with which ranks agree on a plan, because both sides must match.
-`plan_agreement` defines their meaning. `gradient_reducer` and `elastic.optimizer.join` decide when they take place.
+This module also contains the exchanges with which ranks agree on a plan, because joined and other ranks must make
+matching calls. `plan_agreement` interprets their results. `gradient_reducer` and `elastic.optimizer.join` decide when
+to call them.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from elastic.optimizer.gradients.plan_agreement import (
     StepPlan,
 )
 
-# reduction operations that are supported for sparse gradients, which are gathered
+# reductions that sparse gradients support, given that they are gathered and not reduced
 GATHERED = (Op.SUM,)
 CPU = torch.device("cpu")
-AT_ONCE = 2  # maximum number of zero buffers in flight; more would only use memory
+AT_ONCE = 2  # maximum number of zero buffers in flight; more would only use more memory
 
 Members = tuple[int, ...] | None
 
@@ -42,14 +43,14 @@ Members = tuple[int, ...] | None
 def channel_device(known: Plans, device: torch.device) -> torch.device:
     """Return the device on which the next agreement takes place.
 
-    The first agreement is on ``device``, with the group of the gradients. Later agreements are on the CPU with a
-    separate group, because each GPU communicator uses memory and must be launched in the same order as all others.
+    The first agreement uses ``device`` and the gradients' group. Later agreements use the CPU and a separate group: on
+    a GPU, every communicator takes memory, and all ranks must launch on their communicators in the same order.
     """
     return CPU if known.agreed else device
 
 
 def compare(group: Collectives, device: torch.device, vector: list[int]) -> PlanVerdict:
-    """Combine the proposals of all ranks.
+    """Reduce the ranks' proposals to a verdict.
 
     Like all exchanges in this module, this raises CollectiveFailed if a rank is lost.
 
@@ -82,8 +83,8 @@ def share_order(
     Args:
         group: group of the ranks that compare.
         device: device of the group.
-        source: the rank that sends its order, or None.
-        own: the order on this rank, or None if it has joined.
+        source: rank that sends its order, or None.
+        own: order on this rank, or None if it has joined.
     """
     assert source is not None
     if not parameters:
@@ -100,7 +101,7 @@ def share_order(
 def compare_trained(
     group: Collectives, device: torch.device, own: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return, for each parameter, 1 if it requires a gradient on any rank, else 0."""
+    """Return, for each parameter, 1 if any rank trains it, else 0."""
     trained = torch.tensor(own, dtype=torch.int32, device=device)
     group.allreduce(trained, Op.MAX).wait()
     return tuple(trained.tolist())
@@ -141,7 +142,7 @@ def send_layout(
     Args:
         group: group of the ranks that compare.
         device: device of the group.
-        source: the rank that sends.
+        source: rank that sends the plan.
         layout: the plan, or None if this rank has no plan.
     """
     assert source is not None
@@ -164,7 +165,7 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
 
 
 def end_plan(rt: Context, agreed: AgreedPlan, members: Members) -> None:
-    """Take part in the last step with this plan, in which this rank contributes zeros."""
+    """Take part in the last step with this plan. This rank contributes zeros."""
     JoinedRank(rt, agreed, members, StepFlag.CHANGE).take()
 
 
@@ -182,7 +183,7 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """Participation of a joined rank in the steps of one plan. The reduction of the plan's first buffer ends when the
+    """Takes part in the steps of one plan on a joined rank. The reduction of the plan's first buffer completes when the
     other ranks step.
     """
 
@@ -190,24 +191,25 @@ class JoinedRank:
         self, rt: Context, agreed: AgreedPlan, members: Members, mark: StepFlag = StepFlag.JOINED
     ) -> None:
         self.agreed = agreed
-        self.over = False  # whether no rank has data left
+        self.over = False  # whether all ranks have joined
         self.ended = False  # whether the other ranks have replaced the plan
         self._rt = rt
         self._members = members
         self._layout = agreed.layout
         self._op = Op(agreed.layout.op)
         self._first, *self._rest = agreed.layout.wires
-        # Allocated before any collective is in flight, because a GPU may be unable to allocate memory while one waits.
+        # Allocate the buffer before any collective is in flight: on a GPU, an allocation may block while a collective
+        # waits.
         self._buffer = _zeros(self._first)
         self._spare = _buffers(self._rest)
         self._work = self._wait_again(mark)
 
     def done(self) -> bool:
-        """Return whether `take` returns without waiting."""
+        """Return whether `take` would return without waiting for the first buffer."""
         return not self.over and not self.ended and self._work.done()
 
     def take(self) -> StepFlag:
-        """Take part in the next step until it is complete, and return its flag. Blocks.
+        """Take part in the next step until the step is complete, and return its flag. Blocks.
 
         Raises:
             CollectiveFailed: a rank was lost.

@@ -1,11 +1,11 @@
-"""Record of the step in which reduced gradients first became infinite or NaN, with a digest of the parameters.
+"""Record of the first step whose reduced gradients were infinite or NaN, with a digest of the parameters in that step.
 
-One step later, these gradients have corrupted all replicas in the same way. Before that, the parameters of a rank with
-faulty memory still differ from those of all other ranks. If the cause is a batch or a diverging model, the parameters
-are equal everywhere and no worker is blamed.
+The optimizer step with these gradients corrupts all replicas in the same way. Before it, the parameters of a rank with
+faulty memory still differ from those of all other ranks, which identifies that rank. If the cause is a batch or a
+diverging model, the parameters are equal everywhere and no worker is blamed.
 
-The observations of a rank belong to its state, like a commit: they outlast the world, and restoring an older commit
-discards them.
+The observations of a rank belong to its state: they survive a change of the world, and restoring a commit discards
+later ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from elastic.state.snapshots.digest import digest
 
-# Number of elements above which a CPU gradient is sampled, because reading all of it takes up to a tenth of a step.
+# Number of elements above which a gradient on the CPU is only sampled: reading all of it takes up to a tenth of a step.
 WHOLE_BYTES = 1 << 20
-# A sample consists of evenly spaced runs of adjacent elements. Each run costs one miss of the processor's cache.
+# A sample consists of evenly spaced runs of adjacent elements. Each run costs one cache miss.
 RUNS, RUN = 1024, 8
-# Number of elements of a bucket to check. A non-finite value spreads to nearly all gradients.
+# Number of elements of a bucket to check. A few suffice, because a non-finite value spreads to nearly all gradients.
 SAMPLE = 4096
 
 
@@ -31,20 +31,21 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return two scalars that are finite if and only if all elements are.
+    """Return two scalars that are finite if and only if all elements of the gradient are finite.
 
-    The result is empty for integers. Does not synchronize.
+    For integers the result is empty. Does not synchronize with the device.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel() or not tensor.is_floating_point():
         return ()
-    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot compare float8.
+    # convert first: torch cannot compare float8
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor
     return tuple(torch.aminmax(numbers))
 
 
 def examined(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a shard's gradient that are examined. They are the same on all ranks."""
+    """Return the elements of a shard's gradient to examine. All ranks examine the same elements."""
     if gradient.is_cuda or gradient.nbytes <= WHOLE_BYTES or not gradient.is_contiguous():
         return gradient
     return gradient.as_strided((RUNS, RUN), (gradient.numel() // RUNS, 1))
@@ -57,11 +58,11 @@ class FirstNotFinite:
     """
 
     def __init__(self) -> None:
-        # for each reducer, the digest of its parameters at its first non-finite gradient
+        # digest of the parameters at the first non-finite gradient, for each reducer
         self._found: dict[str, int] = {}
-        self._committed: dict[str, int] = {}  # content of `_found` at the newest commit
-        self._odd: set[str] = set()  # reducers whose last gradients were not finite
-        self._missed = False  # whether other ranks have stepped without this one
+        self._committed: dict[str, int] = {}  # copy of `_found` at the newest commit
+        self._odd: set[str] = set()  # reducers whose most recent gradients were not finite
+        self._missed = False  # whether the other ranks have taken a step without this one
         self._fine: set[str] = set()  # reducers whose gradients have been finite since then
 
     def look(
@@ -70,12 +71,12 @@ class FirstNotFinite:
         samples: Iterable[torch.Tensor],
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        """Check reduced gradients before the optimizer's step.
+        """Check reduced gradients before the optimizer applies them.
 
         The first observation is kept until the gradients are finite again.
 
         Args:
-            of: name of the gradients' reducer.
+            of: name of the reducer.
             samples: parts of the reduced gradients.
             parameters: parameters by name, for the digest.
         """
@@ -89,7 +90,7 @@ class FirstNotFinite:
             self._found[of] = digest((name, each.detach()) for name, each in parameters)
 
     def began(self) -> None:
-        """Discard all observations, because all ranks have received the same new state."""
+        """Discard all observations. Called when all ranks have received the same new state."""
         self._missed = False
         for each in (self._found, self._committed, self._odd, self._fine):
             each.clear()
@@ -97,31 +98,29 @@ class FirstNotFinite:
     def missed(self) -> None:
         """Record that the other ranks took a step without this rank.
 
-        This rank can no longer identify the first non-finite step, so nothing is recorded until gradients are finite
-        again.
+        The gradients may have become non-finite in that step, so this rank records nothing until they are finite again.
         """
         self._missed = True
         for each in (self._found, self._committed, self._fine):
             each.clear()
 
     def saved(self) -> None:
-        """Record that a commit was made."""
+        """Save the observations for `stepped_back`. Called at a commit."""
         self._committed = dict(self._found)
 
     def stepped_back(self) -> None:
-        """Restore the observations of the newest commit."""
+        """Restore the observations as of the newest commit."""
         self._found = dict(self._committed)
 
     def lasts(self) -> bool:
-        """Return whether the most recent gradients were non-finite."""
+        """Return whether the most recent gradients of any reducer were not finite."""
         return bool(self._odd)
 
     def digest(self) -> int | None:
-        """Return the digest of the parameters at the first non-finite step. Ranks with equal parameters have equal
-        digests.
+        """Return the digest of the parameters at the first non-finite step. Equal parameters have equal digests.
 
-        Returns None without an observation, or with several optimizers. A joined rank has not seen the observations of
-        an older plan, so ranks may have observed different numbers of optimizers.
+        Returns None unless exactly one reducer has an observation: with several, the ranks' digests can't be compared,
+        because a joined rank has not seen those of older plans.
         """
         found = [*self._found.values()]
         return found[0] if len(found) == 1 else None

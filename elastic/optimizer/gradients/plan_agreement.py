@@ -3,9 +3,9 @@
 Pure: no I/O, no clock.
 
 The ranks of a generation agree on each plan once (see `elastic.optimizer.gradients.gradient_reducer`), in the same
-order, so plans can be numbered. Each plan has its own group, so plans of two optimizers never wait for each other. The
-number of an optimizer that no longer exists on any rank is reused, so a script that keeps creating optimizers needs
-only a few groups.
+order, so plans can be numbered. Each plan has its own group, so plans of two optimizers never wait for each other. When
+an optimizer no longer exists on any rank, its number is reused, so a script that keeps creating optimizers needs only a
+few groups.
 
 A rank that has joined (`elastic.optimizer.join`) takes part in the other ranks' steps. The first buffer of each plan
 therefore has an additional last element, the step flag, which states whether any rank takes a step. This module uses no
@@ -27,26 +27,26 @@ from elastic.collectives.interface import Op
 from elastic.errors import StateMismatch
 from elastic.protocol.messages import GRADIENTS
 
-# name of the group for agreeing on all plans of a generation except the first one
+# name of the group for all agreements of a generation except the first
 CHANNEL = "gradients plans"
-MAX_PLANS = 64  # maximum number of plan numbers, which can be reused
+MAX_PLANS = 64  # maximum number of plans at a time; numbers of dropped plans are reused
 
 
 # ---- the step flag ---------------------------------------------------------------------------------------------------
 
 
 class StepFlag(enum.Enum):
-    """Last element of a plan's first buffer, as sent by a rank and as reduced over all ranks."""
+    """Last element of a plan's first buffer, both as sent by a rank and as reduced over all ranks."""
 
-    # The rank has no more data. As a reduced flag: no rank has more data.
+    # As sent: this rank has no more data. As reduced: no rank has more data.
     JOINED = 0
     STEP = 1
-    # This is the last step with this plan, because a rank changed its parameters, or because no rank adopts the plan.
+    # This is the last step with this plan: a rank has changed its parameters, or no rank uses the plan any more.
     CHANGE = 2
 
 
-# Values of the flags for each reduction. They preserve a flag with any number of joined ranks and in any floating
-# dtype: a sum may lose precision, become infinite or be scaled, but keeps its sign.
+# Values of the flags for each reduction. The reduced value is unambiguous with any number of joined ranks and in any
+# floating dtype: a sum may lose precision, become infinite or be scaled, but keeps its sign.
 _VALUES: dict[Op, dict[StepFlag, float]] = {
     Op.SUM: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: -math.inf},
     Op.MAX: {StepFlag.JOINED: 0.0, StepFlag.STEP: 1.0, StepFlag.CHANGE: 2.0},
@@ -56,7 +56,7 @@ _VALUES: dict[Op, dict[StepFlag, float]] = {
 
 
 def mark_value(op: Op, mark: StepFlag) -> float:
-    """Return the number that represents a step flag in a reduction.
+    """Return the number by which a step flag is represented in a reduction.
 
     ``op`` is the reduction as sent, for example SUM for an average.
     """
@@ -64,7 +64,7 @@ def mark_value(op: Op, mark: StepFlag) -> float:
 
 
 def read_mark(op: Op, reduced: float) -> StepFlag:
-    """Return the reduced flag. CHANGE takes precedence over STEP, and STEP over JOINED."""
+    """Return the step flag that a reduced value represents. CHANGE takes precedence over STEP, and STEP over JOINED."""
     values = _VALUES[op]
     if reduced == values[StepFlag.JOINED]:
         return StepFlag.JOINED
@@ -74,7 +74,7 @@ def read_mark(op: Op, reduced: float) -> StepFlag:
         case Op.MAX | Op.MIN:
             changed = abs(reduced) > 1.5
         case _:
-            # also true for NaN, which results from multiplying zero by an overflowed product
+            # true for NaN as well, which results from zero times an overflowed product
             changed = not reduced > 1.0
     return StepFlag.CHANGE if changed else StepFlag.STEP
 
@@ -94,7 +94,7 @@ class BucketSpec(msgspec.Struct, frozen=True):
 
 
 class Sparse(msgspec.Struct, frozen=True):
-    """Description of a sparse gradient whose entries are gathered.
+    """Description of a sparse gradient, whose entries are gathered instead of reduced.
 
     ``number`` is its index among all trainable parameters.
     """
@@ -107,7 +107,7 @@ class Sparse(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """Buffers and sparse gradients that a step reduces, in this order.
+    """Buffers and sparse gradients that a step reduces, in the order of the reductions.
 
     The last element of the first buffer is the step flag. ``op`` is the reduction as sent. A group that scales during
     the reduction multiplies its results by ``scale`` and divides them by ``divisor``. ``order`` is the order in which
@@ -138,12 +138,12 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class ComparisonPoint(enum.IntEnum):
-    """Point in a step at which a rank compares its plan with those of other ranks."""
+    """Moment in a step at which a rank compares its plan with those of the other ranks."""
 
-    LAST_PASS = 0  # the plans are compared at the end of the last backward pass of a step
-    # the plans are compared at the end of a backward pass that is not the last on this rank
+    LAST_PASS = 0  # at the end of the step's last backward pass
+    # at the end of a backward pass that is not the last on this rank
     PASS = 1
-    STEP = 2  # the plans are compared in step() or synchronize()
+    STEP = 2  # in step() or synchronize()
 
 
 class PlanProposal(NamedTuple):
@@ -152,12 +152,12 @@ class PlanProposal(NamedTuple):
     Attributes:
         digest: digest of the plan. Must be equal on all ranks, as must the next three fields.
         parameters: number of all parameters, including frozen ones.
-        replaces: previous number of the optimizer's plan in this generation, or -1.
-        anew: 1 if the current step is restarted because the parameters have changed, else 0.
-        trains: digest of which parameters require a gradient on this rank.
+        replaces: number of the optimizer's previous plan in this generation, or -1.
+        anew: 1 if the parameters have changed and the current step is therefore restarted, else 0.
+        trains: digest of the set of parameters that require a gradient on this rank.
         sparse: number of sparse gradients.
         rank: rank of the sender.
-        point: point of the comparison.
+        point: moment of the comparison.
         twin: index of the optimizer among those created with equal parameters.
         twins: number of such optimizers that still exist.
         order: digest of the order in which gradients become ready on this rank. See `order_digest`.
@@ -177,11 +177,11 @@ class PlanProposal(NamedTuple):
 
     @property
     def compared(self) -> tuple[int, int, int, int]:
-        """Return the values that must be equal on all ranks."""
+        """Return the values that must be equal on all ranks, for the comparison."""
         return self.digest, self.parameters, self.replaces, self.anew
 
 
-# Smaller than every value of a field. Its negative is greater than every value.
+# lower than any value of a field; its negative is higher than any value
 _NOTHING = -(1 << 62)
 _FIELDS = len(PlanProposal._fields)
 # number of elements of the vector that ranks reduce to compare plans
@@ -189,18 +189,18 @@ VECTOR = 2 * _FIELDS + 1 + MAX_PLANS
 
 
 def order_digest(order: Sequence[int]) -> int:
-    """Return a digest of an order of gradients, a number of 56 bits."""
+    """Return a 56-bit integer digest of an order of gradients."""
     digest = hashlib.blake2b(repr(tuple(order)).encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big")
 
 
 def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
-    """Return the vector that a rank sends.
+    """Return the vector that this rank contributes to the comparison.
 
     It contains the fields, their negatives, a flag for joined ranks, and the numbers in use.
 
     Args:
-        proposal: None for a rank that has joined, which affects no field.
+        proposal: None for a rank that has joined; its vector affects no field of the result.
         taken: the result of `Plans.taken`.
     """
     if proposal is None:
@@ -230,7 +230,7 @@ class PlanVerdict(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Return whether the plans of all ranks are equal."""
+        """Return whether all ranks have proposed the same plan."""
         return self.least.compared == self.greatest.compared
 
     @property
@@ -245,12 +245,12 @@ class PlanVerdict(NamedTuple):
 
     @property
     def last(self) -> bool:
-        """Return whether, on all ranks, this is the end of the step's last backward pass."""
+        """Return whether all ranks are at the end of the step's last backward pass."""
         return self.greatest.point == ComparisonPoint.LAST_PASS
 
     @property
     def again(self) -> bool:
-        """Return whether ranks must compare again in step(), because they run backward passes of different
+        """Return whether ranks must compare again in step(), because they have run backward passes of different
         optimizers.
         """
         differ = not self.equal or (
@@ -271,10 +271,10 @@ def verdict(reduced: Sequence[int]) -> PlanVerdict:
 
 
 class Owner(Protocol):
-    """Interface of a reducer that owns a plan."""
+    """Interface of a reducer that owns an agreed plan."""
 
     def plan_replaced(self) -> None:
-        """Handle that the other ranks have replaced this optimizer's plan after this rank called `join`."""
+        """Handle that other ranks have replaced this optimizer's plan while this rank had joined."""
 
 
 class AgreedPlan:
@@ -284,7 +284,7 @@ class AgreedPlan:
         self.number = number
         self.layout = layout
         self.version = 0
-        # None if the plan was agreed after this rank had joined and its optimizer has not adopted the plan yet
+        # None on a joined rank whose optimizer has not adopted the plan yet
         self.owner: weakref.ref[Any] | None = None if owner is None else weakref.ref(owner)
 
     @property
@@ -297,7 +297,7 @@ class AgreedPlan:
 
 
 class Plans:
-    """Plans that the same ranks have agreed on in one generation."""
+    """Plans on which the ranks of one group have agreed in one generation."""
 
     def __init__(self) -> None:
         self.agreed: list[AgreedPlan] = []
@@ -307,7 +307,7 @@ class Plans:
     def channel(self) -> str:
         """Return the name of the group for the next agreement.
 
-        The first agreement uses the gradients' own group, which is idle.
+        The first agreement uses the gradients' own group, which is idle at that time.
         """
         return CHANNEL if self.agreed else GRADIENTS
 
@@ -317,7 +317,7 @@ class Plans:
         return taken + [0] * (MAX_PLANS - len(taken))
 
     def number(self, verdict: PlanVerdict) -> int:
-        """Return the number of the plan that was just agreed on."""
+        """Return the number for a plan that was just agreed on."""
         if verdict.greatest.replaces >= 0:
             return verdict.greatest.replaces
         for number in range(min(len(self.agreed), MAX_PLANS)):
@@ -331,11 +331,11 @@ class Plans:
         Args:
             number: number of the plan.
             layout: the plan.
-            owner: reducer of the plan, or None on a rank that has joined. There, the reducer of a replaced plan is
-                notified.
+            owner: reducer of the plan, or None on a rank that has joined. On such a rank, the reducer of a replaced
+                plan is notified.
         """
         if self.agreed:
-            # This agreement has used the group CHANNEL, so all ranks have created it.
+            # The group CHANNEL was used for this agreement, so all ranks have created it.
             self.channel_open = True
         if number == len(self.agreed):
             self.agreed.append(AgreedPlan(number, layout, owner))
@@ -366,15 +366,16 @@ class Plans:
         Does not communicate.
 
         Args:
-            owner: the reducer.
-            digest: digest of its plan.
-            version: version of the plan that it has.
+            owner: reducer that may already have the plan.
+            digest: digest of the reducer's plan.
+            version: version of the reducer's plan.
 
         Returns:
-            The plan, or None if the ranks have yet to agree on one.
+            The adopted plan, or None if the ranks must first agree on one.
 
         Raises:
-            StateMismatch: the owner's parameters were not changed as on the other ranks.
+            StateMismatch: the other ranks have changed their optimizer's parameters, and this rank has not changed them
+                in the same way.
         """
         agreed = self.find(owner)
         if agreed is not None:
@@ -399,7 +400,9 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Return the plans of the current generation by the ranks that share them. The key None means the whole world."""
+    """Return the plans of the current generation, keyed by the ranks that share them. The key None means the whole
+    world.
+    """
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:
         plans = {}

@@ -22,7 +22,8 @@ _NOBODY = -(1 << 31)
 class PlanDifference(NamedTuple):
     """Descriptions of the optimizers of two ranks, as lines of text.
 
-    ``first`` is the lowest rank with data. ``other`` is the lowest rank with different lines, or None.
+    ``first`` is the lowest rank with data. ``other`` is the lowest rank whose lines differ from those of ``first``, or
+    None.
     """
 
     first: int
@@ -34,12 +35,12 @@ class PlanDifference(NamedTuple):
 def find(
     group: Collectives, device: torch.device, first: int | None, own: Sequence[str] | None
 ) -> PlanDifference:
-    """Find a rank with a different optimizer. Collective.
+    """Find a rank whose optimizer differs from that of the lowest rank with data. Collective.
 
     Args:
         group: the ranks to compare.
         device: device of the group.
-        first: the lowest rank with data, or None.
+        first: lowest rank with data, or None.
         own: lines that describe this rank's optimizer; None on a rank that has joined.
 
     Raises:
@@ -52,13 +53,13 @@ def find(
     group.allreduce(lowest, Op.MAX).wait()
     other = None if int(lowest) == _NOBODY else -int(lowest)
     other_lines = lines if other is None else _share(group, device, other, own)
-    # Wait until all ranks have the result, because callers then raise an error and leave the group.
+    # Wait until all ranks have the result: callers then raise an error and leave the group.
     agreement.wait_for_all(group)
     return PlanDifference(first, other, lines, other_lines)
 
 
 def words(found: PlanDifference) -> str:
-    """Describe the first difference, for example ``compression is fp16 on rank 1, none on rank 0``."""
+    """Describe the first difference, as in ``compression is fp16 on rank 1, none on rank 0``."""
     values, others = [dict(map(_named, each)) for each in (found.lines, found.other_lines)]
     for name in [*values, *others]:
         value, other = values.get(name), others.get(name)
@@ -77,17 +78,17 @@ def words(found: PlanDifference) -> str:
 def refuse(
     world: Context, members: tuple[int, ...] | None, own: Sequence[str], found: PlanDifference
 ) -> NoReturn:
-    """Raise the error for a difference between the optimizers of two ranks.
+    """Raise the error for a difference between two ranks' optimizers.
 
     Args:
         world: the current world.
-        members: the ranks that average, or None for all.
+        members: ranks that average, or None for all.
         own: lines that describe this rank's optimizer.
         found: the difference.
 
     Raises:
         StateMismatch: this rank cannot continue.
-        CollectiveFailed: this rank continues without joining ranks whose optimizers differ.
+        CollectiveFailed: this rank continues, in a world without the newly joined ranks whose optimizers differ.
     """
     rank = world.place.rank
     if members is not None and found.other is not None:

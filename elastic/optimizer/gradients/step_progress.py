@@ -21,56 +21,56 @@ from typing import Protocol
 
 
 class StepPhase(enum.Enum):
-    """Phase of a step on this rank."""
+    """Phase of the current step on this rank."""
 
-    IDLE = enum.auto()  # No gradient was computed yet, and no reduction is in flight.
+    IDLE = enum.auto()  # No gradient has been computed yet, and no reduction is in flight.
     # Gradients are being computed, and full buckets of an agreed plan are launched.
     RECEIVING = enum.auto()
-    COMPLETING = enum.auto()  # The last pass has ended, and all buckets are launched.
+    COMPLETING = enum.auto()  # The last pass has ended, and all buckets have been launched.
     LATE = (
         enum.auto()
-    )  # Some rank has not recognized the last pass, so no collective is launched before finish().
-    REDUCED = enum.auto()  # All gradients are reduced, and step() was not called yet.
+    )  # Some rank did not recognize the last pass, so no collective is launched before finish().
+    REDUCED = enum.auto()  # all gradients are reduced, and step() has not been called yet
 
 
 class PlanState(enum.Enum):
-    """Whether this rank's plan was compared with the other ranks' plans."""
+    """Comparison state of this rank's plan in the current generation."""
 
     AGREED = enum.auto()  # The plan was compared in this generation, so buckets can be launched.
     UNCOMPARED = enum.auto()
     CHANGED = (
         enum.auto()
-    )  # The parameters of this rank have changed, and the other ranks still have the previous plan.
+    )  # This rank's parameters have changed, but the other ranks still use the previous plan.
 
 
 class PassEnd(enum.Enum):
-    """Actions of a reducer at the end of a backward pass."""
+    """Action of a reducer at the end of a backward pass."""
 
-    NOTHING = enum.auto()  # Do nothing: another pass follows, or finish() reduces.
+    NOTHING = enum.auto()  # Do nothing: another pass follows, or finish() reduces the gradients.
     LAUNCH = enum.auto()  # Launch the remaining buckets, because this was the last pass.
     COMPARE_LAST = enum.auto()  # Compare plans, because this was the last pass on this rank.
-    # compare plans, because ranks with all their gradients wait for the comparison
+    # Compare plans, because ranks that have all their gradients wait for the comparison.
     COMPARE = enum.auto()
-    # Agree on the changed plan, then launch, because this was the last pass.
+    # Agree on a new plan, then launch its buckets, because this was the last pass.
     REPLACE_PLAN = enum.auto()
 
 
 class CountedSlot(Protocol):
-    """Slot of a parameter, which counts the parameter's gradients in a step."""
+    """Gradient count of one parameter in a step."""
 
     passes_left: int
 
 
 class StepProgress:
-    """Progress of the steps of one optimizer.
+    """Progress of one optimizer through its steps.
 
     Attributes:
         phase: phase of the current step.
         complete: number of slots with all of their gradients. 0 in IDLE.
         partial: number of slots with some but not all of their gradients. 0 in IDLE.
         ended: number of backward passes that produced gradients in this step. 0 in IDLE.
-        usual: number of such passes in other steps, or 0 if unknown. Equal on all ranks after plans were compared,
-            because all ranks then begin with 0 and count the same steps.
+        usual: number of such passes in other steps, or 0 if unknown. Equal on all ranks, because all of them reset it
+            when they compare plans and then count the same steps.
     """
 
     __slots__ = ("complete", "ended", "partial", "phase", "usual")
@@ -80,7 +80,7 @@ class StepProgress:
         self.clear()
 
     def clear(self) -> None:
-        """Return to IDLE, because the step has ended or is abandoned."""
+        """Return to IDLE, at the end of a step or to abandon it."""
         self.phase = StepPhase.IDLE
         self.complete = self.partial = self.ended = 0
 
@@ -105,8 +105,8 @@ class StepProgress:
 
         Args:
             plan: state of this rank's plan.
-            inner: whether the pass ran within another backward pass. Then the outer pass counts, unless this one
-                completes the step.
+            inner: whether the pass ran within another backward pass. If so, only the outer pass is counted, unless this
+                one completes the step.
             complete: whether every parameter that is trained on this rank has all of its gradients.
             only_finish: whether ranks run the passes of several optimizers in different orders, so that no pass is
                 the last.
@@ -127,15 +127,15 @@ class StepProgress:
         return self._as_last(PassEnd.LAUNCH, last)
 
     def compared(self, last: bool) -> None:
-        """Apply the result of a comparison at the end of a pass.
+        """Record the result of a plan comparison at the end of a pass.
 
         Args:
-            last: whether the pass is the last one on all ranks.
+            last: whether all ranks were at the end of the step's last pass.
         """
         self.phase = StepPhase.COMPLETING if last else StepPhase.LATE
 
     def reduced(self) -> None:
-        """Record that all gradients are reduced, before step()."""
+        """Record that all gradients were reduced. `step()` has yet to be called."""
         self.phase = StepPhase.REDUCED
 
     def learn(self) -> None:
@@ -154,6 +154,6 @@ class StepProgress:
 
 
 def end_counts(slots: Iterable[CountedSlot]) -> None:
-    """Mark all slots as complete, so that further gradients do not belong to this step."""
+    """Mark all slots as complete, so that further gradients are not counted in this step."""
     for slot in slots:
         slot.passes_left = 0
